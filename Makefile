@@ -76,7 +76,7 @@ gpu-bundle: $(if $(GIVEN),,$(STAMP))
 	$(GPU_PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps \
 	  --only-binary=:all: --implementation cp --python-version $(BUNDLE_PYTHON) \
 	  $(foreach glibc,28 27 17,--platform manylinux_2_$(glibc)_x86_64) --platform manylinux2014_x86_64 \
-	  -c constraints.txt --dest $(folder)/wheels msgspec pyzmq
+	  -c constraints.txt --dest $(folder)/wheels msgspec pyzmq safetensors
 	for wheel in $(folder)/wheels/*; do $(GPU_PYTHON) -m zipfile -e $$wheel $(folder)/site; done
 	$(GPU_PYTHON) setup.py -q build_ext --build-lib $(folder)/built --build-temp $(folder)/objects
 	rm -r $(folder)/wheels $(folder)/objects

@@ -112,6 +112,21 @@ def through_a_pool(engine: Engine, pool: WorkerPool, size: int, count: int) -> t
     return seconds / count, 1 - max(pool.collective_rpc("spent")) / seconds
 
 
+def tell(
+    report: Report, engine: Engine, pool: WorkerPool, label: str, size: int, count: int
+) -> None:
+    """Put what a pool of `TimedWorker` achieves into ``report``, under ``label``."""
+    found = [through_a_pool(engine, pool, size, count) for _ in range(REPEATS)]
+    seconds, share = (statistics.median(each) for each in zip(*found, strict=True))
+    told = {
+        "ms/token": 1e3 * seconds,
+        "tokens/s": size / seconds,
+        "share outside of steps": share,
+    }
+    print(f"{label}:", *(f"{key} {value:.3g}" for key, value in told.items()), flush=True)
+    report.notes[label] = told
+
+
 def main() -> None:
     options = parser(__doc__ or "").parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -126,15 +141,8 @@ def main() -> None:
         Engine(pool) as engine,
     ):
         for size in SEQUENCES:
-            found = [through_a_pool(engine, pool, size, count) for _ in range(REPEATS)]
-            seconds, share = (statistics.median(each) for each in zip(*found, strict=True))
-            told = {
-                "ms/token": 1e3 * seconds,
-                "tokens/s": size / seconds,
-                "share outside of steps": share,
-            }
-            print(f"through a pool, {size} sequences:", *(f"{k} {v:.3g}" for k, v in told.items()))
-            report.notes[f"through a pool, {size} sequences, 2 ranks"] = told
+            label = f"through a pool, {size} sequences, 2 ranks"
+            tell(report, engine, pool, label, size, count)
     report.finish(options)
 
 

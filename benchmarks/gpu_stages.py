@@ -48,6 +48,8 @@ def stages(python: str) -> list[Stage]:
               "tests/device_comm/cuda/test_nccl_gpu.py"),
         Stage("times", "times and bandwidths, eager and captured",
               (*_run(python, "gpu"), "--seconds", "{seconds}"), LONGEST, 90),
+        Stage("tokens", "a decoder's milliseconds a token, eager and in graphs",
+              _run(python, "gpu_decoder"), 180, 90),
         _test(python, "tables-4", "every verb, dtype and form, 4 processes", 360,
               f"{TESTS}::test_table_on_one_device[4]"),
         _test(python, "tables-8", "every verb, dtype and form, 8 processes", LONGEST,
@@ -127,7 +129,9 @@ def _pools(python: str) -> list[Stage]:
         for dtype in ("float32", "float16")
     ]
     shows = "pools of 2 and 4, equal to the CPU"
-    return [*found, _test(python, "pools", shows, 240, "tests/server/test_pool_gpu.py")]
+    found.append(_test(python, "pools", shows, 240, "tests/server/test_pool_gpu.py"))
+    shows = "a decoder's tokens, eager and in graphs, are those of the CPU"
+    return [*found, _test(python, "decoder", shows, 240, "tests/server/test_decoder_gpu.py")]
 
 
 def _few(python: str, replays: int, way: str) -> tuple[str, ...]:

@@ -39,9 +39,9 @@ def offer(folder: Path, name: str, python: str) -> None:
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For this Python, of two wheels that are offered for this one and another one."""
+    """For this Python, of wheels that are offered for this one and another one."""
     offered, folder = tmp_path_factory.mktemp("offered"), tmp_path_factory.mktemp("made") / "it"
-    for name in ("msgspec", "pyzmq"):
+    for name in ("msgspec", "pyzmq", "safetensors"):
         for python in (HERE, "3.99"):
             offer(offered, name, python)
     words = ("gpu-bundle", f"PYTHON={sys.executable}", f"BUNDLE={folder}", f"BUNDLE_PYTHON={HERE}")
@@ -52,7 +52,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_holds_what_is_wanted_for_that_python_and_the_extensions(bundle: Path) -> None:
     assert {path.name for path in bundle.iterdir()} == {HERE}
     assert {path.name for path in (bundle / HERE).iterdir()} == {"site", "built"}
-    for name in ("msgspec", "pyzmq"):
+    for name in ("msgspec", "pyzmq", "safetensors"):
         assert f"{HERE!r}" in (bundle / HERE / "site" / f"{name}.py").read_text()
     built = sorted(path.relative_to(bundle / HERE / "built") for path in bundle.rglob("*.so"))
     assert list(map(str, built)) == ["device_comm/_native.abi3.so", "shm_broadcast/_native.abi3.so"]

@@ -32,7 +32,11 @@ class FakeGroup:
         self.is_first_rank = rank == 0
         self.is_last_rank = rank == size - 1
         self.all_reduces = 0
+        self.device = torch.device("cpu")
         self._hub = hub
+
+    def check(self) -> None:
+        """Nothing has failed."""
 
     def all_reduce_(self, x: torch.Tensor) -> torch.Tensor:
         self.all_reduces += 1

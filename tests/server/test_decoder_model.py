@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -11,10 +12,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coordinator.layout import MissingTensorError, TensorShapeError
+from server.workers.decoder import step_graphs
 from server.workers.decoder.decoder_config import DecoderFolder, DecoderFolderError, is_decoder
 from server.workers.decoder.decoder_worker import DecoderWorker
 from server.workers.decoder.kv_cache import CacheLostError, Row
 from server.workers.decoder.sampling import Draw, Sampling, choose
+from server.workers.decoder.step_arrangement import FixedArrangement
 from server.workers.shares import HeadSplit
 from tests.server.fake_groups import run_threads
 from tests.server.test_minilm_config import edit
@@ -86,6 +89,66 @@ def test_other_decoders(tmp_path: Path, changes: dict[str, Any]) -> None:
         assert drawn(folder, tp, pp, steps_of(expected, 11)) == dict(enumerate(expected))
 
 
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize("chunk", [100, 1])
+def test_steps_of_fixed_shapes_find_the_same_tokens(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, tp: int, pp: int, chunk: int
+) -> None:
+    """Those that are CUDA graphs elsewhere: of 1, 2 or 4 sequences of up to 8, 16, 32 … tokens."""
+    monkeypatch.setattr(step_graphs, "_LEAST_REACH", 8)
+    expected = [greedy(llama, prompt, COUNT) for prompt in PROMPTS]
+    found = drawn(llama, tp, pp, steps_of(expected, chunk), graphs=True)
+    assert found == dict(enumerate(expected))
+
+
+def test_steps_of_fixed_shapes_see_nothing_that_an_ended_group_left(llama: Path) -> None:
+    """Its last replay may have put NaN into the cache."""
+    expected = greedy(llama, PROMPTS[0], COUNT)
+
+    def body(context: Any) -> Any:
+        worker = DecoderWorker(context, llama, slots=2, length=128, graphs=True)
+        worker._cache._cells.fill_(math.nan)
+        worker.restore(context)
+        tokens: Any = worker.step([Row(0, 0, 0, PROMPTS[0], GREEDY)])
+        while len(tokens) < COUNT:
+            start = len(PROMPTS[0]) + len(tokens) - 1
+            tokens += worker.step([Row(0, 0, start, tokens[-1:], GREEDY)])
+        return tokens
+
+    assert run_threads(1, 1, body)[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "stop", "expected"),
+    [(1, 1, (1, 8)), (2, 8, (2, 8)), (3, 9, (4, 16)), (5, 100, (5, 100)), (4, 65, (4, 100))],
+)
+def test_a_step_takes_the_smallest_shape_that_it_fits(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, rows: int, stop: int, expected: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(step_graphs, "_LEAST_REACH", 8)
+    made: list[tuple[int, int]] = []
+
+    class Noted(FixedArrangement):
+        def __init__(self, size: int, reach: int, *others: Any) -> None:
+            made.append((size, reach))
+            super().__init__(size, reach, *others)
+
+    monkeypatch.setattr(step_graphs, "FixedArrangement", Noted)
+
+    def body(context: Any) -> None:
+        worker = DecoderWorker(context, llama, slots=5, length=100, graphs=True)
+        if stop > 1:
+            worker.step([Row(slot, slot, 0, [7] * (stop - 1), None) for slot in range(rows)])
+        for _ in range(2):
+            worker._graphs.run(
+                [Row(slot, slot, stop - 1, [7], GREEDY) for slot in range(rows)], None
+            )
+
+    run_threads(1, 1, body)
+    assert made[-1:] == [expected]
+    assert len(made) == len(set(made))
+
+
 class Operators(TorchDispatchMode):
     """Counts what torch is asked to do."""
 
@@ -128,7 +191,7 @@ def test_a_further_answer_costs_a_layer_its_attention_alone(llama: Path, tmp_pat
         sum(operators(llama, rows).values()) - sum(operators(shallow, rows).values())
         for rows in (1, 2, 3)
     )
-    assert one <= 28 + 8  # the tests' group takes eight for two sums
+    assert one <= 30 + 8  # the tests' group takes eight for two sums
     assert three - two == 2
 
 

@@ -67,7 +67,8 @@ def test_real_weights(tp: int, pp: int, prompts: list[list[int]]) -> None:
 def test_killed_workers_change_no_answer(llama: Path, tp: int, pp: int) -> None:
     count = 80
     expected = [greedy(llama, prompt, count) for prompt in PROMPTS]
-    with pool_of(llama, tp, pp) as pool, Engine(pool) as engine:
+    # As CUDA graphs are computed, in the largest: a replaced worker has none of those before.
+    with pool_of(llama, tp, pp, graphs=tp * pp == 4) as pool, Engine(pool) as engine:
         for victim in range(tp * pp):
             pids = [status.pid for status in pool.status()]
             asked = [engine.submit(each, count, timeout=PATIENCE_SECONDS) for each in PROMPTS]

@@ -7,7 +7,6 @@ combines tokens, and only those of the same sequence.
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,12 +22,12 @@ from ..parallel import (
 from ..stages import checkpoint_name, read_parameters, whole_parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from coordinator import GroupCoordinator
 
     from .decoder_config import DecoderFolder, LlamaConfig
-    from .kv_cache import KVCache, Row
+    from .step_arrangement import StepArrangement
 
 _CHECKPOINT_NAMES = {
     "words": "model.embed_tokens",
@@ -44,77 +43,6 @@ _CHECKPOINT_NAMES = {
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
 }
-
-
-class RotaryTable:
-    """The factors of the rotary embedding, of each place in a sequence.
-
-    Attributes:
-        cos: [length, 1, head_size].
-        sin: the same, with the sign that each half of a head needs.
-
-    Args:
-        config: the decoder's sizes.
-        length: of a sequence at most.
-        dtype: of the factors.
-        device: where they lie.
-    """
-
-    def __init__(
-        self, config: LlamaConfig, length: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        size = config.head_size
-        evens = torch.arange(0, size, 2, dtype=torch.int64, device=device).float()
-        places = torch.arange(length, device=device)[:, None, None].float()
-        angles = places * (1.0 / config.rope_base ** (evens / size))
-        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-        self.cos, self.sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-
-
-class StepArrangement:
-    """How the tokens of a step stand, computed once for all layers.
-
-    Attributes:
-        counts: how many tokens each row has.
-        masks: which tokens of its sequence each query of a row sees, bool [queries, row.stop],
-            where a token has as many queries as a key head has query heads; ``None`` for a row of
-            one token, which sees all.
-        tokens, slots, places: of each token its id, its sequence's slot, and its place in the
-            sequence; int64 [tokens].
-        ends: the tokens after which another one is drawn, int64 [draws].
-        held: keys and values of each row's sequence to its end, by layer and row; see
-            `KVCache.held`.
-        cos, sin: of the rotary embedding, [tokens, 1, head_size].
-
-    Args:
-        rows: the sequences' parts.
-        config: the decoder's sizes.
-        rotary: of the model.
-        cache: has room for the rows.
-        device: of the model.
-    """
-
-    def __init__(
-        self,
-        rows: Sequence[Row],
-        config: LlamaConfig,
-        rotary: RotaryTable,
-        cache: KVCache,
-        device: torch.device,
-    ) -> None:
-        self.counts = [len(row.tokens) for row in rows]
-        self.masks = [_causal(row, config.queries_of_key, device) for row in rows]
-        tokens = [token for row in rows for token in row.tokens]
-        slots = [row.slot for row in rows for _ in row.tokens]
-        places = [place for row in rows for place in range(row.start, row.stop)]
-        stops = accumulate(self.counts)
-        ends = [stop - 1 for row, stop in zip(rows, stops, strict=True) if row.draw]
-        # A copy to a device waits for the device: so it is one.
-        numbers = torch.tensor([*tokens, *slots, *places, *ends], device=device)
-        sizes = [len(tokens), len(slots), len(places), len(ends)]
-        self.tokens, self.slots, self.places, self.ends = torch.split(numbers, sizes)
-        self.held = list(zip(*map(cache.held, rows), strict=True))
-        self.cos, self.sin = rotary.cos[self.places], rotary.sin[self.places]
 
 
 class DecoderLayer(nn.Module):
@@ -145,38 +73,21 @@ class DecoderLayer(nn.Module):
         self.feeding = MergedColumnParallelLinear((self.gate, self.up))
         del self.query, self.key, self.value, self.gate, self.up
 
-    def forward(
-        self, x: torch.Tensor, step: StepArrangement, cache: KVCache, layer: int
-    ) -> torch.Tensor:
-        """``layer``: the number of this layer in ``cache``."""
-        x = x + self.out(self._attend(self.attending(self.attended_norm(x)), step, cache, layer))
+    def forward(self, x: torch.Tensor, step: StepArrangement, layer: int) -> torch.Tensor:
+        """``layer``: the number of this layer in the cache."""
+        x = x + self.out(self._attend(self.attending(self.attended_norm(x)), step, layer))
         gate, up = self.feeding(self.fed_norm(x)).chunk(2, dim=1)
         fed: torch.Tensor = self.down(functional.silu(gate) * up)
         return x + fed
 
-    def _attend(
-        self, projected: torch.Tensor, step: StepArrangement, cache: KVCache, layer: int
-    ) -> torch.Tensor:
+    def _attend(self, projected: torch.Tensor, step: StepArrangement, layer: int) -> torch.Tensor:
         heads = projected.view(len(projected), -1, self.head_size)
         turning = heads[:, : -self.key_heads]  # queries and keys
         halves_swapped = turning.roll(self.head_size // 2, dims=-1)
         turning.mul_(step.cos).addcmul_(halves_swapped, step.sin)
         queries, new = heads[:, : -2 * self.key_heads], heads[:, -2 * self.key_heads :]
-        cache.put(layer, step.slots, step.places, new)
-        # The query heads of a key head are computed as further tokens of it.
-        tokens = len(projected)
-        asked = queries.view(1, tokens, self.key_heads, -1, self.head_size).transpose(1, 2)
-        parts = zip(
-            torch.split(asked, step.counts, dim=2), step.held[layer], step.masks, strict=True
-        )
-        found = [
-            functional.scaled_dot_product_attention(
-                part.flatten(2, 3), keys, values, attn_mask=mask
-            )
-            for part, (keys, values), mask in parts
-        ]
-        got = found[0] if len(found) == 1 else torch.cat(found, dim=2)
-        return torch.unflatten(got, 2, (tokens, -1)).transpose(1, 2).reshape(tokens, -1)
+        asked = torch.unflatten(queries, 1, (self.key_heads, -1))
+        return step.attend(layer, asked, new).reshape(len(projected), -1)
 
 
 class DecoderStage(nn.Module):
@@ -197,14 +108,13 @@ class DecoderStage(nn.Module):
         self.norm = nn.RMSNorm(size, config.rms_norm_eps, device="meta") if is_last else None
         self.head = ColumnParallelLinear(size, vocabulary, tp, bias=False) if is_last else None
 
-    def forward(self, x: torch.Tensor, step: StepArrangement, cache: KVCache) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, step: StepArrangement) -> torch.Tensor:
         """Run this stage's layers on the tokens of a step.
 
         Args:
             x: token ids int64 [tokens] on the first stage; otherwise what the stage before
                 returned.
             step: how the tokens stand.
-            cache: has room for them.
 
         Returns:
             [tokens, hidden], the same on every rank of the stage.
@@ -214,7 +124,7 @@ class DecoderStage(nn.Module):
         if self.words is not None:
             x = self.words(x)
         for number, layer in enumerate(self.layers.values()):
-            x = layer(x, step, cache, number)
+            x = layer(x, step, number)
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -262,11 +172,3 @@ def load_decoder(
         if isinstance(module, DecoderLayer):
             module.prepare()
     return stage.eval().requires_grad_(False)
-
-
-def _causal(row: Row, queries: int, device: torch.device) -> torch.Tensor | None:
-    """Which tokens are seen by each of the ``queries`` of every token."""
-    if len(row.tokens) == 1:
-        return None
-    every = torch.arange(row.stop, device=device)
-    return every <= every[row.start :].repeat_interleave(queries)[:, None]

@@ -12,9 +12,11 @@ from ..parallel import regroup
 from ..shares import share
 from ..stages import compute_with, hand_on, handed_on
 from .decoder_config import DecoderFolder
-from .decoder_model import RotaryTable, StepArrangement, load_decoder
+from .decoder_model import load_decoder
 from .kv_cache import KVCache
 from .sampling import choose
+from .step_arrangement import RotaryTable, RowsArrangement
+from .step_graphs import StepGraphs
 
 if TYPE_CHECKING:
     import os
@@ -53,6 +55,8 @@ class DecoderWorker:
         length: tokens of a sequence at most; no more than the model takes.
         threads: CPU threads of this process for tensor work; ``None`` leaves torch's choice.
         dtype: of weights and activations: ``"float32"`` or ``"float16"``.
+        graphs: whether steps that take one token of each sequence are CUDA graphs; ``None``: on
+            CUDA devices, unless the ranks' sums go through CPU memory, which graphs cannot do.
 
     Raises:
         FileNotFoundError, DecoderFolderError, CheckpointError: the model cannot be run.
@@ -69,6 +73,7 @@ class DecoderWorker:
         length: int = CONTEXT,
         threads: int | None = None,
         dtype: str = "float32",
+        graphs: bool | None = None,
     ) -> None:
         if slots < 1 or length < 1:
             raise ValueError(f"slots and length must be 1 or more; got {slots} and {length}")
@@ -92,12 +97,15 @@ class DecoderWorker:
             kind,
             self._device,
         )
+        self._wants_graphs = graphs
+        self._graphs = self._make_graphs()
 
     def restore(self, context: WorkerContext) -> None:
         """Go on in new groups, with the weights as they are and no sequences. Collective: no."""
         self._groups = context.groups
         self._cache.clear()
         regroup(self._stage, context.groups.tp)
+        self._graphs = self._make_graphs()
 
     def room(self) -> Room:
         """What these workers take. Collective: no."""
@@ -121,17 +129,34 @@ class DecoderWorker:
         Collective: yes, every rank of the pool.
         """
         self._cache.extend(rows)
-        arranged = StepArrangement(rows, self._config, self._rotary, self._cache, self._device)
-        is_first = self._groups.pp.is_first_rank
-        given = arranged.tokens if is_first else handed_on(self._groups)
-        hidden = self._stage(given, arranged, self._cache)
-        if not self._groups.pp.is_last_rank:
+        tp, pp = self._groups.tp, self._groups.pp
+        given = None if pp.is_first_rank else handed_on(self._groups)
+        if self._graphs is not None and self._graphs.take(rows):
+            hidden = self._graphs.run(rows, given)
+            ends = torch.tensor([number for number, row in enumerate(rows) if row.draw])
+        else:
+            arranged = RowsArrangement(rows, self._config, self._rotary, self._cache)
+            hidden = self._stage(arranged.tokens if given is None else given, arranged)
+            ends = arranged.ends
+        if not pp.is_last_rank:
             hand_on(self._groups, hidden)
             return None
         draws = [row.draw for row in rows if row.draw]
         if not draws:
             return []
-        logits = self._groups.tp.gather(self._stage.logits(hidden[arranged.ends]), dst=0)
+        if len(draws) < len(hidden):
+            hidden = hidden[ends]
+        logits = tp.gather(self._stage.logits(hidden), dst=0)
         if logits is None:
             return None
-        return choose(logits[:, : self._config.vocab_size].float(), draws)
+        tokens = choose(logits[:, : self._config.vocab_size].float(), draws)
+        tp.check()  # a replay raises nothing
+        return tokens
+
+    def _make_graphs(self) -> StepGraphs | None:
+        """Those of the present groups, if any are wanted."""
+        tp, wanted = self._groups.tp, self._wants_graphs
+        if wanted is None and self._device.type == "cuda":
+            size = self._config.hidden_size * self._room.slots * self._rotary.cos.itemsize
+            wanted = tp.explain().backend("all_reduce", size) != "host"
+        return StepGraphs(self._stage, tp, self._rotary, self._cache) if wanted else None

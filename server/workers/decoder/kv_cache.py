@@ -48,13 +48,17 @@ class CacheLostError(RuntimeError):
 class KVCache:
     """Keys and values of this rank's heads and layers, for a number of sequences at once.
 
-    Memory is only used as far as it is written to.
+    On a CPU, memory is only used as far as it is written to.
+
+    Attributes:
+        slots: sequences at once.
+        context: tokens of a sequence at most.
 
     Args:
         layers: how many layers.
-        slots: sequences at once.
+        slots: see above.
         heads: this rank's key-value heads.
-        context: tokens of a sequence at most.
+        context: see above.
         head_size: elements of a head.
         dtype: of keys and values.
         device: where they lie.
@@ -73,7 +77,7 @@ class KVCache:
         shape = (layers, slots, 2 * heads, context, head_size)
         self._cells = torch.empty(shape, dtype=dtype, device=device)
         self._layers = self._cells.unbind()
-        self._context = context
+        self.slots, self.context = slots, context
         self._held: list[tuple[int, int] | None] = [None] * slots
 
     def extend(self, rows: Sequence[Row]) -> None:
@@ -84,10 +88,10 @@ class KVCache:
             ValueError: a row has no such slot, no token, or more than there is room for.
         """
         for row in rows:
-            if not 0 <= row.slot < len(self._held) or not row.start < row.stop <= self._context:
+            if not 0 <= row.slot < self.slots or not row.start < row.stop <= self.context:
                 raise ValueError(
                     f"slot {row.slot}, tokens {row.start} to {row.stop}: there are "
-                    f"{len(self._held)} slots of {self._context} tokens"
+                    f"{self.slots} slots of {self.context} tokens"
                 )
             if row.start and self._held[row.slot] != (row.sequence, row.start):
                 raise CacheLostError(
@@ -114,6 +118,26 @@ class KVCache:
         keys, values = self._cells[:, row.slot, None, :, : row.stop].chunk(2, dim=2)
         return list(zip(keys, values, strict=True))
 
-    def clear(self) -> None:
-        """Forget all sequences."""
-        self._held = [None] * len(self._held)
+    def gathered(
+        self, layer: int, slots: torch.Tensor, reach: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer, each [tokens, heads, ``reach``, head_size]; copies.
+
+        Args:
+            layer: of which layer.
+            slots: of each token, int64 [tokens].
+            reach: from the first place on, so many, whether something was put there or not.
+        """
+        found = self._layers[layer][:, :, :reach].index_select(0, slots)
+        keys, values = found.chunk(2, dim=1)
+        return keys, values
+
+    def clear(self, *, wipe: bool = False) -> None:
+        """Forget all sequences.
+
+        Args:
+            wipe: write zeros, which are finite, everywhere.
+        """
+        self._held = [None] * self.slots
+        if wipe:
+            self._cells.zero_()
