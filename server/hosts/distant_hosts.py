@@ -36,7 +36,7 @@ from .meeting_port import tell_port
 from .way_to_head import address_of_head
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from shm_broadcast import Board, Deadline
 
@@ -148,16 +148,20 @@ class DistantHosts:
 
     def launch(
         self, missing: Iterable[int], generation: int, deadline: Deadline
-    ) -> list[DistantWorker]:
-        """Have all hosts begin a generation, and start those workers of theirs that are missing."""
-        wanted, launched = set(missing), []
+    ) -> Iterator[DistantWorker]:
+        """Have all hosts begin a generation, and start those workers of theirs that are missing.
+
+        Yields:
+            Each of these workers, to be closed by the caller.
+        """
+        wanted = set(missing)
         seconds = None if deadline.timeout is None else deadline.remaining()
         for node in self._nodes:
             ranks = [rank for rank in self._plan.ranks_of(node) if rank in wanted]
             for rank in ranks:
                 worker = DistantWorker(rank, generation, partial(self._link.post, node))
                 self._workers[rank] = worker
-                launched.append(worker)
+                yield worker
             self._link.post(
                 node, BeginGeneration(generation, tuple(ranks), self._plan.in_flight, seconds)
             )
@@ -165,7 +169,6 @@ class DistantHosts:
                 if node not in self._present:
                     for rank in ranks:
                         self._workers[rank].end("its host is gone")
-        return launched
 
     def mark(self, generation: int, number: int) -> None:
         """Tell the other hosts that nobody waits for a call any more."""

@@ -301,33 +301,38 @@ class MessageQueue(QueueEnd):
         beside = ranks_beside(group, writer_rank)
         queue: MessageQueue | None = None
         handle: QueueHandle | Exception | None = external_writer_handle
-        if group.rank == writer_rank and external_writer_handle is None:
-            elsewhere = {*range(group.world_size)} - {*beside, writer_rank}
-            try:
-                queue = cls(
-                    group.world_size - 1,
-                    len(beside),
-                    beside,
-                    max_chunk_bytes,
-                    max_chunks,
-                    connect_ip,
-                    remote_reader_ranks=sorted(elsewhere),
-                    writer_rank=writer_rank,
-                    secret=secret,
-                    type=type,
-                    watch=watch,
+        with ExitStack() as undo:
+            if group.rank == writer_rank and external_writer_handle is None:
+                elsewhere = {*range(group.world_size)} - {*beside, writer_rank}
+                try:
+                    queue = cls(
+                        group.world_size - 1,
+                        len(beside),
+                        beside,
+                        max_chunk_bytes,
+                        max_chunks,
+                        connect_ip,
+                        remote_reader_ranks=sorted(elsewhere),
+                        writer_rank=writer_rank,
+                        secret=secret,
+                        type=type,
+                        watch=watch,
+                    )
+                    undo.callback(queue.shutdown)
+                    handle = queue.export_handle()
+                except Exception as error:  # noqa: BLE001 - raised once the others are told
+                    handle = error
+            handle = group.broadcast_obj(handle, writer_rank)
+            if isinstance(handle, Exception):
+                raise handle
+            if queue is None:
+                queue = cls.create_from_handle(
+                    handle, group.rank, secret=secret, type=type, watch=watch
                 )
-                handle = queue.export_handle()
-            except Exception as error:  # noqa: BLE001 - raised once the others are told
-                handle = error
-        handle = group.broadcast_obj(handle, writer_rank)
-        if isinstance(handle, Exception):
-            raise handle
-        queue = queue or cls.create_from_handle(
-            handle, group.rank, secret=secret, type=type, watch=watch
-        )
-        if blocking:
-            queue._wait_or_shut_down(timeout)
+                undo.callback(queue.shutdown)
+            if blocking:
+                queue.wait_until_ready(timeout)
+            undo.pop_all()
         return queue
 
     @classmethod
@@ -365,40 +370,33 @@ class MessageQueue(QueueEnd):
         here, elsewhere = ([reader_rank], []) if beside else ([], [reader_rank])
         queue: MessageQueue | None = None
         handle: QueueHandle | Exception
-        try:
-            queue = cls(
-                1,
-                len(here),
-                here,
-                max_chunk_bytes,
-                max_chunks,
-                connect_ip,
-                remote_reader_ranks=elsewhere,
-                writer_rank=group.rank,
-                secret=secret,
-                type=type,
-                watch=watch,
-            )
-            handle = queue._handle = structs.replace(queue._handle, sole_reader=True)
-        except Exception as error:  # noqa: BLE001 - raised once the others are told
-            handle = error
-        handles = group.all_gather_obj(handle)
-        failed = [each for each in handles if isinstance(each, Exception)]
-        if queue is None or failed:
-            if queue is not None:
-                queue.shutdown()
-            raise failed[0]
-        if blocking:
-            queue._wait_or_shut_down(timeout)
+        with ExitStack() as undo:
+            try:
+                queue = cls(
+                    1,
+                    len(here),
+                    here,
+                    max_chunk_bytes,
+                    max_chunks,
+                    connect_ip,
+                    remote_reader_ranks=elsewhere,
+                    writer_rank=group.rank,
+                    secret=secret,
+                    type=type,
+                    watch=watch,
+                )
+                undo.callback(queue.shutdown)
+                handle = queue._handle = structs.replace(queue._handle, sole_reader=True)
+            except Exception as error:  # noqa: BLE001 - raised once the others are told
+                handle = error
+            handles = group.all_gather_obj(handle)
+            failed = [each for each in handles if isinstance(each, Exception)]
+            if queue is None or failed:
+                raise failed[0]
+            if blocking:
+                queue.wait_until_ready(timeout)
+            undo.pop_all()
         return queue, handles if group.rank == reader_rank else []
-
-    def _wait_or_shut_down(self, timeout: float | Deadline | None) -> None:
-        """Wait until all have joined; a queue that nobody is handed is left behind by nobody."""
-        try:
-            self.wait_until_ready(timeout)
-        except BaseException:
-            self.shutdown()
-            raise
 
     @classmethod
     def _on_ring(

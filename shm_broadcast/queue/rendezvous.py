@@ -5,6 +5,7 @@ Which of them share the writer's memory, and the queue's handle.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 from shm_broadcast.checked_arguments import whole, wholes
@@ -55,21 +56,22 @@ def ranks_beside(group: ObjectGroup, rank: int) -> tuple[int, ...]:
 
     Raises:
         SharedMemoryError: ``rank`` has too little memory for the attempt; every rank raises.
+        ForeignMemoryError: some rank was offered what is not the group's; every rank raises.
     """
-    probe: Segment | None = None
     offered: SegmentHandle | SharedMemoryError | None = None
-    if group.rank == rank:
-        try:
-            probe = Segment.create(1, "probe")
-            offered = probe.handle()
-        except SharedMemoryError as error:
-            offered = error
-    offered = group.broadcast_obj(offered, rank)
-    if isinstance(offered, SharedMemoryError):
-        raise offered
-    attached = group.all_gather_obj(probe is not None or _attaches(offered))
-    if probe is not None:
-        probe.close()
+    with ExitStack() as attempt:
+        if group.rank == rank:
+            try:
+                offered = attempt.enter_context(Segment.create(1, "probe")).handle()
+            except SharedMemoryError as error:
+                offered = error
+        offered = group.broadcast_obj(offered, rank)
+        if isinstance(offered, SharedMemoryError):
+            raise offered
+        attached = group.all_gather_obj(group.rank == rank or _attaches(offered))
+    for answer in attached:
+        if isinstance(answer, ForeignMemoryError):
+            raise answer
     return tuple(other for other in range(group.world_size) if attached[other] and other != rank)
 
 
@@ -109,11 +111,11 @@ def local_and_remote(
     return local, remote
 
 
-def _attaches(handle: SegmentHandle) -> bool:
+def _attaches(handle: SegmentHandle) -> bool | ForeignMemoryError:
     try:
         Segment.attach(handle).close()
-    except ForeignMemoryError:  # somebody outside the group has made this handle: no "no" to that
-        raise
+    except ForeignMemoryError as error:  # somebody outside the group has made this handle
+        return error
     except SharedMemoryError:
         return False
     return True

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,6 +15,7 @@ from coordinator.rank_grid import RankGrid
 from server.control.protocol import Hello
 from server.driver.pool_plan import PoolPlan
 from server.errors import HostError
+from server.hosts import distant_worker
 from server.hosts.distant_hosts import DistantHosts
 from server.hosts.link_messages import (
     HostAdmitted,
@@ -25,6 +29,7 @@ from server.hosts.place import Hosts
 from server.pool import WorkerPool
 from server.pool_config import PoolConfig
 from shm_broadcast import NEVER, Deadline
+from shm_broadcast.board.stacks import StackFile
 from tests.patience import PATIENCE_SECONDS
 from tests.server.workers import Worker
 
@@ -76,10 +81,16 @@ def test_a_host_that_cannot_be_summoned_ends_the_pool_and_what_was_summoned() ->
 
 @pytest.fixture
 def head() -> Iterator[DistantHosts]:
+    with head_of(2) as made:
+        yield made
+
+
+@contextmanager
+def head_of(tp: int) -> Iterator[DistantHosts]:
     hosts = two_hosts(Summoner(), 0)
     plan = PoolPlan(
         *("tests.server.workers:Worker", None),
-        grid=RankGrid.of_job(tp=2, pp=1, dp=1, pcp=1, axes=None),
+        grid=RankGrid.of_job(tp=tp, pp=1, dp=1, pcp=1, axes=None),
         dcp=1,
         device="cpu",
         share_gpu=False,
@@ -94,8 +105,26 @@ def head() -> Iterator[DistantHosts]:
         config=PoolConfig(),
     )
     made = DistantHosts(hosts, plan, NEVER)
-    yield made
-    made.close()
+    with closing(made):
+        yield made
+
+
+def test_workers_before_one_that_cannot_be_made_are_handed_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever employs them closes them."""
+    files = iter([StackFile(), None])
+
+    def make() -> StackFile:
+        if (file := next(files)) is None:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return file
+
+    monkeypatch.setattr(distant_worker, "StackFile", make)
+    employed: list[int] = []
+    with head_of(4) as head, pytest.raises(OSError, match="Too many open files"):
+        employed.extend(worker.rank for worker in head.launch([2, 3], 1, NEVER))
+    assert employed == [2]
 
 
 OTHER = HostHello("other", HERE, 4242, 1, {})

@@ -11,9 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shm_broadcast import GroupTimeoutError, MessageQueue, PeerLostError, SharedMemoryError
+from shm_broadcast import (
+    ForeignMemoryError,
+    GroupTimeoutError,
+    MessageQueue,
+    PeerLostError,
+    SharedMemoryError,
+)
 from shm_broadcast import segment as segment_module
+from shm_broadcast.segment import Segment
 from tests.ranks import init_gloo, run_ranks
+from tests.shm_broadcast.leaks import open_descriptors
 from tests.shm_broadcast.members import LIMIT, kill
 from tests.shm_broadcast.remote_peers import get, put
 
@@ -53,6 +61,7 @@ def meet(rank: int, n: int, path: str, kind: str) -> None:
     one_rank_reads(rank, n, group)
     one_rank_cannot(rank, n, group)
     a_type_that_nobody_knows(group)
+    one_rank_is_offered_what_is_not_the_groups(rank, group)
     some_do_not_come(rank, n, group)
     wrong_ranks(group)
 
@@ -140,6 +149,67 @@ def a_type_that_nobody_knows(group: Any) -> None:
     with pytest.raises(TypeError, match="not supported"):
         MessageQueue.create_from_process_group_single_reader(group, type=barrier)
     barrier(group)
+
+
+def one_rank_is_offered_what_is_not_the_groups(rank: int, group: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(Segment, "attach", foreign)
+        with pytest.raises(ForeignMemoryError, match="of pid 7"):
+            MessageQueue.create_from_process_group(group)
+    barrier(group)
+
+
+def foreign(_handle: Any) -> Any:
+    raise ForeignMemoryError("memory of pid 7")
+
+
+class Breaking:
+    """A group whose exchange breaks after so many more objects."""
+
+    rank, world_size = 0, 2
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+    def broadcast_obj(self, obj: Any | None, src: int) -> Any:
+        assert src == self.rank
+        self._pass()
+        return obj
+
+    def all_gather_obj(self, obj: Any) -> list[Any]:
+        self._pass()
+        return [obj, True]
+
+    def _pass(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise ConnectionError("the store has gone")
+
+
+@pytest.mark.parametrize("left", [0, 1, 2])
+@pytest.mark.parametrize(
+    "make",
+    [
+        MessageQueue.create_from_process_group,
+        MessageQueue.create_from_process_group_single_reader,
+    ],
+)
+def test_a_broken_exchange_leaves_no_queue_open(
+    make: Any, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutdown, closed, before = MessageQueue.shutdown, [], open_descriptors()
+
+    def noted(self: MessageQueue) -> None:
+        closed.append(self)
+        shutdown(self)
+
+    monkeypatch.setattr(MessageQueue, "shutdown", noted)
+    with pytest.raises(ConnectionError):
+        make(Breaking(left))
+    assert len(closed) == (left == 2)
+    closed.clear()
+    assert open_descriptors() == before
 
 
 def some_do_not_come(rank: int, n: int, group: Any) -> None:
