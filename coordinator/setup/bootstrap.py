@@ -7,7 +7,7 @@ let the system choose the port, which `host_store` returns: a free port is never
 bound later, when somebody else may have taken it.
 
 Several topologies may use one store, at once or one after the other, if all ranks set them up in
-the same order (`Exchange.visit`).
+the same order (`Exchange.enter`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.distributed import Store, TCPStore
 from coordinator.apart import begin_apart
 from coordinator.setup.addresses import own_address, resolve, who_listens
 from coordinator.setup.exchange import Exchange
-from coordinator.setup.settings import agree_on_terms
+from coordinator.setup.settings import enter_on_terms
 from coordinator.stores.asked_store import AskedStore
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import GroupTimeoutError, MemberStatus
@@ -79,7 +79,7 @@ def meet(
     Collective: yes, every rank.
 
     Raises:
-        ValueError, SecretError: they were not, as of `agree_on_terms`.
+        ValueError, SecretError: they were not, as of `enter_on_terms`.
         GroupTimeoutError: the deadline passed; ``waiting_for`` lists the absent ranks.
         OSError: rank 0 cannot bind the store's port.
     """
@@ -89,10 +89,9 @@ def meet(
         store = open_store(launch, deadline)
     host = f"{store.host}:{store.port}" if isinstance(store, TCPStore) else ""
     members = Exchange(store, launch.rank, launch.world_size, "world", deadline, host, keeper)
-    exchange = members.visit(f"world/{launch.attempt}")
     if board is not None:
-        exchange = replace(exchange, seen_on=(board, range(launch.world_size)))
-    agree_on_terms(exchange, "rendezvous", terms)
+        members = replace(members, seen_on=(board, range(launch.world_size)))
+    exchange = enter_on_terms(members, f"world/{launch.attempt}", "rendezvous", terms)
     return Meeting(launch, exchange, _address_towards(store))
 
 

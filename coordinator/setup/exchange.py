@@ -6,27 +6,31 @@ a name, and keys under that name:
     NAME/RANK   how many members there are, as that one was told, a space, and its value
     NAME/count  the number of members that have put their value
     NAME/all    set by the last of them: all values are there
+    NAME/ended  how many have taken the swap for ended: only what the first of them did counts
+    NAME/left   set by the first of them, if all values will never be there
 
-However many members there are, each polls one key only: torch's own wait prints to stderr when it
+However many members there are, each polls one key or two: torch's own wait prints to stderr when it
 times out.
 """
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import blake2b
 from textwrap import shorten
 from typing import TYPE_CHECKING, TypeVar
 
 from torch.distributed import PrefixStore, Store
 
-from coordinator.stores.store_asker import GIVEN_UP, StoreAsker
+from coordinator.stores.store_asker import GIVEN_UP, StoreAsker, naps
 from shm_broadcast.codec import UNDECODABLE
 from shm_broadcast.errors import GroupTimeoutError, PeerProtocolError, TransportError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import msgspec
 
@@ -35,6 +39,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _LONGEST_GROUP = 200
+LEFT_FOR_NEXT = "left for the next"
+"""The key by which those in a visit see that a member of theirs is in its next one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +64,7 @@ class Exchange(StoreAsker):
         visits, and never an earlier one's values. A visit in which a member has waited in vain, or
         that it has left for its next one, as does one that takes the place of a killed process, is
         left out by those that come later: they meet that member's next one. Those that are there
-        already wait until their own time is over.
+        already wait until their own time is over, unless they `enter`.
 
         Collective: no.
 
@@ -73,7 +79,9 @@ class Exchange(StoreAsker):
             while True:
                 count = store.add(f"{place}/visits/{self.rank}", 1)
                 if count > 1:
-                    PrefixStore(f"{place}/{count - 1}", store).set(GIVEN_UP, "")
+                    before = PrefixStore(f"{place}/{count - 1}", store)
+                    before.set(GIVEN_UP, "")
+                    before.set(LEFT_FOR_NEXT, "")
                 inside = PrefixStore(f"{place}/{count}", store)
                 if not inside.check([GIVEN_UP]):
                     come_to.append(inside)
@@ -91,6 +99,24 @@ class Exchange(StoreAsker):
             self.asking.begin(leave)
             raise
         return replace(self, store=inside, marks=inside, around=around, before=before)
+
+    def enter(self, place: str, what: str, payload: bytes = b"") -> tuple[Exchange, list[bytes]]:
+        """`visit` a place, and `all_gather` there. If a member leaves that visit for its next one
+        before all have come, the others follow it.
+
+        Returns:
+            The exchange in which all have met, and what they have put.
+
+        Collective: yes, every member.
+
+        Raises:
+            What `visit` and `all_gather` raise.
+        """
+        while True:
+            inside = self.visit(place)
+            found = inside._gather(what, payload, partial(inside._ended, what), LEFT_FOR_NEXT)
+            if found is not None:
+                return inside, found
 
     def all_gather(self, what: str, payload: bytes = b"") -> list[bytes]:
         """Put ``payload``, wait for everyone's, and return them by rank.
@@ -110,13 +136,7 @@ class Exchange(StoreAsker):
             PeerProtocolError: something else stands in the store.
             TransportError: the store has gone.
         """
-        return self.wait_for(
-            f"{what}/all",
-            f"{self.name} {what}",
-            lambda: list(self._payloads(what).values()),
-            lambda: self._missing(sorted({*range(self.size)} - self._payloads(what).keys())),
-            lambda: self._come(what, payload),
-        )
+        return self._gather(what, payload, lambda: self._put_by_all(what))
 
     def broadcast(self, what: str, payload: bytes | None, src: int = 0) -> bytes:
         """Return the payload of member ``src``.
@@ -137,7 +157,7 @@ class Exchange(StoreAsker):
         key, operation = f"{what}/{src}", f"{self.name} {what}"
         if self.rank != src:
             return self.wait_for(
-                key, operation, lambda: self.store.get(key), lambda: self._missing([src])
+                (key,), operation, lambda: self.store.get(key), lambda: self._missing([src])
             )
         if payload is None:
             raise ValueError(f"{self.name}: member {src} has to give what it broadcasts")
@@ -222,10 +242,37 @@ class Exchange(StoreAsker):
                     elsewhere.append(f"rank {rank} came to set up {said} last")
         return ranks, elsewhere
 
+    def _gather(self, what: str, payload: bytes, read: Callable[[], T], *ending: str) -> T:
+        """What ``read`` returns once all have put something, or a key of ``ending`` is there."""
+        return self.wait_for(
+            (f"{what}/all", *ending),
+            f"{self.name} {what}",
+            read,
+            lambda: self._missing(sorted({*range(self.size)} - self._payloads(what).keys())),
+            lambda: self._come(what, payload),
+        )
+
     def _come(self, what: str, payload: bytes) -> None:
         self._put(f"{what}/{self.rank}", b"%d %b" % (self.size, payload))
-        if self.store.add(f"{what}/count", 1) == self.size:
+        if self.store.add(f"{what}/count", 1) == self.size and self._is_first_to_end(what):
             self._put(f"{what}/all", b"")
+
+    def _ended(self, what: str) -> list[bytes] | None:
+        """How a swap has ended, for all members alike: what all have put, or ``None``."""
+        pauses = naps()
+        if not self.store.check([f"{what}/all"]) and self._is_first_to_end(what):
+            self._put(f"{what}/left", b"")
+        while not self.store.check([f"{what}/all"]):
+            if self.store.check([f"{what}/left"]) or self.deadline.expired:
+                return None
+            time.sleep(next(pauses))
+        return self._put_by_all(what)
+
+    def _put_by_all(self, what: str) -> list[bytes]:
+        return list(self._payloads(what).values())
+
+    def _is_first_to_end(self, what: str) -> bool:
+        return self.store.add(f"{what}/ended", 1) == 1
 
     def _put(self, key: str, value: bytes) -> None:
         self.store.set(key, value)  # type: ignore[arg-type] # the stub knows text only

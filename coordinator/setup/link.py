@@ -18,7 +18,7 @@ from coordinator.hosts.nodes import Nodes, TellingWhy, find_nodes
 from coordinator.messages.wire import Wire, agree_on_wire
 from coordinator.setup.exchange import Exchange
 from coordinator.setup.process_groups import ProcessGroups, new_process_group
-from coordinator.setup.settings import agree_on_terms
+from coordinator.setup.settings import enter_on_terms
 from coordinator.setup.torch_groups import SocketChoice
 from coordinator.stores.authenticated import authenticated
 from device_comm import Backend, Communicator, LoopbackBackend, ShmBackend, TorchBackend
@@ -121,7 +121,7 @@ def meet_in(
 
     Args:
         store: the store; not asked for in a group of one.
-        place: where in it those of these ranks meet: see `Exchange.visit`.
+        place: where in it those of these ranks meet: see `Exchange.enter`.
         rank: this member's global rank.
         ranks, settings, given: as for `connect`.
         name: the group's name.
@@ -137,8 +137,7 @@ def meet_in(
         return alone(name, rank, settings, given=given)
     at, n, called = ranks.index(rank), len(ranks), tuple(ranks)
     members = Exchange(store(), at, n, name, Deadline.after(timeout), called=called)
-    exchange = members.visit(place)
-    agree_on_terms(exchange, "terms", settings.terms())
+    exchange = enter_on_terms(members, place, "terms", settings.terms())
     return connect(exchange, ranks, settings, given=given)
 
 

@@ -114,12 +114,13 @@ class Settings:
         )
 
 
-def agree_on_terms(exchange: Exchange, what: str, terms: Mapping[str, str]) -> None:
-    """Wait for all members, and require that they were given the same.
+def enter_on_terms(members: Exchange, place: str, what: str, terms: Mapping[str, str]) -> Exchange:
+    """`Exchange.enter` a place, and require that all members were given the same.
 
     Args:
-        exchange: of the members; anybody may read what is said there.
-        what: the swap's name, as of `Exchange.all_gather`.
+        members: an exchange of them; anybody may read what is said there.
+        place: where they meet.
+        what: the swap's name.
         terms: what this member was given, by name.
 
     Collective: yes, every member.
@@ -127,9 +128,9 @@ def agree_on_terms(exchange: Exchange, what: str, terms: Mapping[str, str]) -> N
     Raises:
         ValueError: they were not; names a term, and who was given what. All members raise it.
         SecretError: likewise, where only some were given the launcher's secret.
-        What `Exchange.all_gather` raises.
+        What `Exchange.enter` raises.
     """
-    payloads = exchange.all_gather(what, msgspec.msgpack.encode(terms))
+    exchange, payloads = members.enter(place, what, msgspec.msgpack.encode(terms))
     told = [exchange.decoded(_TERMS, each, rank) for rank, each in enumerate(payloads)]
     for name in dict.fromkeys(chain(*told)):
         given: dict[str, list[int]] = {}
@@ -140,3 +141,4 @@ def agree_on_terms(exchange: Exchange, what: str, terms: Mapping[str, str]) -> N
             said = ", ".join(f"{value} on ranks {ranks}" for value, ranks in given.items())
             error = SecretError if name == "secret" else ValueError
             raise error(f"{exchange.name}: {name} is {said}: give all ranks the same")
+    return exchange

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
-from coordinator.setup.exchange import Exchange
+from coordinator.setup.exchange import LEFT_FOR_NEXT, Exchange
 from coordinator.stores import store_asker
 from coordinator.stores.authenticated import authenticated
 from coordinator.stores.curve_store import StoreHost
@@ -322,6 +322,69 @@ def test_who_comes_late_meets_those_that_take_the_place_of_killed_ones(killed: i
         late = threads.submit(visit, store, 1, 30)
         assert again.all_gather("hosts", b"0") == late.result(60) == [b"0", b"1"]
     all_meet(store, visit)
+
+
+def enter(store: Store, rank: int, n: int = 3, seconds: float = 30) -> list[bytes]:
+    exchange = Exchange(store, rank, n, "world", Deadline.after(seconds))
+    return exchange.enter("world", "terms", b"%d" % rank)[1]
+
+
+@pytest.mark.parametrize("had_put", [False, True])
+def test_those_that_wait_meet_one_that_takes_the_place_of_a_killed_one(had_put: bool) -> None:
+    """They are in the killed one's visit, and follow it into its next one."""
+    store = HashStore()
+    killed = Exchange(store, 2, 3, "world", Deadline.after(30)).visit("world")
+    if had_put:
+        killed._come("terms", b"of a killed one")
+    with ThreadPoolExecutor(3) as threads:
+        early = threads.submit(enter, store, 0)
+        until(lambda: store.check(["group-coordinator/world/1/terms/0"]))
+        again = threads.submit(enter, store, 2)
+        # If all were there before, the others would go on with what the killed one has put.
+        until(lambda: store.check([f"group-coordinator/world/1/{LEFT_FOR_NEXT}"]))
+        late = threads.submit(enter, store, 1)
+        for each in (early, again, late):
+            assert each.result(60) == [b"0", b"1", b"2"]
+
+
+def test_those_that_wait_follow_one_that_tries_again() -> None:
+    store = HashStore()
+    with ThreadPoolExecutor(3) as threads:
+        patient = threads.submit(enter, store, 0)
+        with pytest.raises(GroupTimeoutError, match="rank 1"):
+            enter(store, 2, seconds=0.05)
+        others = [threads.submit(enter, store, rank) for rank in (2, 1)]
+        for each in (patient, *others):
+            assert each.result(60) == [b"0", b"1", b"2"]
+
+
+def test_whether_all_had_come_before_one_went_on_is_the_same_for_all() -> None:
+    """Whoever looks late, after a member has gone on to another set-up in the same place."""
+    store = HashStore()
+    inside = [
+        Exchange(store, rank, 2, "world", Deadline.after(30)).visit("world") for rank in (0, 1)
+    ]
+    for rank, each in enumerate(inside):
+        each._come("terms", b"%d" % rank)
+    Exchange(store, 1, 2, "world", Deadline.after(30)).visit("world")
+    assert [each._ended("terms") for each in inside] == [[b"0", b"1"]] * 2
+
+
+def test_the_last_to_come_to_a_visit_that_others_have_left_follows_them() -> None:
+    store = HashStore()
+    deadline = Deadline.after(30)
+    first, last = (Exchange(store, rank, 2, "world", deadline).visit("world") for rank in (0, 1))
+    first._come("terms", b"0")
+    assert first._ended("terms") is None
+    last._come("terms", b"1")
+    assert last._ended("terms") is None
+
+
+def test_who_decides_that_a_swap_has_ended_may_be_killed_before_it_says_how() -> None:
+    store = HashStore()
+    inside = Exchange(store, 0, 2, "world", Deadline.after(0.05)).visit("world")
+    assert inside._is_first_to_end("terms")
+    assert inside._ended("terms") is None
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,14 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import coordinator
 from coordinator.compat.vllm.parallel_state import init_distributed_environment
 from coordinator.messages.wire import Wire
 from coordinator.setup import link, torch_groups
+from coordinator.setup.exchange import Exchange
 from coordinator.setup.topology import Topology
 from shm_broadcast import CoordinatorError, GroupAbortedError, GroupTimeoutError, PeerLostError
 from tests.patience import STALL_SECONDS, until
@@ -67,6 +69,22 @@ def one_ends(rank: int, n: int, store: Store, dies: bool) -> None:
 @pytest.mark.parametrize("dies", [True, False])
 def test_one_that_ends_on_the_way_is_named_at_once(dies: bool) -> None:
     run_ranks(3, one_ends, SharedStore(), dies, may_die=[1] if dies else [])
+
+
+def one_is_replaced(process: int, _: int, store: Store) -> float:
+    """Process 2 is killed where it was to meet the others; process 3 takes its place as rank 2."""
+    rank = min(process, 2)
+    if process == 2:
+        Exchange._gather = die
+    if process == 3:
+        wait = [f"group-coordinator/world/0/1/rendezvous/{rank}" for rank in (0, 1)]
+        until(lambda: store.check([*wait, "group-coordinator/world/0/visits/2"]))
+    with coordinator.init(3, rank=rank, store=store, timeout=LIMIT) as groups:
+        return groups.world.all_reduce(torch.tensor(rank + 1.0)).item()
+
+
+def test_those_that_wait_meet_one_that_takes_the_place_of_a_killed_one() -> None:
+    assert run_ranks(4, one_is_replaced, SharedStore(), may_die=[2]) == [6.0, 6.0, None, 6.0]
 
 
 def one_gives_up_by_names_of_vllm(rank: int, n: int, path: str) -> None:
