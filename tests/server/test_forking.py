@@ -211,7 +211,13 @@ def test_a_workers_threads_and_exit_functions_run_at_its_end(
 ) -> None:
     with WorkerPool(Worker, config=either) as pool:
         pool.call("say_at_the_end")
-    assert capfd.readouterr().out.splitlines() == ["[rank 0] thread", "[rank 0] exit"]
+    said = capfd.readouterr().out.splitlines()
+    assert said == ["[rank 0] thread", "[rank 0] exit", "[rank 0] finalizer"]
+
+
+def test_what_torch_has_registered_is_not_taken_apart_at_a_forked_worker_s_end() -> None:
+    """That would copy what is shared with the server."""
+    assert "torch.library" not in ask("finalizers", tp=1)[0]
 
 
 def test_a_module_that_was_changed_is_loaded_anew(

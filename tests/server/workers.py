@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,15 +168,21 @@ class Worker:
         }
 
     def say_at_the_end(self) -> None:
-        """A thread that is not waited for yet says something, and then an exit function."""
+        """A thread that is not waited for says something, then an exit function, a finalizer."""
 
         def late() -> None:
             threading.main_thread().join()
             self.progress(1)  # nobody listens any more
             self.say("thread")
 
+        weakref.finalize(Worker, self.say, "finalizer")
         atexit.register(self.say, "exit")
         threading.Thread(target=late).start()
+
+    def finalizers(self) -> list[str]:
+        """The modules whose finalizers run at the end of this process."""
+        all_of_them: Any = weakref.finalize._registry  # type: ignore[attr-defined]
+        return [each.peek()[1].__module__ for each in all_of_them if each.atexit]
 
     def say(self, text: str) -> None:
         sys.stdout.write(f"{text}\n")
