@@ -12,6 +12,7 @@ command line and no main module of its own; what is about these starts Python.
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import os
 import signal
@@ -99,6 +100,7 @@ def _run(
     environment: Mapping[str, str],
 ) -> NoReturn:
     """What a program's process does. At its end nothing of the module is held by anybody here."""
+    gc.freeze()  # no collection looks among what the server had loaded
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)
