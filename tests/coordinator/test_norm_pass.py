@@ -322,6 +322,9 @@ def compiled(rank: int, n: int, store: Store, folder: str) -> list[str]:
     options = {
         "compile_threads": 1,
         "fx_graph_cache": False,
+        # To try out vectors, and to prepare headers, takes longer than what is compiled.
+        "cpp.vec_isa_ok": False,
+        "cpp_cache_precompile_headers": False,
         "post_grad_custom_post_pass": lambda graph: found.append(ops(graph)),
     }
     with (
