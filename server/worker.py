@@ -48,7 +48,7 @@ from .control.output import label_output
 from .control.protocol import VOID, Call, Left, Ready, Reply, Resume, Start, WorkProgress
 from .control.reference import making_no_pool, worker_class
 from .control.seat import take_seat
-from .control.worker_failure import describe, is_consequence, unsendable
+from .control.worker_failure import describe, unsendable
 from .launchers.boot import retitle
 from .running_streams import RunningStreams
 from .spans import of_call, record
@@ -181,19 +181,17 @@ def _serve_generations(channel: Channel, store: Store, start: Start) -> bool:
         except BaseException as error:  # noqa: BLE001 - all that ends the start goes to the caller
             if os.getpid() != process:
                 _end_child(error)
-            if not (start.survives and is_consequence(error, start.rank)):
-                channel.send(describe(error, rank=start.rank))
-                return False
+            channel.send(describe(error, rank=start.rank))
+            return False
+        channel.send(serving.ready())
+        try:
+            serving.serve()
+        except _ENDS:
+            if not start.survives:
+                raise
         else:
-            channel.send(serving.ready())
-            try:
-                serving.serve()
-            except _ENDS:
-                if not start.survives:
-                    raise
-            else:
-                serving.close()
-                return True
+            serving.close()
+            return True
         serving.close()
         forget_groups()
         channel.send(Left())

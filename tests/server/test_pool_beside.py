@@ -13,9 +13,9 @@ import torch
 
 import coordinator
 from coordinator import ParallelGroups, StatelessGroupCoordinator
-from server.errors import WorkerLostError
+from server.errors import WorkerLostError, WorkerStartError
 from server.pool import WorkerPool
-from shm_broadcast import PeerLostError
+from shm_broadcast import MemberStatus, PeerLostError
 from tests.patience import PATIENCE_SECONDS, until
 
 if TYPE_CHECKING:
@@ -143,6 +143,48 @@ def test_a_group_is_made_again_in_the_same_store_when_a_worker_was_replaced(
                     groups.axes["all"].barrier()
                 with pytest.raises(WorkerLostError, match=f"lost the worker of rank {lost} "):
                     late.result(timeout=60)
+
+
+GONE = PeerLostError("update all_gather", MemberStatus(0, 4242, "lost"))
+
+
+class Abandoned(Beside):
+    """Finds at times that a process outside of the pool, which it was to meet, is gone."""
+
+    def __init__(self, context: WorkerContext, made_in_vain: bool) -> None:
+        if made_in_vain:
+            raise GONE
+        super().__init__(context)
+
+    def restore(self, context: WorkerContext) -> None:
+        super().restore(context)
+        if hasattr(self, "made"):
+            raise GONE
+        self.made = context.generation
+
+    def made_in(self) -> int:
+        return self.made
+
+
+@pytest.mark.parametrize("restart", ["never", "worker"])
+def test_a_start_fails_at_once_with_what_workers_say_of_a_process_of_no_pool(restart: str) -> None:
+    with pytest.raises(
+        WorkerStartError, match=r"PeerLostError: update .* lost rank 0 \(pid 4242\)"
+    ):
+        WorkerPool(Abandoned, tp=TP, restart=restart, worker_kwargs={"made_in_vain": True})
+
+
+def test_workers_that_cannot_be_restored_for_a_process_of_no_pool_are_made_anew() -> None:
+    with WorkerPool(
+        Abandoned,
+        tp=TP,
+        restart="worker",
+        worker_kwargs={"made_in_vain": False},
+        start_timeout=None,
+    ) as pool:
+        os.kill(pool.status()[1].pid, signal.SIGKILL)
+        until(lambda: pool.restarts == 1, "the restart waits for what never comes")
+        assert pool.collective_rpc("made_in", 60) == [3, 3]
 
 
 def test_workers_of_two_pools_exchange() -> None:
