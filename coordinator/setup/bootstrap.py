@@ -156,10 +156,10 @@ def connect_store(
         except RuntimeError as error:
             why = str(error).partition("\n")[0]
             trouble = f"what listens at {address}:{port} is no store: {why}"
-        if deadline.expired:
+        time.sleep(deadline.remaining(at_most=0.05))
+        if deadline.expired:  # one more look would have no time, and find less
             absent = (MemberStatus(0, 0, "absent"),)
             raise GroupTimeoutError("rendezvous", deadline.timeout, absent, trouble)
-        time.sleep(deadline.remaining(at_most=0.05))
 
 
 def _connected(host: str, port: int, deadline: Deadline) -> TCPStore:
