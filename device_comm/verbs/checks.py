@@ -57,6 +57,11 @@ def check_out(
         raise TypeError(f"out is {out.dtype}; the result is {dtype}")
     if out.shape != shape:
         raise ValueError(f"out has shape {tuple(out.shape)}; the result has {tuple(shape)}")
+    check_apart(out)
+
+
+def check_apart(out: Tensor) -> None:
+    """Require that no two elements of an output are one in memory."""
     if 0 in out.stride() and any(
         stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)
     ):

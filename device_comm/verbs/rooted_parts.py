@@ -12,7 +12,14 @@ from device_comm.verbs.arrange import (
     plain,
     resized,
 )
-from device_comm.verbs.checks import check_dim, check_out, check_rank, check_tensor, equal_share
+from device_comm.verbs.checks import (
+    check_apart,
+    check_dim,
+    check_out,
+    check_rank,
+    check_tensor,
+    equal_share,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -191,6 +198,7 @@ class RootedPartVerbs:
         if out is None:
             raise ValueError(f"rank {run.rank} needs out= to know the shape that it gets")
         check_tensor("out", out, run.device)
+        check_apart(out)
         check_dim(dim, out)
         buffer, finish = landing(run.new, out, out.shape, out, None)
         operation = Operation(

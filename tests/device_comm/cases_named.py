@@ -311,6 +311,11 @@ def wrong_arguments_move_nothing(comm: Any) -> None:  # whose types would refuse
             (ValueError, lambda: comm.all_to_all(x, dim=0)),
             (ValueError, lambda: comm.scatter(x, src=(comm.rank + 1) % n)),
             (ValueError, lambda: comm.scatter(None, src=(comm.rank + 1) % n)),
+            (
+                ValueError,
+                lambda: comm.scatter(None, src=(comm.rank + 1) % n, out=x[:1].expand_as(x)),
+            ),
+            (ValueError, lambda: comm.scatter_(x[:1].expand_as(x), src=(comm.rank + 1) % n)),
             (ValueError, lambda: comm.recv(-1, torch.float32)),
             (ValueError, lambda: comm.irecv((2, -1), torch.float32)),
             (TypeError, lambda: comm.recv(1.5, torch.float32)),
