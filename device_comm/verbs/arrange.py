@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from device_comm.verbs.checks import check_apart, check_out
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -77,11 +79,9 @@ def pieces_first(x: Tensor, dim: int, count: int) -> Tensor:
 def landing(
     empty: Empty,
     out: Tensor | None,
-    shape: Sequence[int],
+    shape: tuple[int, ...],
     like: Tensor,
     source: Tensor | None,
-    *,
-    in_place: bool = False,
 ) -> Landing:
     """A landing for a result of ``shape``.
 
@@ -89,16 +89,19 @@ def landing(
         empty: makes a new contiguous tensor.
         out: what the caller wants filled; None: a new tensor.
         shape: the result's.
-        like: of the result's dtype.
-        source: what the result must not overlap while it is written.
-        in_place: ``out`` is the input, and the backend can work in place.
+        like: of the result's dtype, on the device.
+        source: what is read while the result is written; None: nothing but ``out`` itself, which
+            has been checked as an input is. The rest is checked here.
     """
     if out is None:
         return empty(shape, like.dtype, like), None
+    if source is None:
+        check_apart(out)
+    else:
+        check_out(out, shape, like.dtype, like.device)
     given = out
     target = out.detach() if out.requires_grad else out
-    apart = in_place or source is None or not shares_memory(target, source)
-    if apart and is_plain(target):
+    if (source is None or not shares_memory(target, source)) and is_plain(target):
         return target, lambda: given
     buffer = empty(shape, like.dtype, like)
 
@@ -112,7 +115,7 @@ def landing(
 def landing_pieces(
     empty: Empty,
     out: Tensor | None,
-    shape: Sequence[int],
+    shape: tuple[int, ...],
     dim: int,
     count: int,
     like: Tensor,
@@ -125,6 +128,8 @@ def landing_pieces(
     numel = math.prod(shape)
     if numel == 0:
         return landing(empty, out, shape, like, source)
+    if out is not None:
+        check_out(out, shape, like.dtype, like.device)
     rest = numel // (outer * count)
     buffer = empty((count, outer, rest), like.dtype, like)
 

@@ -217,7 +217,7 @@ class PointToPointVerbs:
                 raise ValueError("recv needs size and dtype, or out")
             buffer, finish = run.empty(size, dtype), None
         else:
-            shape = tuple(out.shape) if size is None else check_shape("size", size)
+            shape = out.shape if size is None else check_shape("size", size)
             check_out(out, shape, out.dtype if dtype is None else dtype, run.device)
             buffer, finish = landing(run.new, out, out.shape, out, None)
         operation = Operation("recv", NO_TENSOR, buffer, async_op, timeout, peer=peer)

@@ -11,7 +11,7 @@ from device_comm.verbs.arrange import (
     plain,
     shares_memory,
 )
-from device_comm.verbs.checks import check_out, check_rank, check_tensor
+from device_comm.verbs.checks import check_rank, check_tensor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,11 +66,9 @@ class RootedVerbs:
                 return done
         check_tensor("x", x, run.device)
         src = check_rank("src", src, run.world_size)
-        if out is not None:
-            check_out(out, x.shape, x.dtype, run.device)
         if run.world_size == 1:
             return run.identity("broadcast", x, out, async_op)
-        buffer, finish = landing(run.new, out, x.shape, x, x, in_place=out is x)
+        buffer, finish = landing(run.new, out, x.shape, x, None if out is x else x)
         source, output = NO_TENSOR, buffer
         if run.rank == src:
             source, output = buffer, NO_TENSOR
@@ -138,14 +136,12 @@ class RootedVerbs:
         check_tensor("x", x, run.device)
         check_reduction(op, x.dtype)
         dst = run.check_dst(dst, out)
-        if out is not None:
-            check_out(out, x.shape, x.dtype, run.device)
         if run.world_size == 1:
             return run.identity("reduce", x, out, async_op)
         source = plain(x)
         buffer, finish = None, None
         if run.rank == dst:
-            buffer, finish = landing(run.new, out, x.shape, source, x, in_place=out is x)
+            buffer, finish = landing(run.new, out, x.shape, source, None if out is x else x)
         output = NO_TENSOR if buffer is None else buffer
         operation = Operation(
             "reduce", source, output, async_op, timeout, op=op, peer=dst, shape=x.shape

@@ -12,14 +12,7 @@ from device_comm.verbs.arrange import (
     plain,
     resized,
 )
-from device_comm.verbs.checks import (
-    check_apart,
-    check_dim,
-    check_out,
-    check_rank,
-    check_tensor,
-    equal_share,
-)
+from device_comm.verbs.checks import check_dim, check_rank, check_tensor, equal_share
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,8 +72,6 @@ class RootedPartVerbs:
         n = run.world_size
         dst = run.check_dst(dst, out)
         shape = resized(x.shape, dim, n * x.shape[dim])
-        if out is not None:
-            check_out(out, shape, x.dtype, run.device)
         if n == 1:
             return run.identity("gather", x, out, async_op)
         source = plain(x)
@@ -198,7 +189,6 @@ class RootedPartVerbs:
         if out is None:
             raise ValueError(f"rank {run.rank} needs out= to know the shape that it gets")
         check_tensor("out", out, run.device)
-        check_apart(out)
         check_dim(dim, out)
         buffer, finish = landing(run.new, out, out.shape, out, None)
         operation = Operation(
@@ -255,8 +245,6 @@ class RootedPartVerbs:
         dim = check_dim(dim, x)
         n = run.world_size
         shape = resized(x.shape, dim, equal_share(x.shape[dim], n, dim))
-        if out is not None:
-            check_out(out, shape, x.dtype, run.device)
         if n == 1:
             return run.identity("scatter", x, out, async_op)
         source = pieces_first(x, dim, n)

@@ -8,7 +8,15 @@ from torch.autograd import profiler
 from torch.profiler import record_function
 
 from device_comm.call_number import call_number
-from device_comm.verbs.checks import check_dim, check_rank, check_shape, check_tensor, equal_share
+from device_comm.verbs.checks import (
+    check_apart,
+    check_dim,
+    check_out,
+    check_rank,
+    check_shape,
+    check_tensor,
+    equal_share,
+)
 from device_comm.work import Followed, Work, join
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import CoordinatorError, GroupClosedError
@@ -178,7 +186,10 @@ class Runner:
 
     def identity(self, verb: Verb, x: Tensor, out: Tensor | None, async_op: bool) -> Any:
         """What every verb is in a group of one: ``x`` itself, or its copy in ``out``."""
-        if out is not None and out is not x:
+        if out is x:
+            check_apart(x)
+        elif out is not None:
+            check_out(out, x.shape, x.dtype, self.device)
             out.detach().copy_(x)
         return self.skip(verb, x if out is None else out, async_op)
 

@@ -9,7 +9,7 @@ from torch.compiler import is_compiling
 from device_comm.operation import Operation
 from device_comm.reduce_op import ReduceOp, check_reduction
 from device_comm.verbs.arrange import landing, landing_pieces, pieces_first, plain, resized
-from device_comm.verbs.checks import check_dim, check_out, check_tensor, equal_share
+from device_comm.verbs.checks import check_dim, check_tensor, equal_share
 from device_comm.verbs.reduce_norm import reduce_and_norm
 
 if TYPE_CHECKING:
@@ -100,12 +100,10 @@ class SymmetricVerbs:
                 return done
         check_tensor("x", x, run.device)
         check_reduction(op, x.dtype)
-        if out is not None:
-            check_out(out, x.shape, x.dtype, run.device)
         if run.world_size == 1:
             return run.identity("all_reduce", x, out, async_op)
         source = plain(x)
-        buffer, finish = landing(run.new, out, x.shape, source, x, in_place=out is x)
+        buffer, finish = landing(run.new, out, x.shape, source, None if out is x else x)
         operation = Operation("all_reduce", source, buffer, async_op, timeout, op=op, shape=x.shape)
         return run.run(operation, buffer, finish)
 
@@ -218,8 +216,6 @@ class SymmetricVerbs:
         dim = check_dim(dim, x)
         n = run.world_size
         shape = resized(x.shape, dim, n * x.shape[dim])
-        if out is not None:
-            check_out(out, shape, x.dtype, run.device)
         if n == 1:
             return run.identity("all_gather", x, out, async_op)
         source = plain(x)
@@ -302,8 +298,6 @@ class SymmetricVerbs:
         dim = check_dim(dim, x)
         n = run.world_size
         shape = resized(x.shape, dim, equal_share(x.shape[dim], n, dim))
-        if out is not None:
-            check_out(out, shape, x.dtype, run.device)
         if n == 1:
             return run.identity("reduce_scatter", x, out, async_op)
         source = pieces_first(x, dim, n)

@@ -107,10 +107,11 @@ class UnevenVerbs:
         run = self.runner
         inputs: Sequence[Tensor] = [x] if isinstance(x, Tensor) else x
         outputs = _match_outputs(inputs, [out] if isinstance(x, Tensor) else out)
-        rows = [
-            self._check_gatherv(*pair, dim, sizes) for pair in zip(inputs, outputs, strict=True)
-        ]
+        rows = [self._check_gatherv(each, dim, sizes) for each in inputs]
         if run.world_size == 1:
+            for given, wanted in zip(inputs, outputs, strict=True):
+                if wanted is not None:
+                    check_out(wanted, given.shape, given.dtype, run.device)
             # Of several, an output may share memory with an input behind it.
             read = [y.clone() for y in inputs] if len(inputs) > 1 and out is not None else inputs
             for given, wanted in zip(read, outputs, strict=True):
@@ -205,8 +206,6 @@ class UnevenVerbs:
         check_total("sizes", parts, rows, dim)
         mine = parts[run.rank]
         shape = resized(x.shape, dim, mine)
-        if out is not None:
-            check_out(out, shape, x.dtype, run.device)
         if n == 1:
             return run.identity("reduce_scatterv", x, out, async_op)
         source = pieces_first(x, dim, rows)
@@ -224,8 +223,8 @@ class UnevenVerbs:
         )
         return run.run(operation, buffer, finish)
 
-    def _check_gatherv(self, x: Tensor, out: Out, dim: int, sizes: Sizes) -> tuple[int, ...]:
-        """Validate one tensor of `all_gatherv`; the rows of each rank."""
+    def _check_gatherv(self, x: Tensor, dim: int, sizes: Sizes) -> tuple[int, ...]:
+        """Validate one input of `all_gatherv`; the rows of each rank."""
         run = self.runner
         check_tensor("x", x, run.device)
         dim = check_dim(dim, x)
@@ -236,8 +235,6 @@ class UnevenVerbs:
             raise ValueError(
                 f"sizes[{run.rank}] is {parts[run.rank]}; dimension {dim} has {rows} rows here"
             )
-        if out is not None:
-            check_out(out, resized(x.shape, dim, sum(parts)), x.dtype, run.device)
         return parts
 
     def _plan_gatherv(

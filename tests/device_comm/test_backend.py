@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -43,6 +44,8 @@ def record(verbs: frozenset[str] = ALL_VERBS) -> tuple[Communicator, Recorder]:
 
 ODD = torch.randn(6, 3, 2, dtype=torch.complex64, requires_grad=True).transpose(0, 1).conj()
 
+X = torch.zeros(3, 2)
+
 
 @pytest.mark.parametrize(
     "call",
@@ -77,6 +80,46 @@ def test_backends_get_plain_tensors_that_do_not_overlap(call: Any) -> None:
         assert not tensor.requires_grad
         assert not tensor.is_conj()
     assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
+
+
+FILLED: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "all_reduce": (lambda c, out: c.all_reduce(X, out=out), (3, 2)),
+    "all_gather": (lambda c, out: c.all_gather(X, dim=0, out=out), (9, 2)),
+    "all_gather of columns": (lambda c, out: c.all_gather(X, out=out), (3, 6)),
+    "all_gatherv": (lambda c, out: c.all_gatherv([X, X], out=[None, out]), (9, 2)),
+    "reduce_scatter": (lambda c, out: c.reduce_scatter(X, dim=0, out=out), (1, 2)),
+    "reduce_scatterv": (lambda c, out: c.reduce_scatterv(X, 0, [0, 2, 1], out=out), (2, 2)),
+    "all_to_all": (lambda c, out: c.all_to_all(X, out=out), (3, 2)),
+    "broadcast": (lambda c, out: c.broadcast(X, out=out), (3, 2)),
+    "reduce": (lambda c, out: c.reduce(X, dst=1, out=out), (3, 2)),
+    "gather": (lambda c, out: c.gather(X, dst=1, dim=0, out=out), (9, 2)),
+    "scatter": (lambda c, out: c.scatter(X, src=1, dim=0, out=out), (1, 2)),
+    "recv": (lambda c, out: c.recv((3, 2), torch.float32, out=out), (3, 2)),
+}
+
+
+def unfit(shape: tuple[int, ...]) -> list[tuple[type[Exception], str, Any]]:
+    """Outputs that a float32 result of ``shape`` on the CPU does not fit, and what is said."""
+    return [
+        (TypeError, "out must be a tensor, not list", [1.0]),
+        (TypeError, "out is torch.float64; the result is", torch.zeros(shape).double()),
+        (ValueError, "out has shape (7,); the result has", torch.zeros(7)),
+        (ValueError, "the output is expanded", torch.zeros(shape[0], 1).expand(shape)),
+        (ValueError, "out is on meta; this communicator moves", torch.zeros(shape, device="meta")),
+    ]
+
+
+@pytest.mark.parametrize("verb", FILLED)
+def test_an_output_that_the_result_does_not_fit_is_refused_before_anything_moves(verb: str) -> None:
+    (call, shape), (comm, backend) = FILLED[verb], record()
+    for kind, said, out in unfit(shape):
+        if verb == "all_gatherv" and isinstance(out, list):
+            said = "out must be of tensors, not list"
+        with pytest.raises(kind, match=re.escape(said)):
+            call(comm, out)
+    assert backend.started == []
+    call(comm, torch.zeros(shape))
+    assert len(backend.started) == (2 if verb == "all_gatherv" else 1)
 
 
 def test_in_place_is_passed_on_and_copies_only_if_needed() -> None:

@@ -36,6 +36,23 @@ def test_results_are_the_input_itself() -> None:
     assert torch.equal(out, x)
 
 
+def test_an_output_is_checked_as_in_a_larger_group() -> None:
+    comm, x = Communicator(LoopbackBackend()), torch.ones(3, 2)
+    for verb in (
+        *(comm.all_reduce, comm.all_gather, comm.all_gatherv, comm.all_to_all, comm.broadcast),
+        *(comm.reduce_scatter, comm.reduce_scatterv, comm.reduce, comm.gather, comm.scatter),
+    ):
+        with pytest.raises(ValueError, match="out has shape"):
+            verb(x, out=torch.zeros(6))
+        with pytest.raises(TypeError, match="the result is"):
+            verb(x, out=torch.zeros(3, 2).double())
+        with pytest.raises(ValueError, match="the output is expanded"):
+            verb(x, out=torch.zeros(2).expand(3, 2))
+    wide = torch.zeros(2).expand(3, 2)
+    with pytest.raises(ValueError, match="the output is expanded"):
+        comm.all_reduce_(wide)
+
+
 def test_its_backend_copies_what_it_is_given() -> None:
     backend, x = LoopbackBackend(), torch.arange(6.0)
     for verb in ALL_VERBS - {"send", "recv", "barrier", "broadcast"}:
