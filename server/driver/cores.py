@@ -8,35 +8,21 @@ from __future__ import annotations
 
 import math
 import os
-from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Final, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from shm_broadcast.machine.control_groups import control_groups
 
 from .binding import threads_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from .binding import Bound
 
 
 MOST_THREADS: Final = 8192
 """As many cores as Linux knows. OpenMP ends a process that asks for far more."""
-
-
-class _Mount(NamedTuple):
-    """A mounted cgroup file system.
-
-    Attributes:
-        unified: whether it is of cgroup version 2.
-        controllers: version 1: the controllers of this hierarchy, such as ``"cpu"``.
-        root: the control group that is mounted at `point`.
-        point: the folder where it is mounted.
-    """
-
-    unified: bool
-    controllers: frozenset[str]
-    root: PurePosixPath
-    point: PurePosixPath
 
 
 def worker_threads(
@@ -66,46 +52,13 @@ def cpu_quota(root: Path = Path("/")) -> float:
     """The processor time that this process's control groups allow, in cores; ``inf``: no limit.
 
     Args:
-        root: the folder to find ``proc`` and the mounts in. Files there that cannot be read count
-            as no limit.
+        root: the folder to find the groups in: see `control_groups`.
     """
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-        mounts = list(_mounts((root / "proc/self/mountinfo").read_text()))
-    except OSError:
-        return math.inf
     quota = math.inf
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        for mount in mounts:
-            if mount.unified == (controllers == "") and (
-                mount.unified or {"cpu"} <= mount.controllers & set(controllers.split(","))
-            ):
-                quota = min([quota, *_quotas(root, mount, PurePosixPath(path))])
+    for unified, folder in control_groups("cpu", root):
+        files = ("cpu.max",) if unified else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        quota = min(quota, _ratio(*(folder / file for file in files)))
     return quota
-
-
-def _mounts(mountinfo: str) -> Iterator[_Mount]:
-    for line in mountinfo.splitlines():
-        about, _, kind = line.partition(" - ")
-        fields, (name, *rest) = about.split(), kind.split()
-        if name in ("cgroup", "cgroup2"):
-            controllers = frozenset(rest[-1].split(","))
-            where = PurePosixPath(fields[3]), PurePosixPath(fields[4])
-            yield _Mount(name == "cgroup2", controllers, *where)
-
-
-def _quotas(root: Path, mount: _Mount, group: PurePosixPath) -> Iterator[float]:
-    """The quotas, in cores, of ``group`` and of the groups around it that are visible here."""
-    inside = group.relative_to(mount.root) if group.is_relative_to(mount.root) else PurePosixPath()
-    if ".." in inside.parts:  # outside of this process's cgroup namespace
-        inside = PurePosixPath()
-    for folder in (inside, *inside.parents):
-        at = root / mount.point.relative_to("/") / folder
-        if mount.unified:
-            yield _ratio(at / "cpu.max")
-        else:
-            yield _ratio(at / "cpu.cfs_quota_us", at / "cpu.cfs_period_us")
 
 
 def _ratio(*files: Path) -> float:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import sys
 import threading
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -24,16 +26,17 @@ from server.pool import WorkerPool
 from server.pool_config import PoolConfig
 from server.replicas import Replicas
 from shm_broadcast.machine.memory_kills import memory_kills
+from tests.commands import run_to_end
 from tests.patience import until
 from tests.ranks import run_ranks
 from tests.refusals import NEW_PROCESSES, refuse
 from tests.refused_threads import refusing_threads
+from tests.server.test_cores import system
 from tests.server.test_forking import at_start
 from tests.server.workers import Worker, pids_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
 
 def start(_: int, __: int, number: int, names: Sequence[str], fork: bool) -> tuple[Any, ...]:
@@ -116,14 +119,34 @@ if "boot.py" in " ".join(sys.orig_argv):
         WorkerPool(Worker, tp=2, config=PoolConfig(fork=False))
 
 
+V1 = "33 31 0:30 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory\n"
+V2 = "41 31 0:38 / /sys/fs/cgroup rw,relatime shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
+EVENTS = "low 0\nhigh 0\nmax 7\noom 1\noom_kill {}\noom_group_kill 0\n"
+CONTROL = "oom_kill_disable 0\nunder_oom 0\noom_kill {}\n"
+
+
+@pytest.mark.parametrize(
+    ("groups", "mounts", "file", "counts"),
+    [
+        ("0::/\n", V2, "memory.events", EVENTS),
+        ("0::/system.slice/ours.service\n", V2, "system.slice/ours.service/memory.events", EVENTS),
+        ("0::/pod/no-memory-controller\n", V2, "pod/memory.events", EVENTS),
+        ("3:memory:/job\n2:cpu:/\n0::/\n", V1 + V2, "memory/job/memory.oom_control", CONTROL),
+    ],
+    ids=["container", "unit", "around", "version 1"],
+)
 def test_a_worker_that_the_kernel_kills_for_want_of_memory_is_said_to_be(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    groups: str,
+    mounts: str,
+    file: str,
+    counts: str,
 ) -> None:
-    events = tmp_path / "memory.events"
-    events.write_text("low 0\nhigh 0\nmax 7\noom 1\noom_kill 2\noom_group_kill 0\n")
+    system(tmp_path, groups, mounts, **{file.replace("/", "__"): counts.format(2)})
     monkeypatch.setattr(local, "memory_kills", partial(memory_kills, tmp_path))
     with WorkerPool(Worker, tp=2) as pool:
-        events.write_text("low 0\nhigh 0\nmax 9\noom 2\noom_kill 3\noom_group_kill 0\n")
+        (tmp_path / "sys/fs/cgroup" / file).write_text(counts.format(3))
         os.kill(pids_of(pool)[1], signal.SIGKILL)
         with pytest.raises(WorkerLostError) as caught:
             pool.call("total", 1.0)
@@ -134,3 +157,32 @@ def test_a_worker_that_the_kernel_kills_for_want_of_memory_is_said_to_be(
 
 def test_where_there_is_no_memory_cgroup_nothing_is_known_of_kills(tmp_path: Path) -> None:
     assert memory_kills(tmp_path) == 0
+
+
+STARVED = """
+from server import WorkerLostError, WorkerPool
+
+try:
+    with WorkerPool("tests.server.workers:Worker", tp=2) as pool:
+        pool.call("swell", 1)
+except WorkerLostError as error:
+    print(error.rank, error.end)
+"""
+
+
+def test_the_kernel_kills_a_worker_in_a_group_that_has_no_memory_left() -> None:
+    """A real group, where this user may make one."""
+    group = Path("/sys/fs/cgroup/memory") / f"starved-{os.getpid()}"
+    move = 'echo $$ > "$2/cgroup.procs"; exec "$0" -c "$1"'
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"cannot make a control group of version 1: {error}")
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(1 << 30))
+        done = run_to_end("sh", "-c", move, sys.executable, STARVED, str(group))
+        told = "1 killed by SIGKILL (the kernel has killed 1 here for want of memory since it"
+        assert done.stdout.startswith(told), done.stderr
+    finally:
+        until(lambda: not (group / "cgroup.procs").read_text())
+        group.rmdir()

@@ -328,6 +328,11 @@ class Worker:
             time.sleep(seconds)
         return self.rank
 
+    def swell(self, rank: int) -> None:
+        """One rank takes more and more memory, 4 GiB in all."""
+        if self.rank == rank:
+            self.kwargs["held"] = [np.ones(1 << 20) for _ in range(512)]
+
     def hold_python(self, ranks: list[int], gate: Gate | None = None) -> None:
         """Hold Python's lock in one C call that does not end, behind a gate if there is one."""
         if self.rank in ranks:
