@@ -105,33 +105,35 @@ class AllToAllVerbs:
         rows = x.shape[dim]
         if (input_sizes is None) != (output_sizes is None):
             raise ValueError("input_sizes and output_sizes are given together, or not at all")
+        shape: tuple[int, ...] = x.shape
+        alike, gives, takes = shape, None, None
         if input_sizes is None:
-            gives = takes = (equal_share(rows, n, dim),) * n
+            equal_share(rows, n, dim)
         else:
             gives = check_sizes("input_sizes", input_sizes, n)
             takes = check_sizes("output_sizes", output_sizes, n)
-        check_total("input_sizes", gives, rows, dim)
-        if gives[run.rank] != takes[run.rank]:
-            raise ValueError(
-                f"input_sizes and output_sizes differ about what rank {run.rank} sends itself: "
-                f"{gives[run.rank]} and {takes[run.rank]}"
-            )
-        total = sum(takes)
-        shape = resized(x.shape, dim, total)
+            check_total("input_sizes", gives, rows, dim)
+            if gives[run.rank] != takes[run.rank]:
+                raise ValueError(
+                    f"input_sizes and output_sizes differ about what rank {run.rank} sends itself: "
+                    f"{gives[run.rank]} and {takes[run.rank]}"
+                )
+            row = row_elements(shape, dim)
+            shape, alike = resized(shape, dim, sum(takes)), resized(shape, dim, -1)
+            gives, takes = elements_of(gives, row), elements_of(takes, row)
         if n == 1:
             return run.identity("all_to_all", x, out, async_op)
         source = pieces_first(x, dim, rows)
-        buffer, finish = landing_pieces(run.new, out, shape, dim, total, source, x)
-        row = row_elements(shape, dim)
+        buffer, finish = landing_pieces(run.new, out, shape, dim, shape[dim], source, x)
         operation = Operation(
             "all_to_all",
             source,
             buffer,
             async_op,
             timeout,
-            source_sizes=None if input_sizes is None else elements_of(gives, row),
-            output_sizes=None if input_sizes is None else elements_of(takes, row),
-            shape=x.shape if input_sizes is None else resized(shape, dim, -1),
+            source_sizes=gives,
+            output_sizes=takes,
+            shape=alike,
             dim=dim,
         )
         return run.run(operation, buffer, finish)
