@@ -27,7 +27,7 @@ EMULATION = Path(__file__).parent / "emulation"
 LIMITS = Limits(max_blocks=2, lanes=2, threads=16, packets_up_to=1 << 10, one_shot_up_to=4 << 10)
 """What a machine of few cores runs in good time."""
 
-_FLAGS = ("-std=c++20", "-g", "-Wall", "-Wextra", "-Werror", "-fno-strict-aliasing")
+_FLAGS = ("-std=c++20", "-g1", "-Wall", "-Wextra", "-Werror", "-fno-strict-aliasing")
 LIBRARY = "libemulation.so"
 _COMPILE_SECONDS = 240.0
 
