@@ -13,9 +13,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
-from torch._inductor import config
-from torch._inductor.decomposition import select_decomp_table
 from torch.nn.functional import rms_norm
 
 import coordinator
@@ -91,6 +88,9 @@ def tensors(dtype: torch.dtype, rows: int = 3) -> tuple[Tensor, Tensor, Tensor]:
 
 def rewritten(model: Model, given: tuple[Tensor, ...], **how: Any) -> list[str]:
     """The ops of this project in the graph of ``model`` after the pass, which computes the same."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.decomposition import select_decomp_table
+
     graphs: list[Graph] = []
 
     def compiler(module: GraphModule, _: object) -> Callable[..., Any]:
@@ -314,6 +314,8 @@ class Written(torch.nn.Module):
 
 def compiled(rank: int, n: int, store: Store, folder: str) -> list[str]:
     """A model by the whole compiler, as if there were a kernel; the ops of its graph."""
+    from torch._inductor import config
+
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
     warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")  # its own
     shown: dict[str, Any] = {}
