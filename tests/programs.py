@@ -15,6 +15,7 @@ import ctypes
 import gc
 import importlib
 import os
+import runpy
 import signal
 import sys
 import warnings
@@ -89,6 +90,13 @@ class Program:
             self.stderr.close()
         self._process.join(timeout)
         return said[0], said[1]
+
+
+def run_module(name: str, folder: str, *arguments: str) -> None:
+    """Be ``python -m name`` with these arguments in ``folder``, as a `Program`."""
+    os.chdir(folder)
+    sys.argv[1:] = arguments
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
 def _run(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from benchmarks import gpu
 from benchmarks.harness import Report
 from tests.commands import run_to_end
+from tests.programs import Program, run_module
 
 ROOT = Path(__file__).parents[2]
 PYTHON = sys.executable
@@ -25,18 +25,11 @@ LIMIT = 240
     "module", ["gpu", "gpu_first", "gpu_soak", "gpu_pool", "gpu_report", "gpu_world"]
 )
 def test_without_a_gpu_there_is_one_clear_line(module: str, tmp_path: Path) -> None:
-    done = run_to_end(
-        PYTHON,
-        "-m",
-        f"benchmarks.{module}",
-        status=2,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        timeout=LIMIT,
-    )
-    assert done.stdout == ""
-    assert done.stderr.count("\n") == 1
-    assert "no GPU: torch sees no CUDA device" in done.stderr
+    program = Program(run_module, f"benchmarks.{module}", str(tmp_path))
+    stdout, stderr = program.communicate()
+    assert (program.returncode, stdout) == (2, "")
+    assert stderr.count("\n") == 1
+    assert "no GPU: torch sees no CUDA device" in stderr
     assert list(tmp_path.iterdir()) == []
 
 
