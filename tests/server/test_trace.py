@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -27,6 +26,7 @@ from shm_broadcast.onlooker.programs import MemberSeen
 from tests.commands import run_code, run_to_end, waiting
 from tests.pages.blocks import block_of
 from tests.patience import PATIENCE_SECONDS, until
+from tests.programs import Program, run_module
 from tests.server.scenes import ENTRY, playing, shown, told
 from tests.server.workers import Worker
 
@@ -134,10 +134,10 @@ def test_a_worker_that_was_killed_in_an_all_reduce(tmp_path: Path) -> None:
 def analysed(pid: int, folder: Path) -> str:
     """What torch's analyser says about a program."""
     shown("trace", pid, "--flight-recorder", folder)
-    done = run_to_end(
-        sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(folder)
-    )
-    return done.stdout + done.stderr
+    program = Program(run_module, "torch.distributed.flight_recorder.fr_trace", ".", str(folder))
+    stdout, stderr = program.communicate()
+    assert program.returncode == 0, stderr
+    return stdout + stderr
 
 
 def test_torch_names_the_rank_that_stays_away(tmp_path: Path) -> None:
