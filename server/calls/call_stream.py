@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 from shm_broadcast import CoordinatorError
 from shm_broadcast.timed_lock import new_turn
 
-from ..errors import PoolClosedError
+from ..errors import PoolClosedError, WorkerLostError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -138,5 +138,6 @@ def _nothing() -> Future[Any]:
 
 def _log_failure(closed: Future[Any]) -> None:
     error = None if closed.cancelled() else closed.exception()
-    if error is not None and not isinstance(error, PoolClosedError):
+    # With its worker, or with the pool, a generator has ended, too.
+    if error is not None and not isinstance(error, (PoolClosedError, WorkerLostError)):
         _log.warning("a stream's generator could not be closed: %s", error)

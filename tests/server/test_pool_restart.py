@@ -329,6 +329,24 @@ def test_a_stream_does_not_outlive_its_generators() -> None:
             assert list(another) == [0, 1, 2]
 
 
+def test_a_lost_worker_takes_a_stream_that_is_closed_with_it_without_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = Gate(tmp_path)
+    with WorkerPool(Worker, restart="worker", config=PATIENT) as pool:
+        (pid,) = pids_of(pool)
+        stream = pool.stream("count", 9)
+        assert next(stream) == 0
+        held = pool.submit("hold", gate)
+        until(lambda: gate.reached(0))
+        stream.close()
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(WorkerLostError):
+            held.result(PATIENCE_SECONDS)
+        until(lambda: pool.restarts == 1)
+    assert "could not be closed" not in caplog.text
+
+
 def test_many_callers_get_their_own_results_or_a_typed_error_while_workers_die() -> None:
     wrong: list[Any] = []
     counted = {"right": 0, "lost": 0}
