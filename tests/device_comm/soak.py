@@ -243,7 +243,7 @@ def _gather(comm: Communicator, step: Step) -> Callable[[], None]:
 
 
 def _scatter(comm: Communicator, step: Step) -> Callable[[], None]:
-    whole = _inputs(comm, step, comm.world_size)[step.root]
+    whole = _values(step.root, comm.world_size * step.count, step.dtype, step.salt)
     expected = whole.chunk(comm.world_size)[comm.rank]
     x = whole.clone() if comm.rank == step.root else None
     out = torch.empty_like(expected)
