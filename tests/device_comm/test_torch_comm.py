@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 from unittest.mock import Mock
@@ -20,6 +21,7 @@ from tests.device_comm.cases_named import named_cases
 from tests.device_comm.cases_reduce import reduce_cases
 from tests.device_comm.suite import check_table, run_table
 from tests.device_comm.whole_table import run_whole_table
+from tests.patience import until
 from tests.ranks import NEW_BOARD, init_gloo, run_ranks
 
 
@@ -102,7 +104,9 @@ def fails_to_begin(rank: int, n: int, path: str, boards: list[BoardHandle]) -> N
         group = dist.new_group([0, 1])
         with Communicator(TorchBackend(group, "cpu", Board.attach(board, rank))) as comm:
             comm.barrier()
+            out_of_it = Path(f"{path}-{verb}")
             if rank == 1:
+                until(out_of_it.exists)  # what ends the group may overtake what else was sent
                 call: Any = getattr(comm, verb)
                 how = {"out": x} if verb == "irecv" else {"x": x}
                 with (
@@ -113,6 +117,7 @@ def fails_to_begin(rank: int, n: int, path: str, boards: list[BoardHandle]) -> N
                 ):
                     call(**how)
             else:
+                out_of_it.touch()
                 told = f"rank 1 reported: {type(error).__name__}: no room"
                 with pytest.raises(GroupAbortedError, match=told):
                     comm.all_reduce(x)
