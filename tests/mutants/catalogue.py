@@ -28,6 +28,8 @@ class Mutant:
 
 
 _HERE = "tests/shm_broadcast"
+_EXCHANGE = "tests/coordinator/test_exchange.py"
+_DECODER = "tests/server/test_decoder_model.py"
 _DIVERGE = "tests/coordinator/test_divergence.py::test_members_that_diverge_are_told"
 
 MUTANTS = (
@@ -650,5 +652,40 @@ MUTANTS = (
         "                self._workers[rank].end(why)",
         "                pass",
         ("tests/server/test_pool_hosts.py::test_a_killed_supervisor_is_named_and_its_workers_end",),
+    ),
+    Mutant(
+        "E1 those that wait follow a member into its next visit",
+        "coordinator/setup/exchange.py",
+        '                    before.set(LEFT_FOR_NEXT, "")\n',
+        "",
+        (f"{_EXCHANGE}::test_those_that_wait_meet_one_that_takes_the_place_of_a_killed_one",),
+    ),
+    Mutant(
+        "E1 a visit that was left never ends with all there",
+        "coordinator/setup/exchange.py",
+        " == self.size and self._is_first_to_end(what):",
+        " == self.size:",
+        (f"{_EXCHANGE}::test_the_last_to_come_to_a_visit_that_others_have_left_follows_them",),
+    ),
+    Mutant(
+        "G1 a step that is padded writes nobody else's keys",
+        "server/workers/decoder/step_arrangement.py",
+        "padded = [*rows, *[rows[-1]] * lacking]",
+        "padded = [*rows, *[rows[0]] * lacking]",
+        (f"{_DECODER}::test_steps_of_fixed_shapes_find_the_same_tokens",),
+    ),
+    Mutant(
+        "G1 nor sees more than its own",
+        "server/workers/decoder/step_arrangement.py",
+        "(self._every <= self._places[:, None])",
+        "(self._every <= self._places[:, None] + 1)",
+        (f"{_DECODER}::test_steps_of_fixed_shapes_find_the_same_tokens",),
+    ),
+    Mutant(
+        "G1 nor what an ended group has left",
+        "server/workers/decoder/step_graphs.py",
+        "cache.clear(wipe=True)",
+        "cache.clear()",
+        (f"{_DECODER}::test_steps_of_fixed_shapes_see_nothing_that_an_ended_group_left",),
     ),
 )
