@@ -15,7 +15,6 @@ times out.
 
 from __future__ import annotations
 
-import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch.distributed import PrefixStore, Store
 
-from coordinator.stores.store_asker import GIVEN_UP, StoreAsker, naps
+from coordinator.stores.store_asker import GIVEN_UP, StoreAsker
 from shm_broadcast.codec import UNDECODABLE
 from shm_broadcast.errors import GroupTimeoutError, PeerProtocolError, TransportError
 
@@ -114,7 +113,8 @@ class Exchange(StoreAsker):
         """
         while True:
             inside = self.visit(place)
-            found = inside._gather(what, payload, partial(inside._ended, what), LEFT_FOR_NEXT)
+            ended, read = partial(inside._has_ended, what), partial(inside._put_if_all, what)
+            found = inside._gather(what, payload, ended, read)
             if found is not None:
                 return inside, found
 
@@ -136,7 +136,8 @@ class Exchange(StoreAsker):
             PeerProtocolError: something else stands in the store.
             TransportError: the store has gone.
         """
-        return self._gather(what, payload, lambda: self._put_by_all(what))
+        there, read = partial(self._are_all_there, what), partial(self._put_by_all, what)
+        return self._gather(what, payload, there, read)
 
     def broadcast(self, what: str, payload: bytes | None, src: int = 0) -> bytes:
         """Return the payload of member ``src``.
@@ -157,7 +158,10 @@ class Exchange(StoreAsker):
         key, operation = f"{what}/{src}", f"{self.name} {what}"
         if self.rank != src:
             return self.wait_for(
-                (key,), operation, lambda: self.store.get(key), lambda: self._missing([src])
+                lambda: self.store.check([key]),
+                operation,
+                lambda: self.store.get(key),
+                lambda: self._missing([src]),
             )
         if payload is None:
             raise ValueError(f"{self.name}: member {src} has to give what it broadcasts")
@@ -242,10 +246,12 @@ class Exchange(StoreAsker):
                     elsewhere.append(f"rank {rank} came to set up {said} last")
         return ranks, elsewhere
 
-    def _gather(self, what: str, payload: bytes, read: Callable[[], T], *ending: str) -> T:
-        """What ``read`` returns once all have put something, or a key of ``ending`` is there."""
+    def _gather(
+        self, what: str, payload: bytes, there: Callable[[], bool], read: Callable[[], T]
+    ) -> T:
+        """Put ``payload``, and return what ``read`` returns once ``there()``."""
         return self.wait_for(
-            (f"{what}/all", *ending),
+            there,
             f"{self.name} {what}",
             read,
             lambda: self._missing(sorted({*range(self.size)} - self._payloads(what).keys())),
@@ -257,19 +263,24 @@ class Exchange(StoreAsker):
         if self.store.add(f"{what}/count", 1) == self.size and self._is_first_to_end(what):
             self._put(f"{what}/all", b"")
 
-    def _ended(self, what: str) -> list[bytes] | None:
-        """How a swap has ended, for all members alike: what all have put, or ``None``."""
-        pauses = naps()
-        if not self.store.check([f"{what}/all"]) and self._is_first_to_end(what):
+    def _has_ended(self, what: str) -> bool:
+        """Whether a swap has ended, with all or because the visit was left: for all alike."""
+        if self._are_all_there(what):
+            return True
+        if not self.store.check([LEFT_FOR_NEXT]):
+            return False
+        if self._is_first_to_end(what):
             self._put(f"{what}/left", b"")
-        while not self.store.check([f"{what}/all"]):
-            if self.store.check([f"{what}/left"]) or self.deadline.expired:
-                return None
-            time.sleep(next(pauses))
-        return self._put_by_all(what)
+        return self.store.check([f"{what}/left"])
+
+    def _are_all_there(self, what: str) -> bool:
+        return self.store.check([f"{what}/all"])
 
     def _put_by_all(self, what: str) -> list[bytes]:
         return list(self._payloads(what).values())
+
+    def _put_if_all(self, what: str) -> list[bytes] | None:
+        return self._put_by_all(what) if self._are_all_there(what) else None
 
     def _is_first_to_end(self, what: str) -> bool:
         return self.store.add(f"{what}/ended", 1) == 1

@@ -111,29 +111,26 @@ class StoreAsker:
 
     def wait_for(
         self,
-        keys: Sequence[str],
+        there: Callable[[], bool],
         operation: str,
         read: Callable[[], T],
         missing: Callable[[], tuple[Sequence[int], Sequence[str]]],
         come: Callable[[], None] = lambda: None,
     ) -> T:
-        """What ``read`` returns once one of ``keys`` is there. Collective: no.
+        """What ``read`` returns once ``there()``. Collective: no.
 
         Args:
-            keys: what is waited for.
+            there: whether what is waited for is there: called apart, many times.
             operation: what this is, for errors.
-            read: called apart, once, when a key is there.
+            read: called apart, once, when it is there.
             missing: the ranks that are waited for, and what is to be said of them: called apart
-                for the log, if no key is there for long, and for the error.
+                for the log, if it is not there for long, and for the error.
             come: called apart first, together with the first look.
 
         Raises:
-            GroupTimeoutError: no key is there in time, or the store does not answer.
+            GroupTimeoutError: it is not there in time, or the store does not answer.
             What `ask` raises, and the functions.
         """
-
-        def there() -> bool:
-            return any(self.store.check([key]) for key in keys)
 
         def look() -> list[T]:
             """Look for a while: looks are cheap, and handing them over to a thread is not."""

@@ -367,7 +367,8 @@ def test_whether_all_had_come_before_one_went_on_is_the_same_for_all() -> None:
     for rank, each in enumerate(inside):
         each._come("terms", b"%d" % rank)
     Exchange(store, 1, 2, "world", Deadline.after(30)).visit("world")
-    assert [each._ended("terms") for each in inside] == [[b"0", b"1"]] * 2
+    assert all(each._has_ended("terms") for each in inside)
+    assert [each._put_if_all("terms") for each in inside] == [[b"0", b"1"]] * 2
 
 
 def test_the_last_to_come_to_a_visit_that_others_have_left_follows_them() -> None:
@@ -375,16 +376,20 @@ def test_the_last_to_come_to_a_visit_that_others_have_left_follows_them() -> Non
     deadline = Deadline.after(30)
     first, last = (Exchange(store, rank, 2, "world", deadline).visit("world") for rank in (0, 1))
     first._come("terms", b"0")
-    assert first._ended("terms") is None
+    first.store.set(LEFT_FOR_NEXT, "")
+    assert first._has_ended("terms")
     last._come("terms", b"1")
-    assert last._ended("terms") is None
+    assert last._has_ended("terms")
+    assert first._put_if_all("terms") is last._put_if_all("terms") is None
 
 
 def test_who_decides_that_a_swap_has_ended_may_be_killed_before_it_says_how() -> None:
     store = HashStore()
-    inside = Exchange(store, 0, 2, "world", Deadline.after(0.05)).visit("world")
+    inside = Exchange(store, 1, 2, "world", Deadline.after(30)).visit("world")
+    inside.store.set(LEFT_FOR_NEXT, "")
     assert inside._is_first_to_end("terms")
-    assert inside._ended("terms") is None
+    with pytest.raises(GroupTimeoutError, match="rank 1"):
+        enter(store, 0, 2, seconds=0.05)
 
 
 @pytest.mark.parametrize(
