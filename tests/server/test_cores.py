@@ -5,13 +5,20 @@ from __future__ import annotations
 import math
 import os
 import sys
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from server import WorkerPool
 from server.driver.cores import cpu_quota, usable_cores, worker_threads
 from tests.commands import run_code, run_to_end
+from tests.patience import until
+
+if TYPE_CHECKING:
+    from subprocess import CompletedProcess
 
 V1 = "32 31 0:29 {root} /sys/fs/cgroup/cpu,cpuacct rw,relatime - cgroup cgroup rw,cpu,cpuacct\n"
 V2 = "41 31 0:38 {root} /sys/fs/cgroup rw,relatime shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
@@ -111,21 +118,32 @@ def test_workers_have_as_many_threads() -> None:
     assert threads_of() == f"{cores} {cores}\n"
 
 
-def test_a_process_in_a_group_with_a_quota_keeps_to_it() -> None:
-    """A real group, where this user may make one."""
-    group = Path("/sys/fs/cgroup/cpu") / f"quota-{os.getpid()}"
-    code = "from server.driver.cores import *; print(cpu_quota(), usable_cores())"
+def run_limited(code: str, controller: str, limit: str, value: int) -> CompletedProcess[str]:
+    """A Python in a real control group with a limit, where this user may make one."""
+    group = Path("/sys/fs/cgroup", controller, f"limited-{os.getpid()}")
     move = 'echo $$ > "$2/cgroup.procs"; exec "$0" -c "$1"'
     try:
         group.mkdir()
     except OSError as error:
         pytest.skip(f"cannot make a control group of version 1: {error}")
     try:
-        (group / "cpu.cfs_quota_us").write_text("170000")
-        done = run_to_end("sh", "-c", move, sys.executable, code, str(group), status=None)
-        assert done.stdout == "1.7 1\n", done.stderr
+        (group / limit).write_text(str(value))
+        return run_to_end("sh", "-c", move, sys.executable, code, str(group), status=None)
     finally:
+        until(partial(_is_removed, group))
+
+
+def _is_removed(group: Path) -> bool:
+    """Remove a control group, which takes a while where its processes have just ended."""
+    with suppress(OSError):
         group.rmdir()
+    return not group.exists()
+
+
+def test_a_process_in_a_group_with_a_quota_keeps_to_it() -> None:
+    code = "from server.driver.cores import *; print(cpu_quota(), usable_cores())"
+    done = run_limited(code, "cpu", "cpu.cfs_quota_us", 170_000)
+    assert done.stdout == "1.7 1\n", done.stderr
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import sys
 import threading
-from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -27,17 +24,17 @@ from server.pool import WorkerPool
 from server.pool_config import PoolConfig
 from server.replicas import Replicas
 from shm_broadcast.machine.memory_kills import memory_kills
-from tests.commands import run_to_end
 from tests.patience import until
 from tests.ranks import run_ranks
 from tests.refusals import NEW_PROCESSES, refuse
 from tests.refused_threads import refusing_threads
-from tests.server.test_cores import system
+from tests.server.test_cores import run_limited, system
 from tests.server.test_forking import at_start
 from tests.server.workers import Worker, pids_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
 
 def start(_: int, __: int, number: int, names: Sequence[str], fork: bool) -> tuple[Any, ...]:
@@ -160,13 +157,6 @@ def test_where_there_is_no_memory_cgroup_nothing_is_known_of_kills(tmp_path: Pat
     assert memory_kills(tmp_path) == 0
 
 
-def is_removed(group: Path) -> bool:
-    """Remove a control group, which takes a while where its processes have just ended."""
-    with suppress(OSError):
-        group.rmdir()
-    return not group.exists()
-
-
 STARVED = """
 from server import WorkerLostError, WorkerPool
 
@@ -179,17 +169,7 @@ except WorkerLostError as error:
 
 
 def test_the_kernel_kills_a_worker_in_a_group_that_has_no_memory_left() -> None:
-    """A real group, where this user may make one."""
-    group = Path("/sys/fs/cgroup/memory") / f"starved-{os.getpid()}"
-    move = 'echo $$ > "$2/cgroup.procs"; exec "$0" -c "$1"'
-    try:
-        group.mkdir()
-    except OSError as error:
-        pytest.skip(f"cannot make a control group of version 1: {error}")
-    try:
-        (group / "memory.limit_in_bytes").write_text(str(1 << 30))
-        done = run_to_end("sh", "-c", move, sys.executable, STARVED, str(group))
-        told = "1 killed by SIGKILL (the kernel has killed 1 here for want of memory since it"
-        assert done.stdout.startswith(told), done.stderr
-    finally:
-        until(partial(is_removed, group))
+    done = run_limited(STARVED, "memory", "memory.limit_in_bytes", 1 << 30)
+    told = "1 killed by SIGKILL (the kernel has killed 1 here for want of memory since it"
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(told), done.stderr
