@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
+import torch.distributed as dist
+
 from coordinator.graph_capture import GraphCaptureContext, capture_on_side_stream
 from coordinator.rank_grid import MODEL_AXES, RankGrid
 from coordinator.setup.bootstrap import DEFAULT_TIMEOUT
@@ -228,8 +230,9 @@ def init(
 
     Raises:
         ValueError: the product of the sizes is not the number of ranks, the environment is
-            incomplete, an address is given without ``rank``, or ranks were given different sizes
-            or settings: every rank's error says which.
+            incomplete, an address is given without ``rank``, torch.distributed has several ranks
+            of which the environment says nothing, or ranks were given different sizes or
+            settings: every rank's error says which.
         SecretError: the secret is too short, other users may read its file, or only some ranks
             have one.
         GroupTimeoutError: some ranks did not come in time; names them.
@@ -296,6 +299,12 @@ def _launch(
             "ranks meet"
         )
     found = Launch.from_environment()
+    if found.world_size == 1 and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(
+            f"torch.distributed has {dist.get_world_size()} ranks here, and no environment says "
+            "where they meet for groups: give rank= with store= or master_port=, or use "
+            "GroupCoordinator.from_process_group"
+        )
     return replace(
         found,
         local_rank=found.local_rank if local_rank is None else local_rank,

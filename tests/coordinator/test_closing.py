@@ -48,13 +48,17 @@ MESSAGE_WITHIN = 3.0
 
 GONE = 1
 X = torch.ones(4)
-LARGE = torch.ones(8 << 20)
+
+
+def large() -> torch.Tensor:
+    return torch.ones(8 << 20)
+
 
 COLLECTIVES: dict[str, Callable[[GroupCoordinator], object]] = {
     "barrier": lambda tp: tp.barrier(),
     "all_reduce": lambda tp: tp.all_reduce(X),
     "later": lambda tp: tp.all_reduce(X, async_op=True).wait(),
-    "large": lambda tp: tp.all_reduce(LARGE),
+    "large": lambda tp: tp.all_reduce(large()),
     "broadcast": lambda tp: tp.broadcast(X.clone(), src=GONE),
     "object": lambda tp: tp.broadcast_object(None, src=GONE),
 }
@@ -63,7 +67,7 @@ MESSAGES: dict[str, Callable[[GroupCoordinator], object]] = {
     "irecv": lambda tp: tp.irecv(X.shape, X.dtype, src=GONE).wait(),
     "recv_object": lambda tp: tp.recv_object(GONE),
     "recv_tensor_dict": lambda tp: tp.recv_tensor_dict(GONE),
-    "send": lambda tp: [tp.send(LARGE, dst=GONE) for _ in range(9)],
+    "send": lambda tp: [tp.send(large(), dst=GONE) for _ in range(9)],
 }
 
 

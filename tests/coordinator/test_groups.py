@@ -23,7 +23,7 @@ from coordinator.stores.secret import SecretError
 from shm_broadcast import Board, CoordinatorError, GroupTimeoutError
 from tests.commands import run_code
 from tests.patience import STALL_SECONDS, all_here
-from tests.ranks import NEW_BOARD, run_ranks
+from tests.ranks import NEW_BOARD, init_gloo, run_ranks
 from tests.shared_store import SharedStore
 
 if TYPE_CHECKING:
@@ -331,6 +331,21 @@ def test_a_world_of_one_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with Board.create(1) as board, coordinator.init(rank=0, board=board) as groups:
         groups.tp.all_reduce(x)
         assert board.status()[0].operation == "tp all_reduce"
+
+
+def beside_torch(rank: int, n: int, path: str) -> list[int]:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    init_gloo(rank, n, path)
+    with pytest.raises(ValueError, match="distributed has 2 ranks here, and no environment"):
+        coordinator.init()
+    store = dist.FileStore(path + "-groups", n)
+    with coordinator.init(tp=n, rank=dist.get_rank(), store=store) as groups:
+        return groups.tp.ranks
+
+
+def test_ranks_of_torchs_group_are_no_worlds_of_one(store_path: str) -> None:
+    assert run_ranks(2, beside_torch, store_path) == [[0, 1]] * 2
 
 
 @pytest.mark.parametrize(

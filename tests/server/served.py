@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
+
+import httpx
 
 from benchmarks.http_served import Served
 from server import cli
+from server.defaults import PACKAGED_NAME
 from tests.programs import Program
 
 if TYPE_CHECKING:
@@ -19,6 +22,11 @@ class ForkedServed(Served):
 
     def _begin(self, arguments: Sequence[str]) -> subprocess.Popen[str]:
         return cast("subprocess.Popen[str]", Program(command, *arguments))
+
+
+def embed(served: Served, given: Any) -> httpx.Response:
+    body = {"model": PACKAGED_NAME, "input": given}
+    return httpx.post(f"{served.url}/v1/embeddings", json=body, timeout=120)
 
 
 def command(*_: str) -> None:

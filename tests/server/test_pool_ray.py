@@ -18,7 +18,7 @@ from server.pool import WorkerPool
 from server.pool_config import PoolConfig
 from server.workers.minilm import ModelFolder, packaged_model
 from tests.patience import PATIENCE_SECONDS, until
-from tests.server.test_serve import embed
+from tests.server.served import embed
 from tests.server.workers import Restored, Worker, pids_of
 
 if TYPE_CHECKING:

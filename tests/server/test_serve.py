@@ -27,7 +27,7 @@ from server.defaults import PACKAGED_NAME
 from server.workers.minilm import ModelFolder, packaged_model
 from tests.pages.blocks import block_of
 from tests.patience import NAMED_WITHIN, STALL_SECONDS, quickest, until
-from tests.server.served import ForkedServed
+from tests.server.served import ForkedServed, embed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,11 +43,6 @@ def as_floats(embedding: Any) -> np.ndarray:
     if isinstance(embedding, str):
         return np.frombuffer(base64.b64decode(embedding), "<f4")
     return np.asarray(embedding, np.float32)
-
-
-def embed(served: Served, given: Any) -> httpx.Response:
-    body = {"model": PACKAGED_NAME, "input": given}
-    return httpx.post(f"{served.url}/v1/embeddings", json=body, timeout=120)
 
 
 def in_threads(n: int, served: Served, given: Any) -> tuple[list[Any], list[threading.Thread]]:

@@ -24,7 +24,7 @@ from tests.netns import Host, two_hosts
 from tests.patience import PATIENCE_SECONDS
 from tests.ranks import run_ranks
 from tests.server.over_hosts import living_children, note, noted
-from tests.server.test_serve import embed
+from tests.server.served import embed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
