@@ -32,6 +32,7 @@ from tests.server.workers import Worker
 from tests.shm_broadcast.members import joined
 from tests.shm_broadcast.queues import Running
 from tests.shm_broadcast.remote_peers import get, put
+from tests.warm_forks import warm_fork_servers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -156,6 +157,7 @@ class Wordy(Worker):
 
 
 def replies(rank: int, n: int, folder: str) -> None:
+    warm_fork_servers()
     config = PoolConfig(in_flight=8, reply_capacity=1 << 16)
     with WorkerPool(Wordy, tp=2, config=config) as pool:
         put(folder, f"pid {rank}", os.getpid())
@@ -172,6 +174,7 @@ def block_the_pool(_: object) -> None:
 
 
 def idle(rank: int, n: int, folder: str) -> None:
+    warm_fork_servers()
     with WorkerPool(Worker, tp=2) as pool:
         pool.call("echo")
         put(folder, f"pid {rank}", os.getpid())
@@ -188,6 +191,7 @@ class Model(Worker):
 
 
 def starting(rank: int, n: int, folder: str) -> None:
+    warm_fork_servers()
     put(folder, f"pid {rank}", os.getpid())
     WorkerPool(Model, tp=2)
 
@@ -206,9 +210,10 @@ def playing(scene: str, n: int, folder: Path) -> Iterator[list[int]]:
         pids = [get(str(folder), f"pid {rank}") for rank in range(n)]
         yield pids
     finally:
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # or those killed last see that others are
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
         ranks.result()
 
 

@@ -18,6 +18,7 @@ from tests.patience import PATIENCE_SECONDS
 from tests.ranks import run_ranks
 from tests.server.over_hosts import PORT, living_children, place
 from tests.server.workers import Worker
+from tests.warm_forks import warm_fork_servers
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,6 +57,7 @@ def comes(
     mine = {"at": min(rank, 1), "seconds": PATIENCE_SECONDS, **told[rank]}
     at, seconds = mine.pop("at"), mine.pop("seconds")
     move_to(folder, hosts, at)
+    warm_fork_servers()
     distant_hosts._LINE_SECONDS = host_supervisor._LINE_SECONDS = LINES_EVERY
     lines = Lines()
     logging.getLogger("server").addHandler(lines)

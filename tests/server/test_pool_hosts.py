@@ -45,6 +45,7 @@ from tests.server.over_hosts import (
     place,
 )
 from tests.server.workers import Restored, Unlucky, Worker, pids_of
+from tests.warm_forks import warm_fork_servers
 
 Hosts = tuple[Host, Host]
 
@@ -411,6 +412,7 @@ def meets(
 ) -> str:
     """Hosts whose attributes differ; what each raises."""
     move_to(folder, hosts, min(rank, 1))
+    warm_fork_servers()
     distant_hosts._LINE_SECONDS = 0.5
     here = place(min(rank, 1), hosts, **mine[rank])
     try:

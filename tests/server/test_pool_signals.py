@@ -31,6 +31,7 @@ from tests.interruptions import LIBRARY, interruptions
 from tests.patience import PATIENCE_SECONDS, until
 from tests.ranks import run_ranks
 from tests.server.workers import Gate, Restored, Worker
+from tests.warm_forks import warm_fork_servers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -278,6 +279,7 @@ def on_alarm_shut_down(
 
 def shut_down_at_random(rank: int, n: int) -> None:
     """A handler shuts the pool down at some moment of some call, and the program ends."""
+    warm_fork_servers()
 
     moments = random.Random(1)
     for _ in range(SHUTDOWNS):
@@ -411,6 +413,7 @@ def test_a_signal_handler_may_shut_the_pool_down_while_a_late_calls_stacks_are_r
 
 def interrupt_at_random(rank: int, n: int, kind: type[BaseException]) -> None:
     """Calls that a handler interrupts, and two of which each has to be answered right."""
+    warm_fork_servers()
     fired = False
 
     def interrupt(_: int, __: object) -> None:
