@@ -79,6 +79,10 @@ def test_a_trace_of_a_pool(tmp_path: Path) -> None:
         pool.call("reduce", 20)
         operations, names = traced(os.getpid(), tmp_path / "trace.json")
         pids = [status.pid for status in pool.status()]
+        printed = json.loads(shown("trace", os.getpid(), "-o", "-"))["traceEvents"]
+    assert [e for e in operations if e["name"] == "all_reduce"] == [
+        e for e in printed if e["name"] == "all_reduce"
+    ]
     assert_drawable(operations)
     assert names[pids[0], 0] == "rank 0, tp 0"
     assert names[os.getpid(), 0].startswith("the driver")

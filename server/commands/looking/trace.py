@@ -27,13 +27,15 @@ if TYPE_CHECKING:
 
     from shm_broadcast.onlooker.pasts import MemberPast
 
+_STANDARD_OUTPUT = Path("-")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.add_argument("pid", nargs="?", type=int, metavar="PID", help="a process of the "
         "program, or one that has started it (default: the only program)")  # fmt: skip
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write a trace that "
-        "ui.perfetto.dev and chrome://tracing show")  # fmt: skip
+        "ui.perfetto.dev and chrome://tracing show; -: to standard output")  # fmt: skip
     parser.add_argument("--flight-recorder", type=Path, metavar="DIR", help="write a dump for each "
         "rank, rank_0 and so on, for torch.distributed.flight_recorder.fr_trace")  # fmt: skip
 
@@ -64,10 +66,13 @@ def run(args: argparse.Namespace) -> int:
         return 1
     boards = [board for program in found for board in pasts(seen, program)]
     if args.output is not None:
-        trace = chrome_trace(boards, time.monotonic_ns())
-        args.output.write_text(json.dumps(trace))
-        operations = sum(len(member.past) for board in boards for member in board)
-        print(f"{args.output}: {operations} operations")
+        trace = json.dumps(chrome_trace(boards, time.monotonic_ns()))
+        if args.output == _STANDARD_OUTPUT:
+            print(trace)
+        else:
+            args.output.write_text(trace)
+            operations = sum(len(member.past) for board in boards for member in board)
+            print(f"{args.output}: {operations} operations")
     return 0 if args.flight_recorder is None else _dump(args.flight_recorder, boards)
 
 

@@ -35,18 +35,22 @@ def made_once(name: str, make: Callable[[Path], None]) -> Path:
     Args:
         name: of the folder.
         make: called to fill a folder that does not exist yet.
+
+    Raises:
+        OSError: the cache cannot be written; says which variable moves it.
     """
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(home) / "group-coordinator" / name
     if not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
         unfinished = folder.with_name(f"{name}.{os.getpid()}")
         try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
             make(unfinished)
             unfinished.rename(folder)
-        except OSError:
+        except OSError as error:
             if not folder.exists():  # otherwise another process was first
-                raise
+                why = f"{error.strerror or error}; XDG_CACHE_HOME names the folder for caches"
+                raise OSError(error.errno, why, error.filename) from error
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
     return folder
