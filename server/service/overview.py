@@ -48,7 +48,11 @@ def who_holds_up() -> list[str]:
 
     Takes some milliseconds: it looks at all processes of this user.
     """
-    told = [line for each in own_verdicts() if each.held_up for line in each.sentences]
+    try:
+        verdicts = own_verdicts()
+    except OSError:  # out of descriptors, say: the rest is needed all the same
+        return []
+    told = [line for each in verdicts if each.held_up for line in each.sentences]
     return [clipped(line) for line in told[:_SENTENCES]]
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CallTimeoutError, PoolClosedError, with_notes
+from .overview import who_holds_up
 from .stall import StallWatch
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class WatchedPool:
         self.call_timeout = limits.request_timeout / 2
         self._watch = StallWatch(limits.stall_timeout)
         self._closed = False
+        self._held_up: list[str] = []
         self._failed_call: tuple[float, BaseException] | None = None
 
     @property
@@ -72,7 +74,8 @@ class WatchedPool:
             return ""
         seconds, reason = self._watch.oldest(now), self.pool.restarting
         if reason is None:
-            why = "; ".join(map(str, self.workers()))
+            told = " ".join(line for line in self._held_up if not line.startswith(" "))
+            why = told or "; ".join(map(str, self.workers()))
         else:
             why = f"the pool is being restarted after this: {reason}"
         return f"a call was not answered for {seconds:.0f} s: {why}"
@@ -116,6 +119,8 @@ class WatchedPool:
         probing: asyncio.Task[Any] | None = None
         while self.failure is None:
             await asyncio.sleep(_WATCH_SECONDS)
+            stalls = self._watch.stalled(time.monotonic())
+            self._held_up = await asyncio.to_thread(who_holds_up) if stalls else []
             before, stalled = stalled, self.stalled
             if stalled and not before:
                 _log.error("%s", stalled)
