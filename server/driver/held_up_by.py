@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from shm_broadcast.onlooker.own import own_verdicts
@@ -28,7 +29,8 @@ def held_up_by(workers: Mapping[int, WorkerHandle]) -> tuple[str, tuple[int, ...
     own = {
         ranks[each.status.pid]: each
         for each in culprits
-        if each.status.pid in ranks and not all(peer.drives for peer in each.awaited_by)
+        if each.status.pid in ranks
+        and any(peer.status.pid != os.getpid() for peer in each.awaited_by)
     }
     who = {rank: f"rank {rank} (pid {each.status.pid})" for rank, each in own.items()}
     told = [

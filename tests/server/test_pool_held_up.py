@@ -14,6 +14,7 @@ from server.driver.held_up_by import held_up_by
 from server.errors import CallTimeoutError, WorkerStartError
 from server.hosts.distant_worker import DistantWorker
 from server.pool import WorkerPool
+from shm_broadcast import MessageQueue
 from shm_broadcast.onlooker.own import own_verdicts
 from tests.patience import until
 from tests.server.workers import Gate, Worker
@@ -148,3 +149,18 @@ def test_a_start_names_who_holds_it_up(how: str, late: str, why: str) -> None:
     if how == "sleeps":
         assert "in __init__" in raised.value.traceback
         assert "barrier" not in raised.value.traceback
+
+
+class Aided(Worker):
+    """Rank 0 writes to a queue of its own, which has a board of its own, where it has no rank."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        if self.rank == 0:
+            self.own = MessageQueue(1, 1)
+
+
+def test_a_worker_that_has_a_queue_of_its_own_is_held_up_like_any_other() -> None:
+    with WorkerPool(Aided, tp=2) as pool:
+        assert late_error(pool, "hang_in_group", 1, 3.0).held_up_by == (1,)
+        pool.shutdown(0.2)
