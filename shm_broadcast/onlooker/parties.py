@@ -173,7 +173,9 @@ def _takes_no_part(party: Party, parties: Mapping[str, Party]) -> bool:
         bool(party.waits_on)
         and not party.only_read_from
         and all(
-            wait.verb in _READS and (parties[name].drives or not parties[name].waits_on)
+            wait.verb in _READS
+            and not parties[name].fault
+            and (parties[name].drives or not parties[name].waits_on)
             for name, wait in party.waits_on.items()
         )
     )

@@ -195,6 +195,17 @@ def test_of_who_takes_no_part_the_stack_of_one_that_waits_for_it_tells_more() ->
     assert [each.name for each in verdict.asked] == ["rank 0", "rank 4"]
 
 
+@pytest.mark.parametrize("gone", [True, False])
+def test_who_reads_from_a_peer_that_cannot_go_on_is_not_to_blame(gone: bool) -> None:
+    """A worker whose helper, which it asks by a queue, has ended or is stopped."""
+    helper = member(2, state="lost") if gone else replace(member(2), condition="stopped")
+    told = judged(member(0, 1), member(1, 2, verb="dequeue"), helper)
+    why = "its process has ended" if gone else "its process is stopped"
+    assert told[0].startswith(f"Rank 2 (pid 102) holds up others: {why}")
+    assert told[1].startswith("  Rank 1 (pid 101) waits for rank 2 in dequeue #7")
+    assert told[2].startswith("  Rank 0 (pid 100) waits for rank 1 in tp all_reduce #7")
+
+
 def test_who_reads_from_a_peer_that_is_held_up_is_not_to_blame() -> None:
     told = judged(member(0, 1), member(1, 2, verb="dequeue"), member(2, 3), member(3))
     assert told[0].startswith("Rank 3 (pid 103) holds up others")
