@@ -10,7 +10,9 @@ from shm_broadcast.onlooker.own import own_verdicts
 from ..launchers.local import LocalWorker
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Container, Mapping
+
+    from shm_broadcast.onlooker.parties import Party
 
     from ..launchers.worker_handle import WorkerHandle
 
@@ -18,7 +20,8 @@ if TYPE_CHECKING:
 def held_up_by(workers: Mapping[int, WorkerHandle]) -> tuple[str, tuple[int, ...]]:
     """Which of these workers, by rank, hold up others of them: in words, and their ranks.
 
-    Workers on other hosts, and who waits for them, are not seen.
+    In words also who else does, in a group that workers share with processes that are none of
+    theirs. Workers on other hosts, and who waits for them, are not seen.
     """
     here = {rank: worker for rank, worker in workers.items() if isinstance(worker, LocalWorker)}
     ranks = {worker.pid: rank for rank, worker in here.items()}
@@ -40,4 +43,23 @@ def held_up_by(workers: Mapping[int, WorkerHandle]) -> tuple[str, tuple[int, ...
     ]
     knot = [who[rank] for rank, each in own.items() if each.waits_on]
     told += [f"{' and '.join(knot)} wait for each other"] if knot else []
+    told += [
+        f"{each.who} holds up others: {each.holds_up()}"
+        for each in culprits
+        if each.status.pid not in ranks and _holds_up_one_of(ranks, each)
+    ]
     return "; ".join(told), tuple(own)
+
+
+def _holds_up_one_of(pids: Container[int], culprit: Party) -> bool:
+    """Whether one of these processes waits for it, also because of others, but not because of this
+    process, which all workers wait for that have no call.
+    """
+    reached = [] if culprit.status.pid == os.getpid() else [culprit]
+    for late in reached:
+        for each in late.awaited_by:
+            if each.status.pid in pids:
+                return True
+            if each not in reached and each.status.pid != os.getpid():
+                reached.append(each)
+    return False

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from shm_broadcast import layout
-from shm_broadcast.errors import name_of
+from shm_broadcast.errors import DRIVER_RANK, name_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,8 +35,9 @@ def chrome_trace(boards: Sequence[Sequence[MemberPast]], now: int) -> dict[str, 
     processes: dict[int, list[MemberPast]] = {}
     for member in (each for board in boards for each in board if each.past):
         processes.setdefault(member.seen.status.pid, []).append(member)
+    several = len({member.pool for board in boards for member in board} - {""}) > 1
     for pid, members in processes.items():
-        names.append(_named("process_name", pid, 0, _title(members[0])))
+        names.append(_named("process_name", pid, 0, _title(members[0], several)))
         order = {"sort_index": members[0].seen.status.rank}
         names.append({"name": "process_sort_index", "ph": "M", "pid": pid, "tid": 0, "args": order})
         tracks: dict[str, int] = {}
@@ -95,11 +96,13 @@ def _event(past: PastOperation, member: MemberPast, track: int, now: int) -> dic
     return event
 
 
-def _title(member: MemberPast) -> str:
+def _title(member: MemberPast, several: bool) -> str:
+    """What a process is called, where there are ``several`` pools or not."""
     status = member.seen.status
+    pool = f" of {member.pool}" if several and member.pool and status.rank != DRIVER_RANK else ""
     where = f", {member.seen.place}" if member.seen.place else ""
     ended = ", ended" if status.state == "lost" else ""
-    return f"{name_of(status.rank)}{where}{ended}"
+    return f"{name_of(status.rank)}{pool}{where}{ended}"
 
 
 def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:

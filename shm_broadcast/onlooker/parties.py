@@ -15,12 +15,13 @@ from shm_broadcast.board.fixed_text import text_of
 from shm_broadcast.errors import DRIVER_RANK, name_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping, Sequence
 
     from shm_broadcast.board.outward import Wait
     from shm_broadcast.errors import MemberStatus
     from shm_broadcast.onlooker.programs import BoardSeen, MemberSeen
 
+_DRIVER: Final = name_of(DRIVER_RANK)
 _READS: Final = layout.DID_NAMES[layout.DID_DEQUEUE :]
 """What a reader is in that waits for a message: nothing is wrong if none is due."""
 
@@ -45,7 +46,8 @@ class Party:
     """A process that takes part, or a member that has none.
 
     Attributes:
-        name: what the largest board calls it: ``"rank 1"``, ``"rank 1 of board 2"``.
+        name: what its first board calls it: ``"rank 1"``, ``"rank 1 of board 2"``; a worker, where
+            there are several pools, each with a name of its own, ``"rank 1 of thinker"``.
         members: what it is on each board, its latest progress first.
         waits_on: the names of those that it waits for.
         awaited_by: those that wait for it.
@@ -114,10 +116,11 @@ class Party:
         return why if self.status.state == "absent" else f"{why}; {self.status.last_seen}"
 
 
-def parties_of(boards: Iterable[BoardSeen]) -> dict[str, Party]:
-    """All that take part, by name: a process once, called as the largest of its boards does."""
+def parties_of(boards: Sequence[BoardSeen]) -> dict[str, Party]:
+    """All that take part, by name: a process once, called as the first of its boards does."""
     by_pid: dict[int, Party] = {}
     parties: dict[str, Party] = {}
+    pools = [board.name for board in boards if board.is_pool]
     for place, board in enumerate(boards, 1):
         here = []
         for member in board.members:
@@ -125,8 +128,9 @@ def parties_of(boards: Iterable[BoardSeen]) -> dict[str, Party]:
             party = by_pid.get(pid) if pid else None
             if party is None:
                 name = name_of(member.status.rank)
-                if name in parties:
-                    name += f" of board {place}"
+                named = board.is_pool and pools.count(board.name) == 1
+                if name in parties or (named and len(pools) > 1 and name != _DRIVER):
+                    name += f" of {board.name if named else f'board {place}'}"
                 while name in parties:  # a queue may call its writer and a reader the same
                     name += "'"
                 party = parties[name] = Party(name, [])

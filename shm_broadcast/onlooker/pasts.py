@@ -29,11 +29,13 @@ class MemberPast:
         seen: the member.
         groups: the groups that it is in.
         past: its last operations, the oldest first.
+        pool: its board's name, if that is a pool's; else ``""``.
     """
 
     seen: MemberSeen
     groups: tuple[Membership, ...]
     past: tuple[PastOperation, ...]
+    pool: str = ""
 
 
 def pasts(seen: Scan, program: Program) -> list[tuple[MemberPast, ...]]:
@@ -55,7 +57,10 @@ def _of_board(seen: Scan, program: Program, board: BoardSeen) -> tuple[MemberPas
 
         return tuple(
             MemberPast(
-                member, read_groups(copy, index, count), read_history(copy, index, count, read)
+                member,
+                read_groups(copy, index, count),
+                read_history(copy, index, count, read),
+                board.name if board.is_pool else "",
             )
             for index, member in enumerate(board.members)
         )

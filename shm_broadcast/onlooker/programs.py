@@ -23,6 +23,7 @@ from shm_broadcast.board.outward import (
     read_stacks_descriptor,
     read_waits,
 )
+from shm_broadcast.errors import DRIVER_RANK
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -118,6 +119,11 @@ class BoardSeen:
     queues: tuple[QueueSeen, ...]
     key: str = ""
 
+    @property
+    def is_pool(self) -> bool:
+        """Whether it is a pool's: its driver shows there which generation of workers it has."""
+        return any(each.status.rank == DRIVER_RANK and each.place for each in self.members)
+
 
 @dataclass(frozen=True, slots=True)
 class Program:
@@ -126,7 +132,7 @@ class Program:
     Attributes:
         pid: of the process that stands for it: the driver, or the first rank.
         command: that process's command line.
-        boards: the one with the most members first.
+        boards: those of pools first, then the one with the most members.
         pids: of all processes that hold one of its segments open.
         shared: bytes of shared memory.
     """
@@ -209,7 +215,7 @@ def _program(seen: Scan, nonces: set[bytes]) -> Program | None:
     ]
     if not boards:
         return None
-    boards.sort(key=lambda board: (-len(board.members), board.name))
+    boards.sort(key=lambda board: (not board.is_pool, -len(board.members), board.name))
     first = min(
         (m.status for m in boards[0].members if m.status.pid), key=lambda s: s.rank, default=None
     )

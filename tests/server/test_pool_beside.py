@@ -13,8 +13,9 @@ import torch
 
 import coordinator
 from coordinator import ParallelGroups, StatelessGroupCoordinator
-from server.errors import WorkerLostError, WorkerStartError
+from server.errors import CallTimeoutError, WorkerLostError, WorkerStartError
 from server.pool import WorkerPool
+from server.pool_config import PoolConfig
 from shm_broadcast import MemberStatus, PeerLostError
 from tests.patience import PATIENCE_SECONDS, until
 
@@ -198,6 +199,23 @@ def test_workers_of_two_pools_exchange() -> None:
         for _ in range(3):
             calls = [pool.submit("sum") for pool in pools]
             assert [call.result(timeout=60) for call in calls] == [2.0, 2.0]
+
+
+def test_a_late_call_names_who_of_another_pool_holds_it_up() -> None:
+    store = coordinator.host_store()
+    with (
+        WorkerPool(Half, config=PoolConfig(name="one")) as one,
+        WorkerPool(Half, config=PoolConfig(name="other")) as other,
+    ):
+        pools = (one, other)
+        for call in [pool.submit("meet", rank, store.port) for rank, pool in enumerate(pools)]:
+            call.result(timeout=60)
+        pid = one.status()[0].pid
+        late = other.submit("sum", timeout=0.8).exception()
+        assert isinstance(late, CallTimeoutError)
+        assert late.held_up_by == ()
+        assert f"(rank 0 of one (pid {pid}) holds up others: it takes no part" in str(late)
+        one.call("sum", timeout=60)
 
 
 class Half:

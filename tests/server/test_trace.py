@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from server.pool import WorkerPool
 from shm_broadcast import Board
 from shm_broadcast.board.history import PastOperation
 from shm_broadcast.board.outward import Membership
-from shm_broadcast.errors import MemberStatus
+from shm_broadcast.errors import DRIVER_RANK, MemberStatus
 from shm_broadcast.onlooker import flight
 from shm_broadcast.onlooker.chrome import chrome_trace
 from shm_broadcast.onlooker.flight import flight_dumps
@@ -273,6 +274,18 @@ def test_operations_that_overlap_get_tracks_of_their_own() -> None:
         ("tp (2)", "recv", 2.0, 1.0),
         ("tp (2)", "send, under way", 3.0, 6.0),
     ]
+
+
+@pytest.mark.parametrize("pools", [("thinker", "talker"), ("thinker",)])
+def test_workers_of_several_pools_are_called_by_their_pools(pools: tuple[str, ...]) -> None:
+    def of(rank: int, pool: str) -> MemberPast:
+        return replace(member(rank, past("send", 1, 2)), pool=pool)
+
+    workers = [of(rank, pool) for rank, pool in enumerate(pools)]
+    events = chrome_trace([workers, [of(DRIVER_RANK, pools[0])], [of(7, "")]], 9)["traceEvents"]
+    names = [each["args"]["name"] for each in events if each["name"] == "process_name"]
+    called = ["rank 0 of thinker", "rank 1 of talker"] if len(pools) > 1 else ["rank 0"]
+    assert names == [*called, "the driver", "rank 7"]
 
 
 def test_a_dump_begins_where_all_remember() -> None:

@@ -164,6 +164,34 @@ def test_equal_ranks_of_two_boards_are_told_apart() -> None:
     assert told[1].startswith("  Rank 0 of board 2 (pid 200) waits for rank 1 of board 2 in")
 
 
+def pool_of(name: str, pid: int, *waits: int) -> BoardSeen:
+    """A pool of two workers, of which the first waits for others; and its driver, pid 99."""
+    driver = replace(member(DRIVER_RANK, pid=99), place="generation 1")
+    return BoardSeen(name, (member(0, *waits, pid=pid), member(1, pid=pid + 1), driver), None, ())
+
+
+def test_workers_of_several_pools_are_called_by_their_pools() -> None:
+    """A group that a worker of each shares calls them otherwise."""
+    edge = BoardSeen("", (member(0, pid=201), member(1, 0, pid=300, verb="b recv")), None, ())
+    pools = pool_of("thinker", 200), pool_of("talker", 300)
+    told = judge(Program(1, "", (*pools, edge), (), 0)).sentences
+    assert told[0].startswith("Rank 1 of thinker (pid 201) holds up others")
+    assert told[1].startswith("  Rank 0 of talker (pid 300) waits for rank 1 of thinker in b recv")
+
+
+def test_the_workers_of_one_pool_are_called_by_their_ranks() -> None:
+    edge = BoardSeen("", (member(0, pid=7), member(1, 0, pid=200, verb="b recv")), None, ())
+    told = judge(Program(1, "", (pool_of("thinker", 200), edge), (), 0)).sentences
+    assert told[0].startswith("Rank 0 of board 2 (pid 7) holds up others")
+    assert told[1].startswith("  Rank 0 (pid 200) waits for rank 0 of board 2 in b recv")
+
+
+@pytest.mark.parametrize("name", ["pool", "thinker"])
+def test_pools_of_one_name_are_told_apart_by_their_boards(name: str) -> None:
+    told = judge(Program(1, "", (pool_of(name, 200), pool_of(name, 300, 1)), (), 0)).sentences
+    assert told[0].startswith("Rank 1 of board 2 (pid 301) holds up others")
+
+
 def test_a_process_on_two_boards_is_one_party() -> None:
     """The engine of vLLM is the driver on one board, and rank 0 of another, which it reads."""
     calls = BoardSeen("queue", (member(-1), member(0, 0, verb="dequeue")), None, ())
