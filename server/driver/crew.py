@@ -292,6 +292,10 @@ class Crew(Watcher):
                 detail = f"not sent: the pool is being restarted after this: {restarting}"
             elif self.ledger.backlog.busy:
                 detail = "not sent: the workers are busy with calls before it"
+                links, late = self._links, self.ledger.late_ranks
+                if links is not None and late:
+                    who = "; ".join(str(links.board.member_status(rank)) for rank in late)
+                    detail += f", the first of which waits for {who}"
             seen: Seen = (), detail, {}, ()
         else:
             # Not in the main thread: signal handlers, which interrupt that, may need what it holds.

@@ -96,7 +96,13 @@ def test_who_waits_for_a_future_in_vain_is_told_why_and_may_go_on(
 def test_a_call_that_waits_behind_others_is_told_so(pool: WorkerPool, gate: Gate) -> None:
     busy = [pool.submit("hold", gate, [1], timeout=60.0) for _ in range(3)]
     queued = pool.submit("note", 3000, timeout=0.3)
-    with pytest.raises(CallTimeoutError, match=r"after 0.3 s .not sent: the workers are busy"):
+    until(lambda: gate.reached(1))
+    told = (
+        r"after 0.3 s \(not sent: the workers are busy with calls before it, the first of which "
+        rf"waits for (rank 0 .*; )?rank 1 \(pid {pool.status()[1].pid}\), "
+        r"last seen in hold #\d+, [0-9.]+ s ago\)"
+    )
+    with pytest.raises(CallTimeoutError, match=told):
         queued.result()
     gate.open()
     for future in busy:
