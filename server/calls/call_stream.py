@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 from shm_broadcast import CoordinatorError
 from shm_broadcast.timed_lock import new_turn
 
-from ..errors import PoolClosedError, WorkerLostError
+from ..errors import CallStuckError, PoolClosedError, WorkerLostError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -139,5 +139,6 @@ def _nothing() -> Future[Any]:
 def _log_failure(closed: Future[Any]) -> None:
     error = None if closed.cancelled() else closed.exception()
     # With its worker, or with the pool, a generator has ended, too.
-    if error is not None and not isinstance(error, (PoolClosedError, WorkerLostError)):
+    ended = (CallStuckError, PoolClosedError, WorkerLostError)
+    if error is not None and not isinstance(error, ended):
         _log.warning("a stream's generator could not be closed: %s", error)

@@ -18,6 +18,7 @@ import torch
 from server.calls.call_stream import CallStream
 from server.errors import (
     CallDivergedError,
+    CallStuckError,
     CallTimeoutError,
     PoolClosedError,
     WorkerError,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
     from server.worker import WorkerContext
+    from shm_broadcast import CoordinatorError
     from tests.server.workers import Gate
 
 
@@ -365,6 +367,30 @@ def test_no_stream_is_closed_before_it_begins() -> None:
     goes_on.set()
     closing.result()
     assert steps == [7, -7]
+
+
+@pytest.mark.parametrize(
+    ("error", "warned"),
+    [
+        (CallTimeoutError("count", 300.0), True),
+        (CallStuckError("count", 300.0), False),
+        (WorkerLostError(1, 4242, "killed by SIGKILL"), False),
+    ],
+)
+def test_a_generator_that_has_ended_with_its_pool_is_not_warned_of(
+    error: CoordinatorError, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def step(stream: int, first: bool) -> Future[Any]:
+        found: Future[Any] = Future()
+        if first:
+            found.set_result((1,))
+        else:
+            found.set_exception(error)
+        return found
+
+    with CallStream(7, step) as stream:
+        assert next(stream) == 1
+    assert ("could not be closed" in caplog.text) == warned
 
 
 def test_no_two_tasks_get_one_item(pool: WorkerPool, gate: Gate) -> None:
