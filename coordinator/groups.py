@@ -206,7 +206,8 @@ def init(
         master_addr: name or address of rank 0's host, which hosts the store; only with ``rank``.
             None: this host.
         master_port: the store's port; only with ``rank``.
-        store: a torch store to meet in instead; all ranks must reach it.
+        store: a torch store to meet in instead; all ranks must reach it. Worlds that meet
+            at the same time need a store each.
         board: this node's board, if a launcher made it: member i is rank i. It is not closed with
             the groups. None: each node makes one.
         node_of: for each rank the first rank on its node, if the launcher that made the boards

@@ -88,7 +88,8 @@ class MessageQueue(QueueEnd):
             connect_ip: the address at which readers on other hosts reach this one; needed for them.
             remote_reader_ranks: what the caller calls the readers on other hosts; the ranks that
                 follow the local ones if not given.
-            writer_rank: what error messages call the writer, if it has a rank.
+            writer_rank: what error messages call the writer, if it has a rank; otherwise they call
+                it the driver.
             secret: the launcher's secret, 16 bytes or more; needed for readers on other hosts.
             type: a type that msgspec can validate; ``None`` carries any picklable object.
             zero_copy: let readers use buffers of 1 MiB and more in place: see `dequeue`.

@@ -22,6 +22,7 @@ def test_the_files(tmp_path: Path) -> None:
         "failing.py": block_of("docs/tutorial.md", "# failing.py\n"),
         "calls.py": block_of("docs/pools.md", "# calls.py\n"),
         "updates.py": block_of("docs/pools.md", "# updates.py\n"),
+        "chain.py": block_of("docs/pools.md", "# chain.py\n"),
     }
     for name, code in files.items():
         (tmp_path / name).write_text(code)
