@@ -10,7 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from shm_broadcast.errors import counted, name_of
+from shm_broadcast.errors import counted
 from shm_broadcast.onlooker.parties import knot_of, parties_of
 
 if TYPE_CHECKING:
@@ -64,7 +64,10 @@ def judge(program: Program) -> Verdict:
     told += _tell(culprits, "hold", "up others")
     knot = knot_of(parties)
     told += _tell_knot(knot)
-    told += [_full(queue) for board in program.boards for queue in board.queues if _is_full(queue)]
+    names = {id(each): party.name for party in parties.values() for each in party.members}
+    for board in program.boards:
+        called = {each.status.rank: names[id(each)] for each in board.members}
+        told += [_full(queue, called) for queue in board.queues if _is_full(queue)]
     held_up = bool(culprits or knot)
     if not held_up:
         if ends:
@@ -73,7 +76,7 @@ def judge(program: Program) -> Verdict:
             told.append("Nobody has waited for anybody for longer than a tenth of a second.")
         told += _tell(ends, "send", "nothing")
         culprits = ends
-    told += [line for board in program.boards for line in _closed_by_some(board, parties)]
+    told += [line for board in program.boards for line in _closed_by_some(board, parties, names)]
     asked = [_first_waiting(each) if each.idle or each.closed else each for each in culprits]
     asked = [each for each in dict.fromkeys(asked) if each.status.state != "absent"]
     return Verdict(tuple(told), (*culprits, *knot), (*asked, *knot), held_up)
@@ -152,9 +155,13 @@ def _first_waiting(late: Party) -> Party:
     return min(late.awaited_by, key=lambda each: (each.drives, each.order))
 
 
-def _closed_by_some(board: BoardSeen, parties: Mapping[str, Party]) -> list[str]:
-    """Who has closed a group that others have open, where no culprit's reason says so."""
-    names = {id(each): party.name for party in parties.values() for each in party.members}
+def _closed_by_some(
+    board: BoardSeen, parties: Mapping[str, Party], names: Mapping[int, str]
+) -> list[str]:
+    """Who has closed a group that others have open, where no culprit's reason says so.
+
+    ``names``: what members are called, by their `id`.
+    """
     said = {party.closed for party in parties.values()}
     closed: dict[Membership, list[str]] = defaultdict(list)
     open_: dict[Membership, list[str]] = defaultdict(list)
@@ -173,12 +180,13 @@ def _is_full(queue: QueueSeen) -> bool:
     return not queue.closed and queue.behind > 0 and queue.used > _FULL * queue.capacity
 
 
-def _full(queue: QueueSeen) -> str:
-    slow = [name_of(each.rank) for each in queue.readers if each.behind == queue.behind]
+def _full(queue: QueueSeen, called: Mapping[int, str]) -> str:
+    """What is to be said of a full queue, of whose board the ranks are ``called`` so."""
+    slow = [called[each.rank] for each in queue.readers if each.behind == queue.behind]
     percent, size = 100 * queue.used // queue.capacity, queue.capacity >> 10
     left = counted(queue.behind, "message")
     return (
-        f"The queue from {name_of(queue.writer)}, of {size} KiB, is {percent} % full: "
+        f"The queue from {called[queue.writer]}, of {size} KiB, is {percent} % full: "
         f"{_some(slow)} {_has(slow)} {left} to read."
     )
 

@@ -148,12 +148,12 @@ def test_a_full_queue_names_the_slowest() -> None:
         "The queue from the driver, of 64 KiB, is 93 % full: rank 1 and rank 2 have 9 messages "
         "to read."
     )
-    assert judged(member(0, 1), member(1), queues=(full,))[-1] == said
+    rest = member(2), member(DRIVER_RANK)
+    assert judged(member(0, 1), member(1), *rest, queues=(full,))[-1] == said
     # Its writer, which waits a moment and tries again later, does not wait just now.
-    assert judged(member(0), queues=(full,)) == (said,)
-    assert (
-        judged(member(0, 1, verb="dequeue"), member(1, verb="enqueue"), queues=(full,))[0] == said
-    )
+    assert judged(member(0), member(1), *rest, queues=(full,)) == (said,)
+    waits = member(0, 1, verb="dequeue"), member(1, verb="enqueue")
+    assert judged(*waits, *rest, queues=(full,))[0] == said
 
 
 def test_equal_ranks_of_two_boards_are_told_apart() -> None:
@@ -177,6 +177,15 @@ def test_workers_of_several_pools_are_called_by_their_pools() -> None:
     told = judge(Program(1, "", (*pools, edge), (), 0)).sentences
     assert told[0].startswith("Rank 1 of thinker (pid 201) holds up others")
     assert told[1].startswith("  Rank 0 of talker (pid 300) waits for rank 1 of thinker in b recv")
+
+
+def test_a_full_queue_of_one_of_several_pools_is_called_by_that() -> None:
+    full = QueueSeen(0, (ReaderSeen(DRIVER_RANK, 1, False),), 1, 60 << 10, 64 << 10, False)
+    pools = pool_of("thinker", 200), replace(pool_of("talker", 300), queues=(full,))
+    assert judge(Program(1, "", pools, (), 0)).sentences == (
+        "The queue from rank 0 of talker, of 64 KiB, is 93 % full: the driver has 1 message to "
+        "read.",
+    )
 
 
 def test_the_workers_of_one_pool_are_called_by_their_ranks() -> None:
