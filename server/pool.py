@@ -385,7 +385,8 @@ class WorkerPool:
         return self._crew.ledger.state.generation
 
     def status(self) -> list[MemberStatus]:
-        """What every worker was last seen doing, by rank. Does not wait for the workers.
+        """What every worker was last seen doing, in calls and the pool's groups, by rank. Does not
+        wait for the workers.
 
         Raises:
             PoolClosedError: the pool was shut down.
@@ -394,8 +395,8 @@ class WorkerPool:
         return self._crew.status()
 
     def totals(self) -> dict[int, tuple[VerbTotal, ...]]:
-        """What all group operations and messages of each worker came to, by rank, also those of
-        workers that were replaced. Of workers on other hosts nothing is known.
+        """What all operations and messages of each worker in the pool's groups came to, by rank,
+        also those of workers that were replaced. Of workers on other hosts nothing is known.
 
         Raises:
             PoolClosedError: the pool was shut down.
