@@ -586,6 +586,20 @@ MUTANTS = (
         (f"{_HERE}/test_blame.py::test_a_chain_leads_to_its_end",),
     ),
     Mutant(
+        "O3 who waits for a process that cannot go on is not to blame",
+        "shm_broadcast/onlooker/parties.py",
+        "and not parties[name].fault",
+        "and name",
+        (f"{_HERE}/test_blame.py::test_who_reads_from_a_peer_that_cannot_go_on_is_not_to_blame",),
+    ),
+    Mutant(
+        "O3 workers are called by their pools",
+        "shm_broadcast/onlooker/parties.py",
+        "named = board.is_pool and pools.count(board.name) == 1",
+        "named = False",
+        (f"{_HERE}/test_blame.py::test_workers_of_several_pools_are_called_by_their_pools",),
+    ),
+    Mutant(
         "O4 what is not finished is left out",
         "shm_broadcast/onlooker/programs.py",
         "whole = n_members > 0 and size <= len(copy.memory)",
