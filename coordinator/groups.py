@@ -50,8 +50,9 @@ class ParallelGroups:
         dcp: decode context parallel: the ranks that hold parts of the same contexts. They are
             consecutive ranks of ``pcp`` and ``tp`` together, counted with ``pcp`` fastest.
         ep: expert parallel: all ranks of this rank's pipeline stage, in all replicas. Its
-            ``token_group`` is ``dp``. If another group has the same ranks, it is a second name of
-            that group, and closed with it.
+            ``token_group`` has those of ``dp`` and ``pcp`` together: the ranks that hold different
+            rows. If another group has the same ranks, it is a second name of that group, and closed
+            with it.
         axes: the groups along the caller's own axes, by name.
         grid: which ranks form which group.
     """
@@ -65,6 +66,7 @@ class ParallelGroups:
     ep: GroupCoordinator
     axes: Mapping[str, GroupCoordinator]
     grid: RankGrid
+    _rows: GroupCoordinator = field(repr=False)
     _closing: ExitStack = field(repr=False)
 
     @classmethod
@@ -103,18 +105,24 @@ class ParallelGroups:
         def group(name: str, ranks: list[int]) -> GroupCoordinator:
             return closing.enter_context(topology.group(name, ranks, deadline))
 
+        def along(name: str, *axes: str) -> GroupCoordinator:
+            """The group along several axes; if that along one has the same ranks, that one."""
+            ranks = grid.group_of(rank, *axes)
+            known = next((found[axis] for axis in axes if found[axis].ranks == ranks), None)
+            return known or group(name, ranks)
+
         everyone = world or group("world", list(range(grid.size)))
         found = {name: group(name, grid.group_of(rank, name)) for name in grid.names}
         context = group("dcp", sharers)
-        experts = grid.group_of(rank, "dp", "pcp", "tp")
-        known = next((each for each in found.values() if each.ranks == experts), None)
-        ep = (known or group("ep", experts)).exchanging_rows_in(found["dp"])
+        ep = along("ep", "dp", "pcp", "tp")
+        rows = ep if found["tp"].world_size == 1 else along("ep.rows", "dp", "pcp")
         return cls(
             world=everyone,
             dcp=context,
-            ep=ep,
+            ep=ep.exchanging_rows_in(rows),
             axes={name: found[name] for name in grid.own_axes},
             grid=grid,
+            _rows=rows,
             _closing=closing.pop_all(),
             **{name: found[name] for name in MODEL_AXES},
         )
@@ -140,7 +148,7 @@ class ParallelGroups:
 
         Like `GroupCoordinator.graph_capture`, for all groups at once. Collective: yes, every rank.
         """
-        named = (self.world, self.tp, self.pp, self.dp, self.pcp, self.dcp, self.ep)
+        named = (self.world, self.tp, self.pp, self.dp, self.pcp, self.dcp, self.ep, self._rows)
         with ExitStack() as captures:
             context = captures.enter_context(capture_on_side_stream(self.device))
             different = {each.unique_name: each for each in (*named, *self.axes.values())}

@@ -9,9 +9,10 @@ sizes of the `dispatch` with the same total number of rows. If two with the same
 sizes are under way at once, their `combine` has to be told the sizes. A `dispatch` that is not
 combined while `UNDER_WAY` others are dispatched counts as abandoned.
 
-Members of one data-parallel replica hold the same rows, unless they split them
-(sequence-parallel). The rows are therefore exchanged within `token_group`, if the group has
-one, and with ``is_sequence_parallel`` within the whole group.
+Tensor-parallel members hold the same rows, unless they split them (sequence-parallel). The rows
+are therefore exchanged within `token_group`, if the group has one, and with
+``is_sequence_parallel`` within the whole group. Within `token_group`, `combine` sums what the
+experts of its members have made: the tensor-parallel group has to sum what the others have.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ class ExpertVerbs(Member, UnevenVerbs):
 
     Attributes:
         token_group: the members whose rows differ where rows are not sequence-parallel,
-            usually the data-parallel group; None: this group.
+            usually those of the data-parallel and the prefill-context-parallel group; None: this
+            group.
     """
 
     token_group: ExpertVerbs | None = None
@@ -203,7 +205,9 @@ class ExpertVerbs(Member, UnevenVerbs):
         out: Tensor | None = None,
         **options: Unpack[Maybe],
     ) -> Any:
-        """The sum of all members' results, for this member's rows. Collective: yes, every member.
+        """The sum of what the members that exchange rows have made of this member's rows.
+
+        Collective: yes, every member.
 
         Args:
             hidden_states: (all rows, ...), as `dispatch` gave them.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -184,6 +184,38 @@ def replicas(rank: int, n: int, store: Store) -> None:
 
 def test_sequence_parallel_rows_differ_on_all_members() -> None:
     run_ranks(4, replicas, SharedStore())
+
+
+def contexts(rank: int, n: int, store: Store, sizes: dict[str, int]) -> tuple[list[Any], ...]:
+    """The tensor-parallel ranks hold the same rows; of all others, each one row more."""
+    with coordinator.init(rank=rank, store=store, timeout=30, **sizes) as groups:
+        number = rank // groups.tp.world_size
+        (hidden,) = groups.ep.dispatch(torch.full((number + 1, 1), float(number)))
+        back = groups.ep.combine(hidden)
+        with groups.graph_capture():
+            groups.world.barrier()
+        return hidden.flatten().tolist(), back.flatten().tolist()
+
+
+TWO = ([0, 1, 1], [[0], [2, 2]])
+FOUR = ([0, 1, 1, 2, 2, 2, 3, 3, 3, 3], [[0], [4, 4], [8, 8, 8], [12, 12, 12, 12]])
+
+
+@pytest.mark.parametrize(
+    ("n", "sizes", "expected"),
+    [
+        (2, {"pcp": 2}, TWO),
+        (4, {"pcp": 2, "tp": 2}, TWO),
+        (4, {"pcp": 2, "dp": 2}, FOUR),
+        (8, {"pcp": 2, "dp": 2, "tp": 2}, FOUR),
+    ],
+)
+def test_rows_of_ranks_that_share_a_prompt_reach_all_experts(
+    n: int, sizes: dict[str, int], expected: tuple[list[int], list[list[int]]]
+) -> None:
+    hidden, back = expected
+    for rank, found in enumerate(run_ranks(n, contexts, SharedStore(), sizes)):
+        assert found == (hidden, back[rank // sizes.get("tp", 1)])
 
 
 def one_replica(rank: int, n: int, store: Store) -> None:
