@@ -108,6 +108,7 @@ class Heartbeat:
 
         On the member that hosts the store it waits a while, so that the others can read the beat.
         """
+        self.boards.swap = _nothing  # as bound, it has the board that has it
         thread, self._thread = self._thread, None
         if thread is None or thread is threading.current_thread():
             return
@@ -166,6 +167,10 @@ class Heartbeat:
     def _write(self, store: Store) -> None:
         beat = compose(self._board, self._members, time.monotonic_ns())
         store.set(self._key, beat)  # type: ignore[arg-type] # the stub knows text only
+
+
+def _nothing() -> None:
+    pass
 
 
 def _key(members: Sequence[int]) -> str:

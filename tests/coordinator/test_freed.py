@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import gc
 import os
+from typing import TYPE_CHECKING
 
+import pytest
 import torch
 
 import coordinator
 from benchmarks.memory import shared_bytes
 from coordinator import begun_in_call
+from tests.coordinator.hosts import groups_over
+from tests.netns import two_hosts
 from tests.ranks import run_ranks
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.netns import Host
 
 
 def use(groups: coordinator.ParallelGroups, rank: int) -> None:
@@ -48,3 +57,19 @@ def make_and_leave(rank: int, n: int, path: str) -> tuple[int, int]:
 
 def test_groups_and_operations_leave_nothing_to_a_garbage_collector(store_path: str) -> None:
     assert run_ranks(2, make_and_leave, store_path) == [(0, 0), (0, 0)]
+
+
+def make_and_leave_between_hosts(rank: int, n: int, folder: str, hosts: tuple[Host, Host]) -> int:
+    gc.collect()
+    gc.disable()
+    with groups_over(rank, n, folder, hosts) as groups:
+        use(groups, rank)
+    del groups
+    return shared_bytes([os.getpid()])
+
+
+@pytest.mark.namespaces
+def test_groups_between_hosts_leave_no_memory_to_a_garbage_collector(tmp_path: Path) -> None:
+    with two_hosts("IPv4") as hosts:
+        left = run_ranks(2, make_and_leave_between_hosts, str(tmp_path), hosts)
+    assert left == [0, 0]
