@@ -246,7 +246,8 @@ def init(
             have one.
         GroupTimeoutError: some ranks did not come in time; names them.
         PeerLostError: a rank has ended after the ranks of its host had met.
-        GroupAbortedError: likewise, one has given up; says why.
+        GroupAbortedError: a rank has given up; says why. Or it was killed before that, and started
+            again.
     """
     grid_of = partial(RankGrid.of_job, tp=tp, pp=pp, pcp=pcp, axes=axes)
     grid = grid_of(dp=1 if dp is None else dp)

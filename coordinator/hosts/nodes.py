@@ -96,7 +96,8 @@ def find_nodes(exchange: Exchange, board: Board | None = None, address: str = ""
 
     Raises:
         GroupTimeoutError: a member did not take part in time.
-        PeerLostError, GroupAbortedError: one of this host's has ended, or given up.
+        PeerLostError: one of this host's has ended.
+        GroupAbortedError: a member has given up, or begun its set-up anew.
         SharedMemoryError: too little memory is free.
         ForeignMemoryError: somebody outside the group has offered a board.
     """
@@ -214,7 +215,8 @@ def _make_board(group: Exchange, members: Exchange) -> Board:
     if board is not None:
         return board
     undecided = [each for each, answer in enumerate(decided) if not answer]
-    return _make_board(group, members.sub("undecided", undecided))
+    left = replace(members.sub("undecided", undecided), marks=members.marks)
+    return _make_board(group, left)
 
 
 def _boot_id() -> bytes:

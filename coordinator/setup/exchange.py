@@ -5,17 +5,16 @@ a name, and keys under that name:
 
     NAME/RANK   how many members there are, as that one was told, a space, and its value
     NAME/count  the number of members that have put their value
-    NAME/all    set by the last of them: all values are there
-    NAME/ended  how many have taken the swap for ended: only what the first of them did counts
-    NAME/left   set by the first of them, if all values will never be there
+    NAME/ended  how it has ended: with all values, as the last of them says, or without, as whoever
+                sees first that a member has left. Only what is said first stands there.
 
-However many members there are, each polls one key or two: torch's own wait prints to stderr when it
-times out.
+However many members there are, each polls one key: torch's own wait prints to stderr when it times
+out. Now and then it looks at a second one, by which it sees that a member has left.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
@@ -26,10 +25,17 @@ from torch.distributed import PrefixStore, Store
 
 from coordinator.stores.store_asker import GIVEN_UP, StoreAsker
 from shm_broadcast.codec import UNDECODABLE
-from shm_broadcast.errors import GroupTimeoutError, PeerProtocolError, TransportError
+from shm_broadcast.errors import (
+    Failure,
+    GroupAbortedError,
+    GroupTimeoutError,
+    PeerLostError,
+    PeerProtocolError,
+    TransportError,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Iterator, Sequence
 
     import msgspec
 
@@ -39,7 +45,10 @@ T = TypeVar("T")
 
 _LONGEST_GROUP = 200
 LEFT_FOR_NEXT = "left for the next"
-"""The key by which those in a visit see that a member of theirs is in its next one."""
+"""The key by which those in a visit see that a member of theirs has not finished it, and is in its
+next one.
+"""
+_ALL, _NOT_ALL = b"all", b"not all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +69,10 @@ class Exchange(StoreAsker):
 
         The store counts each member's visits to the place, which is another one for other members
         `called` so. The n-th visit uses keys of its own, so it meets the other members' n-th
-        visits, and never an earlier one's values. A visit in which a member has waited in vain, or
-        that it has left for its next one, as does one that takes the place of a killed process, is
-        left out by those that come later: they meet that member's next one. Those that are there
-        already wait until their own time is over, unless they `enter`.
+        visits, and never an earlier one's values. A visit in which a member has given up, or that
+        it has left for its next one before it was set up, as does one that takes the place of a
+        killed process, is left out by those that come later: they meet that member's next one.
+        Those that are there already are told, or follow it if they `enter`.
 
         Collective: no.
 
@@ -78,24 +87,22 @@ class Exchange(StoreAsker):
             while True:
                 count = store.add(f"{place}/visits/{self.rank}", 1)
                 if count > 1:
-                    before = PrefixStore(f"{place}/{count - 1}", store)
-                    before.set(GIVEN_UP, "")
-                    before.set(LEFT_FOR_NEXT, "")
+                    self._leave(PrefixStore(f"{place}/{count - 1}", store))
                 inside = PrefixStore(f"{place}/{count}", store)
                 if not inside.check([GIVEN_UP]):
                     come_to.append(inside)
                     return inside, self._say_where(around, count)
 
-        def leave() -> None:
+        def leave(error: GroupTimeoutError) -> None:
             for each in come_to:
-                each.set(GIVEN_UP, "")
+                self._mark(each, self._failure(error))
 
         come_to: list[Store] = []
         try:
             inside, before = self.ask(self.name, come)
-        except GroupTimeoutError:
+        except GroupTimeoutError as error:
             # Once the store answers, it has taken this for a visit: behind that, it has ended.
-            self.asking.begin(leave)
+            self.asking.begin(partial(leave, error))
             raise
         return replace(self, store=inside, marks=inside, around=around, before=before)
 
@@ -113,10 +120,24 @@ class Exchange(StoreAsker):
         """
         while True:
             inside = self.visit(place)
-            ended, read = partial(inside._has_ended, what), partial(inside._put_if_all, what)
-            found = inside._gather(what, payload, ended, read)
+            with inside._telling_why():
+                found = inside._gather(what, payload, LEFT_FOR_NEXT)
             if found is not None:
                 return inside, found
+
+    @contextmanager
+    def setting_up(self) -> Iterator[None]:
+        """For all that a member does to set its group up in a visit.
+
+        If it fails inside, those that wait in the visit are told why. Behind it, this member may
+        come again while others are still inside: it has put all that they wait for.
+
+        Collective: no.
+        """
+        with self._telling_why():
+            yield
+        if self.marks is not None:
+            self.say(partial(self.marks.set, _set_up_by(self.rank), ""))
 
     def all_gather(self, what: str, payload: bytes = b"") -> list[bytes]:
         """Put ``payload``, wait for everyone's, and return them by rank.
@@ -130,14 +151,17 @@ class Exchange(StoreAsker):
         Raises:
             GroupTimeoutError: the deadline passed; ``waiting_for`` lists the absent members. It is
                 empty if the store has not answered.
-            PeerLostError, GroupAbortedError: a member has ended, left, or given up before it put
-                its payload; only of an exchange that is watched.
+            GroupAbortedError: a member has given up before all had put theirs, or has begun the
+                set-up anew.
+            PeerLostError: one has ended, or left; only of an exchange that is watched.
             ValueError: a member was told that there are more or fewer.
             PeerProtocolError: something else stands in the store.
             TransportError: the store has gone.
         """
-        there, read = partial(self._are_all_there, what), partial(self._put_by_all, what)
-        return self._gather(what, payload, there, read)
+        found = self._gather(what, payload, GIVEN_UP)
+        if found is None:
+            raise self.given_up(f"{self.name} {what}")
+        return found
 
     def broadcast(self, what: str, payload: bytes | None, src: int = 0) -> bytes:
         """Return the payload of member ``src``.
@@ -157,12 +181,15 @@ class Exchange(StoreAsker):
         """
         key, operation = f"{what}/{src}", f"{self.name} {what}"
         if self.rank != src:
-            return self.wait_for(
+            found = self.wait_for(
                 lambda: self.store.check([key]),
                 operation,
-                lambda: self.store.get(key),
+                lambda: self.store.get(key) if self.store.check([key]) else None,
                 lambda: self._missing([src]),
             )
+            if found is None:
+                raise self.given_up(operation)
+            return found
         if payload is None:
             raise ValueError(f"{self.name}: member {src} has to give what it broadcasts")
         self.ask(operation, lambda: self._put(key, payload))
@@ -191,6 +218,15 @@ class Exchange(StoreAsker):
         )
         return members.visit(name)
 
+    def require_all_stay(self, operation: str) -> None:
+        """Raise if a member has left this visit for its next one. Collective: no.
+
+        Raises:
+            GroupAbortedError: one has; names it.
+        """
+        if self.ask(operation, lambda: self._is_marked(LEFT_FOR_NEXT)):
+            raise self.given_up(operation)
+
     def decoded(self, decoder: msgspec.msgpack.Decoder[T], payload: bytes, rank: int) -> T:
         """What a member has put, decoded. Collective: no.
 
@@ -208,7 +244,7 @@ class Exchange(StoreAsker):
         Collective: yes, every member; the keeper waits, or all if it is not known who that is, but
         not beyond the deadline.
         """
-        with suppress(GroupTimeoutError, TransportError):
+        with suppress(GroupTimeoutError, PeerLostError, GroupAbortedError, TransportError):
             for rank in range(self.size):
                 if rank == self.rank or self.keeper in (None, self.rank):
                     self.broadcast("read", b"" if rank == self.rank else None, rank)
@@ -246,44 +282,50 @@ class Exchange(StoreAsker):
                     elsewhere.append(f"rank {rank} came to set up {said} last")
         return ranks, elsewhere
 
-    def _gather(
-        self, what: str, payload: bytes, there: Callable[[], bool], read: Callable[[], T]
-    ) -> T:
-        """Put ``payload``, and return what ``read`` returns once ``there()``."""
+    def _leave(self, before: Store) -> None:
+        """Tell those in this member's last visit, unless it has set its group up there."""
+        if not before.check([_set_up_by(self.rank)]):
+            me = self.global_rank(self.rank)
+            why = f"rank {me} has begun this set-up anew: it did not finish this one"
+            self._mark(before, Failure(me, "PeerLostError", why, me))
+            before.set(LEFT_FOR_NEXT, "")
+
+    @contextmanager
+    def _telling_why(self) -> Iterator[None]:
+        try:
+            yield
+        except (GroupTimeoutError, PeerLostError, GroupAbortedError, TransportError):
+            raise  # others were told where this member has waited, or cannot be
+        except (Exception, KeyboardInterrupt) as error:
+            self.give_up(error)
+            raise
+
+    def _gather(self, what: str, payload: bytes, left: str) -> list[bytes] | None:
+        """Put ``payload``; what all have put, or None if ``left`` says before that that one has
+        left: the same for all.
+        """
         return self.wait_for(
-            there,
+            lambda: self.store.check([f"{what}/ended"]),
             f"{self.name} {what}",
-            read,
+            lambda: self._put_by_all(what),
             lambda: self._missing(sorted({*range(self.size)} - self._payloads(what).keys())),
             lambda: self._come(what, payload),
+            left,
         )
 
     def _come(self, what: str, payload: bytes) -> None:
         self._put(f"{what}/{self.rank}", b"%d %b" % (self.size, payload))
-        if self.store.add(f"{what}/count", 1) == self.size and self._is_first_to_end(what):
-            self._put(f"{what}/all", b"")
+        if self.store.add(f"{what}/count", 1) == self.size:
+            self._end(what, _ALL)
 
-    def _has_ended(self, what: str) -> bool:
-        """Whether a swap has ended, with all or because the visit was left: for all alike."""
-        if self._are_all_there(what):
-            return True
-        if not self.store.check([LEFT_FOR_NEXT]):
-            return False
-        if self._is_first_to_end(what):
-            self._put(f"{what}/left", b"")
-        return self.store.check([f"{what}/left"])
+    def _put_by_all(self, what: str) -> list[bytes] | None:
+        """What all have put; None, here and for all others, if not all have by now."""
+        ended = self._end(what, _NOT_ALL)
+        return list(self._payloads(what).values()) if ended == _ALL else None
 
-    def _are_all_there(self, what: str) -> bool:
-        return self.store.check([f"{what}/all"])
-
-    def _put_by_all(self, what: str) -> list[bytes]:
-        return list(self._payloads(what).values())
-
-    def _put_if_all(self, what: str) -> list[bytes] | None:
-        return self._put_by_all(what) if self._are_all_there(what) else None
-
-    def _is_first_to_end(self, what: str) -> bool:
-        return self.store.add(f"{what}/ended", 1) == 1
+    def _end(self, what: str, how: bytes) -> bytes:
+        """End a swap, unless it has ended; how it has. One request: nobody is lost in between."""
+        return self.store.compare_set(f"{what}/ended", "", how)  # type: ignore[arg-type]
 
     def _put(self, key: str, value: bytes) -> None:
         self.store.set(key, value)  # type: ignore[arg-type] # the stub knows text only
@@ -315,6 +357,11 @@ class Exchange(StoreAsker):
             return keys
         half = len(keys) // 2
         return [*self._there(keys[:half]), *self._there(keys[half:])] if half else []
+
+
+def _set_up_by(rank: int) -> str:
+    """Where a member says that it has done its part in a visit."""
+    return f"set up/{rank}"
 
 
 def _last_group_of(rank: int) -> str:

@@ -198,11 +198,11 @@ def connect(
     Raises:
         GroupTimeoutError: some members did not come in time; names them.
         PeerLostError: a member has ended, or left, on the way.
-        GroupAbortedError: a member has given up; says why.
+        GroupAbortedError: a member has given up; says why. Or it was killed, and started again.
         ValueError: the backend is unknown.
         SecretError: some members were given the launcher's secret, and some were not.
     """
-    with ExitStack() as undo:
+    with exchange.setting_up(), ExitStack() as undo:
         closing = undo.enter_context(ExitStack())
         exchange = authenticated(exchange, settings.secret, closing, settings.sockets.address)
         tell_why: Callable[[BaseException | None], None] = _tell_nobody

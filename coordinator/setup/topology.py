@@ -98,11 +98,12 @@ class Topology:
             return cls(0, 1, settings, nodes, None)
         terms = {name: str(size) for name, size in sizes.items()} | settings.terms()
         meeting = meet(launch, store, timeout, terms, board)
-        exchange = authenticated(meeting.exchange, launch.secret, closing, meeting.address)
-        if board is None or node_of is None:
-            nodes = find_nodes(exchange, board, meeting.address)
-        else:
-            nodes = known_nodes(board, node_of)
+        with meeting.exchange.setting_up():
+            exchange = authenticated(meeting.exchange, launch.secret, closing, meeting.address)
+            if board is None or node_of is None:
+                nodes = find_nodes(exchange, board, meeting.address)
+            else:
+                nodes = known_nodes(board, node_of)
         closing.callback(nodes.close)
         address = meeting.address or ("127.0.0.1" if len(nodes.all()) == 1 else "")
         settings = replace(settings, sockets=SocketChoice(launch.interface, address))

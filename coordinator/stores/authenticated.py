@@ -19,18 +19,20 @@ from coordinator.setup.addresses import own_address
 from coordinator.stores.asked_store import AskedStore, behind_prefixes
 from coordinator.stores.key_values import Check
 from coordinator.stores.store_address import StoreAddress
-from shm_broadcast import GroupTimeoutError, PeerProtocolError
+from shm_broadcast import Deadline, GroupTimeoutError, PeerProtocolError
 from shm_broadcast.codec import UNDECODABLE
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from contextlib import ExitStack
 
     from torch.distributed import Store
 
     from coordinator.setup.exchange import Exchange
-    from shm_broadcast import Deadline
 
 _LOOPBACK = "127.0.0.1"
+_LOOK_SECONDS = 1.0
+"""How often a member that waits for the store's host looks whether one has left."""
 _ADDRESS = msgspec.msgpack.Decoder(StoreAddress)
 
 
@@ -65,18 +67,30 @@ def authenticated(
     told = exchange.broadcast("address of the authenticated store", offer)
     try:
         at = _ADDRESS.decode(told)
-        store = guest_store(at, exchange.rank, secret, exchange.deadline, closing)
+        store = guest_store(
+            at,
+            exchange.rank,
+            secret,
+            exchange.deadline,
+            closing,
+            lambda: exchange.require_all_stay(f"{exchange.name} authenticated store"),
+        )
     except (*UNDECODABLE, ValueError) as error:
         detail = f"what stands in the store is no address: {error}"
         raise PeerProtocolError(exchange.name, 0, detail) from error
-    except GroupTimeoutError:
-        exchange.give_up()
+    except GroupTimeoutError as error:
+        exchange.give_up(error)
         raise
     return replace(exchange, store=store, host=at.address, keeper=0)
 
 
 def guest_store(
-    at: StoreAddress, rank: int, secret: bytes, deadline: Deadline, closing: ExitStack
+    at: StoreAddress,
+    rank: int,
+    secret: bytes,
+    deadline: Deadline,
+    closing: ExitStack,
+    watch: Callable[[], None] = lambda: None,
 ) -> AskedStore:
     """A connection to a store that a secret protects.
 
@@ -86,6 +100,7 @@ def guest_store(
         secret: the secret.
         deadline: when to give up; its seconds are the limit of later questions, too.
         closing: closes the connection.
+        watch: raises if its host will not answer any more: called now and then.
 
     Raises:
         ValueError: ``at`` is no address.
@@ -96,7 +111,15 @@ def guest_store(
 
     guest = StoreGuest(at, rank, secret)
     closing.callback(guest.close)
-    guest.ask(Check(0, []), deadline)
+    while True:
+        latest = min(deadline, Deadline.after(_LOOK_SECONDS), key=lambda each: each.at)
+        try:
+            guest.ask(Check(0, []), latest)
+            break
+        except GroupTimeoutError:
+            watch()
+            if latest is deadline:
+                raise
     where = urlsplit(at.address)
     address = own_address(where.hostname or "", where.port or 1)
     store = AskedStore(guest.ask, deadline.timeout, address)

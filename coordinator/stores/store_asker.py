@@ -11,17 +11,21 @@ import logging
 import math
 import time
 from concurrent.futures import wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+import msgspec
 from torch.distributed import DistError
 
 from coordinator.apart import Apart, is_done_within
+from shm_broadcast.board.failures import kind_and_message
+from shm_broadcast.codec import UNDECODABLE
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.doorbell import SLICE_SECONDS
 from shm_broadcast.errors import (
+    Failure,
     GroupAbortedError,
     GroupTimeoutError,
     MemberStatus,
@@ -42,7 +46,12 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 GIVEN_UP = "given up"
-"""The key by which those that come later see that somebody has waited in vain."""
+"""The key where the first member that cannot go on says why, for all others."""
+
+_MOST_CHARACTERS = 2000
+"""Of an error's text, as others are told."""
+
+_FAILURE = msgspec.msgpack.Decoder(Failure)
 
 _FIRST_NAP = 0.0005
 _LONGEST_NAP = 0.05
@@ -74,7 +83,7 @@ class StoreAsker:
             and with whether it is there; None: nobody knows.
         seen_on: the board where its waits are shown to whoever looks on, and the member number of
             each rank there; None: nowhere.
-        marks: where it says `GIVEN_UP` if it has waited in vain; None: nobody looks.
+        marks: where members say that they have `GIVEN_UP`; None: nowhere.
         asking: asks the store, and those of subgroups.
     """
 
@@ -116,16 +125,18 @@ class StoreAsker:
         read: Callable[[], T],
         missing: Callable[[], tuple[Sequence[int], Sequence[str]]],
         come: Callable[[], None] = lambda: None,
+        left: str = GIVEN_UP,
     ) -> T:
-        """What ``read`` returns once ``there()``. Collective: no.
+        """What ``read`` returns once ``there()``, or a member has left. Collective: no.
 
         Args:
             there: whether what is waited for is there: called apart, many times.
             operation: what this is, for errors.
-            read: called apart, once, when it is there.
+            read: called apart, once, when it is there, or will not come any more.
             missing: the ranks that are waited for, and what is to be said of them: called apart
                 for the log, if it is not there for long, and for the error.
             come: called apart first, together with the first look.
+            left: the key among the `marks` that says that a member has left.
 
         Raises:
             GroupTimeoutError: it is not there in time, or the store does not answer.
@@ -137,7 +148,7 @@ class StoreAsker:
             over = Deadline.after(_LOOK_SECONDS)
             while not there():
                 if over.expired or self.deadline.expired:
-                    return []
+                    return [read()] if self._is_marked(left) else []
                 time.sleep(self.deadline.remaining(at_most=next(pauses)))
             return [read()]
 
@@ -162,15 +173,60 @@ class StoreAsker:
                 if self.watch is not None:
                     self.watch(operation, lambda: self._answer(operation, there))
                 if self.deadline.expired:
-                    self.give_up()  # first: the store has just answered
-                    raise self._late(operation, *self._answer(operation, missing))
+                    late = self._late(operation, *self._answer(operation, missing))
+                    self.give_up(late)
+                    raise late
                 found = self._answer(operation, look)
         return found[0]
 
-    def give_up(self) -> None:
-        """Have those that come later leave this visit out. Collective: no."""
-        if self.marks is not None:
-            wait([self.asking.begin(partial(self.marks.set, GIVEN_UP, ""))], _ANSWERED_SECONDS)
+    def give_up(self, error: BaseException) -> None:
+        """Tell those that wait in this visit why this member leaves it; those that come later leave
+        it out. Collective: no.
+        """
+        self.say(partial(self._mark, self.marks, self._failure(error)))
+
+    def say(self, do: Callable[[], None]) -> None:
+        """Have ``do`` tell the store what matters to others only, however that ends here.
+
+        Collective: no.
+        """
+        with suppress(RuntimeError):  # no thread can be started
+            wait([self.asking.begin(do)], _ANSWERED_SECONDS)
+
+    def given_up(self, operation: str) -> Exception:
+        """The error of a wait for what will not come any more, as a member has given up.
+
+        Collective: no.
+
+        Raises:
+            PeerLostError: its process has ended; only where somebody watches.
+        """
+        marks = self.marks
+        told = b"" if marks is None else self.ask(operation, lambda: marks.get(GIVEN_UP))
+        try:
+            failure = _FAILURE.decode(told)
+        except UNDECODABLE as error:
+            detail = f"what stands in the store is not of this set-up: {error}"
+            return TransportError(operation, detail)
+        if failure.kind == PeerLostError.__name__ and self.watch is not None:
+            self.watch(operation, lambda: False)  # says more of the lost one
+        return GroupAbortedError(operation, failure)
+
+    def _mark(self, marks: Store | None, failure: Failure) -> None:
+        """Say in ``marks`` that a member has given up, unless one has said so before."""
+        if marks is not None:
+            marks.compare_set(GIVEN_UP, "", msgspec.msgpack.encode(failure))  # type: ignore[arg-type]
+
+    def _failure(self, error: BaseException) -> Failure:
+        if isinstance(error, GroupAbortedError):
+            return error.failure
+        me = self.global_rank(self.rank)
+        kind, message = kind_and_message(error)
+        culprit = error.rank if isinstance(error, PeerLostError) else me
+        return Failure(me, kind, message[:_MOST_CHARACTERS], culprit)
+
+    def _is_marked(self, key: str) -> bool:
+        return self.marks is not None and self.marks.check([key])
 
     def global_rank(self, rank: int) -> int:
         """What errors call the member of that rank in the group."""
@@ -185,10 +241,11 @@ class StoreAsker:
                 if self.watch is not None:
                     self.watch(operation, partial(_has_come, answer))
                 if latest.expired:
-                    if self.marks is not None:  # behind what stands, once the store answers
-                        self.asking.begin(partial(self.marks.set, GIVEN_UP, ""))
                     silent = f"{self._keeping} does not answer"
-                    raise GroupTimeoutError(operation, self.deadline.timeout, detail=silent)
+                    late = GroupTimeoutError(operation, self.deadline.timeout, detail=silent)
+                    # Behind what stands, once the store answers.
+                    self.asking.begin(partial(self._mark, self.marks, self._failure(late)))
+                    raise late
             return answer.result()
         finally:
             answer.cancel()
@@ -229,8 +286,14 @@ class StoreAsker:
         """Say of a store that cannot be reached any more who kept it; give up where others end."""
         try:
             yield
-        except (PeerLostError, GroupAbortedError):
-            self.give_up()
+        except (PeerLostError, GroupAbortedError) as error:
+            self.give_up(error)
+            raise
+        except TransportError as error:
+            with suppress(TransportError, GroupTimeoutError, DistError):
+                # Its keeper may have left because of another member, and that be told elsewhere.
+                if self._answer(operation, partial(self._is_marked, GIVEN_UP)):
+                    raise self.given_up(operation) from error
             raise
         except DistError as error:
             why = f"the process that keeps it has ended, or given up ({error})"

@@ -6,10 +6,11 @@ there keeps the hosts from meeting, but learns nothing: the link proves who is a
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from coordinator.setup.launcher import Launch
-from shm_broadcast import Deadline, GroupTimeoutError
+from shm_broadcast import Deadline, GroupAbortedError, GroupTimeoutError
 
 if TYPE_CHECKING:
     from coordinator.setup.exchange import Exchange
@@ -39,14 +40,20 @@ def find_port(hosts: Hosts, deadline: Deadline) -> int:
     """
     if hosts.master_port:
         return hosts.master_port
-    exchange = _visit(hosts, deadline)
     try:
-        return int(exchange.broadcast(_WHAT, None))
+        return _told_port(hosts, deadline)
     except GroupTimeoutError as error:
         if not error.waiting_for:
             raise
         detail = "the head has not said where it listens"
         raise GroupTimeoutError("hosts", deadline.timeout, detail=detail) from error
+
+
+def _told_port(hosts: Hosts, deadline: Deadline) -> int:
+    while True:
+        # Where another host gives up, or is started again, the head leaves that visit out, too.
+        with suppress(GroupAbortedError):
+            return int(_visit(hosts, deadline).broadcast(_WHAT, None))
 
 
 def _visit(hosts: Hosts, deadline: Deadline) -> Exchange:

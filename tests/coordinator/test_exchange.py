@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
-from coordinator.setup.exchange import LEFT_FOR_NEXT, Exchange
+from coordinator.setup.exchange import LEFT_FOR_NEXT, Exchange, _digest
 from coordinator.stores import store_asker
 from coordinator.stores.authenticated import authenticated
 from coordinator.stores.curve_store import StoreHost
@@ -121,7 +121,7 @@ class Asked:
         return getattr(self._store, name)
 
     def check(self, keys: list[str]) -> bool:
-        self.n_checks += not keys[0].endswith("/all")
+        self.n_checks += not keys[0].endswith("/ended")
         return self._store.check(keys)
 
 
@@ -367,8 +367,7 @@ def test_whether_all_had_come_before_one_went_on_is_the_same_for_all() -> None:
     for rank, each in enumerate(inside):
         each._come("terms", b"%d" % rank)
     Exchange(store, 1, 2, "world", Deadline.after(30)).visit("world")
-    assert all(each._has_ended("terms") for each in inside)
-    assert [each._put_if_all("terms") for each in inside] == [[b"0", b"1"]] * 2
+    assert [each._put_by_all("terms") for each in inside] == [[b"0", b"1"]] * 2
 
 
 def test_the_last_to_come_to_a_visit_that_others_have_left_follows_them() -> None:
@@ -377,19 +376,95 @@ def test_the_last_to_come_to_a_visit_that_others_have_left_follows_them() -> Non
     first, last = (Exchange(store, rank, 2, "world", deadline).visit("world") for rank in (0, 1))
     first._come("terms", b"0")
     first.store.set(LEFT_FOR_NEXT, "")
-    assert first._has_ended("terms")
+    assert first._put_by_all("terms") is None
     last._come("terms", b"1")
-    assert last._has_ended("terms")
-    assert first._put_if_all("terms") is last._put_if_all("terms") is None
+    assert first._put_by_all("terms") is last._put_by_all("terms") is None
 
 
-def test_who_decides_that_a_swap_has_ended_may_be_killed_before_it_says_how() -> None:
+def test_the_last_to_come_may_be_killed_before_it_says_that_all_are_there() -> None:
     store = HashStore()
-    inside = Exchange(store, 1, 2, "world", Deadline.after(30)).visit("world")
-    inside.store.set(LEFT_FOR_NEXT, "")
-    assert inside._is_first_to_end("terms")
-    with pytest.raises(GroupTimeoutError, match="rank 1"):
-        enter(store, 0, 2, seconds=0.05)
+    killed = Exchange(store, 1, 2, "world", Deadline.after(30)).visit("world")
+    killed._put("terms/1", b"2 of a killed one")
+    with ThreadPoolExecutor(2) as threads:
+        waiting = threads.submit(enter, store, 0, 2)
+        until(lambda: store.check(["group-coordinator/world/1/terms/0"]))
+        again = threads.submit(enter, store, 1, 2)
+        assert waiting.result(60) == again.result(60) == [b"0", b"1"]
+
+
+def set_up(store: Store, rank: int, n: int = 3) -> Exchange:
+    """One member's part in a set-up, up to its second step."""
+    exchange = Exchange(store, rank, n, "world", Deadline.after(30), called=(4, 6, 9)[:n])
+    return exchange.enter("world", "terms", b"%d" % rank)[0]
+
+
+@pytest.mark.parametrize("step", ["gather", "count", "broadcast"])
+def test_who_waits_for_a_killed_one_is_told_once_it_has_begun_anew(step: str) -> None:
+    """In whichever step, and also if it had put what it is to put."""
+    store = HashStore()
+
+    def wait(exchange: Exchange) -> int:
+        gather, broadcast = partial(exchange.all_gather, "hosts"), partial(exchange.broadcast, "at")
+        with pytest.raises(GroupAbortedError, match="rank 9 has begun this set-up anew") as caught:
+            broadcast(None, 2) if step == "broadcast" else gather()
+        return caught.value.failure.culprit
+
+    with ThreadPoolExecutor(3) as threads:
+        inside = list(threads.map(partial(set_up, store), range(3)))
+        if step == "count":
+            inside[2]._put("hosts/2", b"3 of a killed one")
+        waiting = [threads.submit(wait, each) for each in inside[:2]]
+        again = threads.submit(set_up, store, 2)
+        assert [each.result(60) for each in waiting] == [9, 9]
+        others = [threads.submit(set_up, store, rank) for rank in range(2)]
+        for each in (again, *others):
+            each.result(60)
+
+
+def test_who_has_set_its_group_up_may_come_again_while_others_wait_for_each_other() -> None:
+    store = HashStore()
+    with ThreadPoolExecutor(3) as threads:
+        inside = list(threads.map(partial(set_up, store), range(3)))
+        with inside[2].setting_up():
+            inside[2]._come("hosts", b"2")
+        waiting = threads.submit(inside[0].all_gather, "hosts", b"0")
+        until(lambda: inside[0].store.check(["hosts/0"]))
+        again = threads.submit(set_up, store, 2)
+        until(lambda: store.check([f"group-coordinator/world{_digest((4, 6, 9))}/2/terms/2"]))
+        assert inside[1].all_gather("hosts", b"1") == waiting.result(60) == [b"0", b"1", b"2"]
+        others = [threads.submit(set_up, store, rank) for rank in range(2)]
+        for each in (again, *others):
+            each.result(60)
+
+
+def test_who_fails_in_a_set_up_tells_those_that_wait_why() -> None:
+    store = HashStore()
+    with ThreadPoolExecutor(3) as threads:
+        inside = list(threads.map(partial(set_up, store), range(3)))
+        waiting = [threads.submit(each.all_gather, "hosts") for each in inside[:2]]
+        with pytest.raises(ValueError, match="no memory"), inside[2].setting_up():
+            raise ValueError("no memory")
+        for each in waiting:
+            with pytest.raises(GroupAbortedError) as caught:
+                each.result(60)
+            assert caught.value.failure == Failure(9, "ValueError", "no memory", 9)
+
+
+def test_the_first_that_gives_up_is_the_one_that_all_are_told_of() -> None:
+    store = HashStore()
+    with ThreadPoolExecutor(3) as threads:
+        inside = list(threads.map(partial(set_up, store), range(3)))
+    inside[2].give_up(ValueError("no memory"))
+    inside[1].give_up(ValueError("another"))
+    with pytest.raises(GroupAbortedError, match="rank 9 reported: ValueError: no memory"):
+        inside[0].all_gather("hosts")
+
+
+def test_what_is_no_reason_of_a_member_is_a_typed_error() -> None:
+    exchange = Exchange(HashStore(), 0, 2, "world", Deadline.after(30)).visit("world")
+    exchange.store.set(store_asker.GIVEN_UP, "rubbish")
+    with pytest.raises(TransportError, match="not of this set-up"):
+        exchange.all_gather("hosts")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import coordinator
 from coordinator.compat.vllm.parallel_state import init_distributed_environment
+from coordinator.hosts import nodes
 from coordinator.messages.wire import Wire
 from coordinator.setup import link, torch_groups
 from coordinator.setup.exchange import Exchange
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 LIMIT = 60.0
+SECRET = b"known to all of them"
 
 
 def die(*_: object, **__: object) -> None:
@@ -85,6 +87,98 @@ def one_is_replaced(process: int, _: int, store: Store) -> float:
 
 def test_those_that_wait_meet_one_that_takes_the_place_of_a_killed_one() -> None:
     assert run_ranks(4, one_is_replaced, SharedStore(), may_die=[2]) == [6.0, 6.0, None, 6.0]
+
+
+def at_swap(what: str, do: Callable[..., object]) -> None:
+    """Have this rank do something else where it would take part in a swap of a group's set-up."""
+    gather, broadcast = Exchange.all_gather, Exchange.broadcast
+
+    def all_gather(self: Exchange, name: str, *args: Any) -> Any:
+        return do() if f"{self.name} {name}" == what else gather(self, name, *args)
+
+    def broadcast_(self: Exchange, name: str, *args: Any) -> Any:
+        return do() if f"{self.name} {name}" == what else broadcast(self, name, *args)
+
+    Exchange.all_gather = all_gather
+    Exchange.broadcast = broadcast_
+
+
+def isolate(rank: int, how: str) -> None:
+    """Have this rank share memory with no other one: on another host, or in another container."""
+    if how == "hosts":
+        nodes._boot_id = lambda: b"of rank %d" % rank
+    if how == "containers":
+        nodes._try_to_attach = lambda *_: None
+
+
+def one_is_replaced_on_the_way(
+    process: int, _: int, store: Store, step: str, isolated: str, secret: bytes | None
+) -> float:
+    """Process 2 is killed when all have come, and process 3 takes its place as rank 2."""
+    rank = min(process, 2)
+    isolate(rank, isolated)
+    if process == 2:
+        at_swap(step, die)
+
+    def meet() -> float:
+        with coordinator.init(3, rank=rank, store=store, timeout=LIMIT, secret=secret) as groups:
+            return groups.world.all_reduce(torch.tensor(rank + 1.0)).item()
+
+    if process == 3:
+        until(lambda: store.check(["group-coordinator/world/0/1/rendezvous/ended"]))
+    elif process != 2:
+        with pytest.raises((GroupAbortedError, PeerLostError)) as caught:
+            meet()
+        seen: Any = caught.value
+        assert (seen.rank if isinstance(seen, PeerLostError) else seen.failure.culprit) == 2
+    return meet()
+
+
+@pytest.mark.parametrize(
+    ("step", "isolated", "secret"),
+    [
+        *((f"world {step}", "", None) for step in ("host", "boards", "decided", "board")),
+        *((f"world {step}", "hosts", None) for step in ("board", "hosts", "heartbeat")),
+        *((f"undecided {step}", "containers", None) for step in ("host", "boards", "decided")),
+        ("world address of the authenticated store", "", SECRET),
+        ("world host", "", SECRET),
+    ],
+)
+def test_those_that_wait_for_one_that_is_killed_on_the_way_meet_the_new_one_next(
+    step: str, isolated: str, secret: bytes | None
+) -> None:
+    """Nobody waits out its time, whichever step the killed one has not come to."""
+    ranks = run_ranks(
+        4, one_is_replaced_on_the_way, SharedStore(), step, isolated, secret, may_die=[2]
+    )
+    assert ranks == [6.0, 6.0, None, 6.0]
+
+
+def one_fails(rank: int, n: int, store: Store, step: str, isolated: str) -> None:
+    """And its process ends."""
+    isolate(rank, isolated)
+    if rank == 2:
+        at_swap(step, give_up)
+    with pytest.raises(ValueError if rank == 2 else GroupAbortedError) as caught:
+        build(rank, n, store, LIMIT)
+    assert "no such thing here" in str(caught.value)
+    if not isinstance(caught.value, GroupAbortedError):
+        die()
+    else:
+        assert caught.value.failure.culprit == 2
+
+
+@pytest.mark.parametrize(
+    ("step", "isolated"),
+    [
+        *((f"world {step}", "") for step in ("host", "boards", "decided", "board", "members")),
+        *((f"world {step}", "hosts") for step in ("boards", "board", "hosts", "heartbeat")),
+        *((f"undecided {step}", "containers") for step in ("host", "boards")),
+        ("world members", "hosts"),
+    ],
+)
+def test_one_that_fails_in_any_step_tells_all_others_why(step: str, isolated: str) -> None:
+    run_ranks(3, one_fails, SharedStore(), step, isolated, may_die=[2])
 
 
 def one_gives_up_by_names_of_vllm(rank: int, n: int, path: str) -> None:

@@ -129,7 +129,7 @@ def test_who_comes_again_after_a_stall_is_not_taken_for_who_came_before(
     with pytest.raises(GroupTimeoutError, match="does not answer"):
         exchange.all_gather("hosts", b"first") if stalled == "gather" else visit(standing, 1.0)
     if stalled == "visit":
-        exchange.give_up()
+        exchange.give_up(ValueError("no such thing here"))
     standing.go_on()
     until(lambda: not any(thread.name == "ask-store" for thread in threading.enumerate()))
     with ThreadPoolExecutor(2) as threads:

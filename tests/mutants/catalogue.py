@@ -670,16 +670,40 @@ MUTANTS = (
     Mutant(
         "E1 those that wait follow a member into its next visit",
         "coordinator/setup/exchange.py",
-        '                    before.set(LEFT_FOR_NEXT, "")\n',
+        '            before.set(LEFT_FOR_NEXT, "")\n',
         "",
         (f"{_EXCHANGE}::test_those_that_wait_meet_one_that_takes_the_place_of_a_killed_one",),
     ),
     Mutant(
         "E1 a visit that was left never ends with all there",
         "coordinator/setup/exchange.py",
-        " == self.size and self._is_first_to_end(what):",
-        " == self.size:",
+        "ended = self._end(what, _NOT_ALL)",
+        'ended = self.store.get(f"{what}/ended") if self.store.check([f"{what}/ended"]) else b""',
         (f"{_EXCHANGE}::test_the_last_to_come_to_a_visit_that_others_have_left_follows_them",),
+    ),
+    Mutant(
+        "E1 who waits for a member that begins anew is told",
+        "coordinator/setup/exchange.py",
+        'self._mark(before, Failure(me, "PeerLostError", why, me))',
+        "pass",
+        (f"{_EXCHANGE}::test_who_waits_for_a_killed_one_is_told_once_it_has_begun_anew",),
+    ),
+    Mutant(
+        "E1 but not if that one had set its group up",
+        "coordinator/setup/exchange.py",
+        "if not before.check([_set_up_by(self.rank)]):",
+        "if True:",
+        (
+            f"{_EXCHANGE}"
+            "::test_who_has_set_its_group_up_may_come_again_while_others_wait_for_each_other",
+        ),
+    ),
+    Mutant(
+        "E1 who fails in a set-up tells why",
+        "coordinator/setup/exchange.py",
+        "            self.give_up(error)\n            raise\n",
+        "            raise\n",
+        (f"{_EXCHANGE}::test_who_fails_in_a_set_up_tells_those_that_wait_why",),
     ),
     Mutant(
         "G1 a step that is padded writes nobody else's keys",

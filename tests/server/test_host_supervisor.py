@@ -11,6 +11,7 @@ import signal
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -36,10 +37,10 @@ from server.hosts.link_messages import (
     WorkerEnded,
     WorkerStack,
 )
-from server.hosts.meeting_port import tell_port
+from server.hosts.meeting_port import find_port, tell_port
 from server.hosts.place import Hosts
 from server.pool_config import PoolConfig
-from shm_broadcast import Deadline, MessageQueue
+from shm_broadcast import Deadline, GroupTimeoutError, MessageQueue
 from shm_broadcast.board.stacks import STACK_SIGNAL
 from tests.patience import PATIENCE_SECONDS, STALL_SECONDS, until
 from tests.refused_threads import refusing_threads
@@ -277,6 +278,25 @@ def test_a_head_that_never_says_where_it_listens_is_an_error_of_hosts(
     monkeypatch.setenv("MASTER_PORT", str(store.port))
     with pytest.raises(HostError, match="the head has not said where it listens"):
         serve_host(dataclasses.replace(HERE, master_port=0), 0.2)
+
+
+def test_a_host_that_waits_for_the_port_hears_it_where_another_host_has_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = coordinator.host_store()
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    head, patient, hasty = (
+        dataclasses.replace(HERE, nnodes=3, node_rank=rank, master_port=0) for rank in range(3)
+    )
+    with ThreadPoolExecutor(1) as threads:
+        port = threads.submit(find_port, patient, Deadline.after(PATIENCE_SECONDS))
+        until(lambda: store.check(["group-coordinator/hosts/0/visits/1"]))
+        with pytest.raises(GroupTimeoutError, match="the head has not said where it listens"):
+            find_port(hasty, Deadline.after(0.2))
+        tell_port(head, 4321, Deadline.after(PATIENCE_SECONDS))
+        assert port.result(PATIENCE_SECONDS) == 4321
 
 
 def test_a_store_of_torchrun_that_does_not_answer_is_an_error_of_hosts(
