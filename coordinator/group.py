@@ -120,9 +120,8 @@ class GroupCoordinator(TensorVerbs, MessageVerbs, ExpertVerbs):
             secret=launcher_secret(secret),
         )
         store = torch_groups.default_store
-        self._adopt(meet_in(store, name, rank, ranks, name, settings, timeout))
-        if use_message_queue_broadcaster:
-            self.start_broadcaster()
+        link = meet_in(store, name, rank, ranks, name, settings, timeout)
+        self._begin(link, use_message_queue_broadcaster)
 
     @classmethod
     def from_process_group(
@@ -162,9 +161,11 @@ class GroupCoordinator(TensorVerbs, MessageVerbs, ExpertVerbs):
         settings = Settings.of(backend, local_rank, secret=launcher_secret(secret)).on(stream)
         store = partial(torch_groups.store_of, process_group)
         place = f"wrapped:{group_name}"
-        return cls.from_link(
+        group = cls.__new__(cls)
+        group._begin(
             meet_in(store, place, rank, ranks, group_name, settings, timeout, process_group)
         )
+        return group
 
     @classmethod
     def from_device_mesh(
@@ -194,6 +195,20 @@ class GroupCoordinator(TensorVerbs, MessageVerbs, ExpertVerbs):
             timeout=timeout,
             secret=secret,
         )
+
+    def _begin(self, link: Link, with_broadcaster: bool = False) -> None:
+        """Become the member whose end of a new group ``link`` is; if that fails, all are told why.
+
+        Collective: yes, every member.
+        """
+        try:
+            self._adopt(link)
+            if with_broadcaster:
+                self.start_broadcaster()
+        except BaseException as error:
+            link.tell_why(error)
+            link.closing.close()
+            raise
 
     def _adopt(self, link: Link) -> None:
         super()._adopt(link)

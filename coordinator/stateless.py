@@ -77,9 +77,7 @@ class StatelessGroupCoordinator(GroupCoordinator):
         )
         place = f"stateless/{name}"
         link = meet_in(lambda: coord_store, place, global_rank, ranks, name, settings, timeout)
-        self._adopt(link)
-        if use_message_queue_broadcaster:
-            self.start_broadcaster()
+        self._begin(link, use_message_queue_broadcaster)
 
     def resized(
         self, group_ranks: Sequence[Sequence[int]], *, timeout: float | None = DEFAULT_TIMEOUT

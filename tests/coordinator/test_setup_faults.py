@@ -12,13 +12,20 @@ import torch
 import torch.distributed as dist
 
 import coordinator
+from coordinator import StatelessGroupCoordinator
 from coordinator.compat.vllm.parallel_state import init_distributed_environment
 from coordinator.hosts import nodes
 from coordinator.messages.wire import Wire
 from coordinator.setup import link, torch_groups
 from coordinator.setup.exchange import Exchange
 from coordinator.setup.topology import Topology
-from shm_broadcast import CoordinatorError, GroupAbortedError, GroupTimeoutError, PeerLostError
+from shm_broadcast import (
+    CoordinatorError,
+    GroupAbortedError,
+    GroupTimeoutError,
+    MessageQueue,
+    PeerLostError,
+)
 from tests.patience import STALL_SECONDS, until
 from tests.ranks import run_ranks
 from tests.shared_store import SharedStore
@@ -179,6 +186,18 @@ def one_fails(rank: int, n: int, store: Store, step: str, isolated: str) -> None
 )
 def test_one_that_fails_in_any_step_tells_all_others_why(step: str, isolated: str) -> None:
     run_ranks(3, one_fails, SharedStore(), step, isolated, may_die=[2])
+
+
+def one_has_no_queue(rank: int, n: int, store: Store) -> None:
+    """What comes last in a group's set-up: the queue for objects."""
+    if rank == 0:
+        MessageQueue.on_board = give_up
+    with pytest.raises(ValueError if rank == 0 else GroupAbortedError, match="no such thing here"):
+        StatelessGroupCoordinator([[0, 1, 2]], rank, "gloo", True, store, True, global_rank=rank)
+
+
+def test_one_that_cannot_make_the_queue_of_a_group_tells_why() -> None:
+    run_ranks(3, one_has_no_queue, SharedStore())
 
 
 def one_gives_up_by_names_of_vllm(rank: int, n: int, path: str) -> None:
