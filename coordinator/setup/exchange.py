@@ -35,7 +35,7 @@ from shm_broadcast.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     import msgspec
 
@@ -86,8 +86,9 @@ class Exchange(StoreAsker):
         def come() -> tuple[Store, bytes]:
             while True:
                 count = store.add(f"{place}/visits/{self.rank}", 1)
-                if count > 1:
-                    self._leave(PrefixStore(f"{place}/{count - 1}", store))
+                self._leave(
+                    PrefixStore(f"{place}/{each}", store) for each in range(count - 1, 0, -1)
+                )
                 inside = PrefixStore(f"{place}/{count}", store)
                 if not inside.check([GIVEN_UP]):
                     come_to.append(inside)
@@ -282,12 +283,16 @@ class Exchange(StoreAsker):
                     elsewhere.append(f"rank {rank} came to set up {said} last")
         return ranks, elsewhere
 
-    def _leave(self, before: Store) -> None:
-        """Tell those in this member's last visit, unless it has set its group up there."""
-        if not before.check([_set_up_by(self.rank)]):
-            me = self.global_rank(self.rank)
-            why = f"rank {me} has begun this set-up anew: it did not finish this one"
-            self._mark(before, Failure(me, "PeerLostError", why, me))
+    def _leave(self, visits: Iterable[Store]) -> None:
+        """Tell those in this member's earlier visits, the last one first, as far as it has not set
+        its group up there, nor told so before. It may be killed on the way, too.
+        """
+        me = self.global_rank(self.rank)
+        why = f"rank {me} has begun this set-up anew: it did not finish this one"
+        for before in visits:
+            if before.check([_set_up_by(self.rank)]) or before.check([LEFT_FOR_NEXT]):
+                return
+            self._mark(before, Failure(me, PeerLostError.__name__, why, me))
             before.set(LEFT_FOR_NEXT, "")
 
     @contextmanager

@@ -421,6 +421,18 @@ def test_who_waits_for_a_killed_one_is_told_once_it_has_begun_anew(step: str) ->
             each.result(60)
 
 
+def test_one_that_is_killed_twice_is_left_by_those_that_waited_for_the_first() -> None:
+    """The second time before it could tell that it has begun anew."""
+    store = HashStore()
+    with ThreadPoolExecutor(4) as threads:
+        waiting = threads.submit(enter, store, 0)
+        until(lambda: store.check(["group-coordinator/world/1/terms/0"]))
+        assert [store.add("group-coordinator/world/visits/2", 1) for _ in range(2)] == [1, 2]
+        others = [threads.submit(enter, store, rank) for rank in (2, 1)]
+        for each in (waiting, *others):
+            assert each.result(60) == [b"0", b"1", b"2"]
+
+
 def test_who_has_set_its_group_up_may_come_again_while_others_wait_for_each_other() -> None:
     store = HashStore()
     with ThreadPoolExecutor(3) as threads:

@@ -684,15 +684,15 @@ MUTANTS = (
     Mutant(
         "E1 who waits for a member that begins anew is told",
         "coordinator/setup/exchange.py",
-        'self._mark(before, Failure(me, "PeerLostError", why, me))',
+        "self._mark(before, Failure(me, PeerLostError.__name__, why, me))",
         "pass",
         (f"{_EXCHANGE}::test_who_waits_for_a_killed_one_is_told_once_it_has_begun_anew",),
     ),
     Mutant(
         "E1 but not if that one had set its group up",
         "coordinator/setup/exchange.py",
-        "if not before.check([_set_up_by(self.rank)]):",
-        "if True:",
+        "if before.check([_set_up_by(self.rank)]) or before.check([LEFT_FOR_NEXT]):",
+        "if before.check([LEFT_FOR_NEXT]):",
         (
             f"{_EXCHANGE}"
             "::test_who_has_set_its_group_up_may_come_again_while_others_wait_for_each_other",
