@@ -79,6 +79,6 @@ FUZZED_MUTANTS = (
         "coordinator/layout/moving/redistribute.py",
         "recut(x, source.dim, group, before, after)",
         "recut(x, source.dim, group, before, before)",
-        (f"{_LAYOUTS}[4]",),
+        (f"{_LAYOUTS}[4]", "tests/coordinator/layout/test_redistribute.py::test_numeric_cases"),
     ),
 )

@@ -157,6 +157,13 @@ def numbers(rank: int, n: int, path: str) -> None:
         mine = redistribute(x[2 * rank : 2 * rank + 2], S0, S1, axis, shape=(4, 4))
         assert mine.tolist() == [[[0, 1], [4, 5], [8, 9], [12, 13]],
                                  [[2, 3], [6, 7], [10, 11], [14, 15]]][rank]  # fmt: skip
+        # cut elsewhere along the same dimension, and the gradient goes back to where it was cut
+        uneven = x[[slice(0, 1), slice(1, 4)][rank]].clone().requires_grad_()
+        even = redistribute(uneven, Shard(0, sizes=(1, 3)), S0, axis, shape=(4, 4))
+        assert even.tolist() == [[[0, 1, 2, 3], [4, 5, 6, 7]],
+                                 [[8, 9, 10, 11], [12, 13, 14, 15]]][rank]  # fmt: skip
+        even.backward(torch.full((2, 4), rank + 1.0))
+        assert uneven.grad.tolist() == [[[1] * 4], [[1] * 4, [2] * 4, [2] * 4]][rank]
         # from_torch_tensor: the payload is the local shard
         device_mesh = init_device_mesh("cpu", (2,))
         whole_of_shards = to_dtensor(torch.full((2, 4), float(rank)), S0, device_mesh)
