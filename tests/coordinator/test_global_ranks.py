@@ -64,8 +64,8 @@ def test_who_does_another_thing_is_named(
     store_path: str, torch_only: bool, calls: Callable[..., object]
 ) -> None:
     found = run_ranks(4, diverge, store_path, torch_only, calls)[2:]
-    seen = [error for error in found if isinstance(error, DivergenceError)]
-    assert seen
+    if not torch_only:
+        assert any(isinstance(error, DivergenceError) for error in found)
     for rank, error in enumerate(found, 2):
         other = 5 - rank
         if isinstance(error, DivergenceError):
@@ -73,8 +73,9 @@ def test_who_does_another_thing_is_named(
             assert str(error).startswith(f"rank {other} issued ")
         else:
             assert isinstance(error, GroupAbortedError)
-            assert error.failure.rank == other
-            assert f": DivergenceError: rank {rank} issued " in str(error)
+            by = error.failure.rank
+            assert by == other or (torch_only and by == rank)  # which may find it while it waits
+            assert f": DivergenceError: rank {5 - by} issued " in str(error)
 
 
 def diverge_beside(rank: int, n: int, path: str, calls: Callable[..., object]) -> Any:
