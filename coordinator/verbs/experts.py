@@ -161,7 +161,8 @@ class ExpertVerbs(Member, UnevenVerbs):
         if not rows:
             raise TypeError("dispatch needs one tensor or more")
         if sizes is None:
-            sizes = group._messenger.all_gather_object(len(rows[0]), timeout)
+            count = torch.tensor([len(rows[0])], device="cpu")
+            sizes = group._link.cpu.all_gather(count, timeout=timeout).tolist()
         found = group.all_gatherv(rows, 0, sizes, async_op=async_op, timeout=timeout)
         group._dispatches.add(sizes)
         return found.then(tuple) if isinstance(found, Work) else tuple(found)

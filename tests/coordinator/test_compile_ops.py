@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -113,6 +114,25 @@ def compiled(rank: int, n: int, store: Store) -> None:
 
 def test_no_graph_break_and_opcheck() -> None:
     run_ranks(2, compiled, SharedStore(), timeout=100)
+
+
+def experts(rank: int, n: int, store: Store) -> None:
+    """Numbers of rows that change, which torch compiles as symbols: rank r has rows of r + 1."""
+    warnings.simplefilter("ignore")  # torch's, of calls that it does not look into
+    with coordinator.init(dp=n, rank=rank, store=store, timeout=30) as groups, torch.no_grad():
+
+        def layer(x: Tensor) -> Tensor:
+            return groups.ep.dispatch(x * 2)[0] + 1
+
+        fast = torch.compile(layer, backend="aot_eager")
+        for count in (3, 5):
+            x = torch.full((count + rank, 2), rank + 1.0)
+            assert fast(x).tolist() == [[3, 3]] * count + [[5, 5]] * (count + 1)
+        groups.world.barrier()
+
+
+def test_rows_that_go_to_experts_may_change_in_number() -> None:
+    run_ranks(2, experts, SharedStore(), timeout=200)
 
 
 def test_a_group_of_one_leaves_no_op_behind() -> None:
