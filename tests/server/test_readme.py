@@ -87,15 +87,16 @@ def test_groups_under_torchrun(tmp_path: Path) -> None:
     assert shown.count("tensor([1., 1., 1., 1.])") == 2
 
 
-@pytest.mark.parametrize("name", ["verbs.py", "own_groups.py"])
-def test_the_groups(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "n"), [("verbs.py", 2), ("own_groups.py", 2), ("experts.py", 4)])
+def test_the_groups(name: str, n: int, tmp_path: Path) -> None:
     script = tmp_path / name
     blocks = {
         "verbs.py": block_of("docs/groups.md", "# verbs.py"),
         "own_groups.py": block_of("docs/groups.md", "# own_groups.py"),
+        "experts.py": block_of("docs/groups.md", "# experts.py"),
     }
     script.write_text(blocks[name])
-    options = ("--standalone", "--nproc-per-node", "2")
+    options = ("--standalone", "--nproc-per-node", str(n))
     assert f"torchrun {' '.join(options)} {name}" in read("docs/groups.md")
     output(sys.executable, "-m", "torch.distributed.run", *options, str(script))
 
