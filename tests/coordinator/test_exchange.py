@@ -443,6 +443,7 @@ def test_who_has_set_its_group_up_may_come_again_while_others_wait_for_each_othe
         until(lambda: inside[0].store.check(["hosts/0"]))
         again = threads.submit(set_up, store, 2)
         until(lambda: store.check([f"group-coordinator/world{_digest((4, 6, 9))}/2/terms/2"]))
+        assert not inside[0].store.check([store_asker.GIVEN_UP])
         assert inside[1].all_gather("hosts", b"1") == waiting.result(60) == [b"0", b"1", b"2"]
         others = [threads.submit(set_up, store, rank) for rank in range(2)]
         for each in (again, *others):
