@@ -14,6 +14,7 @@ import coordinator
 from coordinator.pipeline import Stage
 from shm_broadcast import GroupAbortedError, MessageDecodeError, MessageRefusedError, PeerLostError
 from tests.interruptions import Alarm, alarm, interrupt, interruptions
+from tests.patience import all_here
 from tests.ranks import run_ranks
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def pass_messages(
             meeting = dist.PrefixStore(f"{len(ends)}.", store)
             sealed: Any = {"secret": secret, "torch_only": secret is not None}
             groups.append(coordinator.init(tp=n, rank=rank, store=meeting, timeout=20, **sealed))
-            groups[0].tp.barrier()  # all are connected before one of them ends the group
+            all_here(meeting, n)  # all are connected before one of them ends the group
         return groups[0].tp
 
     def send() -> None:

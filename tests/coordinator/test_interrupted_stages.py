@@ -17,6 +17,7 @@ import coordinator
 from coordinator.pipeline import Stage
 from shm_broadcast import GroupAbortedError, PeerLostError
 from tests.interruptions import Interruption, interruptions
+from tests.patience import all_here
 from tests.ranks import run_ranks
 
 if TYPE_CHECKING:
@@ -176,7 +177,7 @@ def turns(
         if not members:
             meeting = dist.PrefixStore(f"{len(ends)}.", store)
             groups = coordinator.init(pp=2, tp=n // 2, rank=rank, store=meeting, timeout=20)
-            groups.world.barrier()  # all are connected before one of them ends a group
+            all_here(meeting, n)  # all are connected before one of them ends a group
             members.append(End(groups, Stage(groups.pp, groups.tp if n > 2 else None)))
         return members[0]
 
