@@ -123,7 +123,7 @@ MUTANTS = (
         "            gc_store64(self->ring, self->own_line + READER_CONSUMED,\n"
         "                       position + record_stride(header.size));\n"
         "            copy_into(b, record + RECORD_HEADER + table, header.size - table);\n",
-        (f"{_HERE}/test_queue_soak.py::test_checksummed_messages",),
+        (f"{_HERE}/test_native.py::test_a_record_is_given_back_when_it_has_been_copied_out",),
     ),
     Mutant(
         "Q4 no message is put together from two",

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
 import pickle
+import resource
+import signal
 from typing import Any, cast
 
 import pytest
@@ -77,6 +82,30 @@ def test_a_record_that_is_too_large_for_what_is_awaited_is_refused() -> None:
         assert (made.consumed(), reader.moved) == (0, 0)
         reader.read_parts((bytearray(500), bytearray(500)), 0)
         assert reader.moved == 1000
+
+
+def read_into_memory_that_kills(made: Ring) -> None:
+    target = mmap.mmap(-1, 1000)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(target))
+    ctypes.CDLL(None).mprotect(ctypes.c_void_p(address), ctypes.c_size_t(1000), 0)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+    fast(made.readers[0]).read_parts((target,), 0)
+
+
+def test_a_record_is_given_back_when_it_has_been_copied_out() -> None:
+    """A reader that is killed by the first byte that it copies has given nothing back."""
+    with ring() as made:
+        made.write(b"m" * 1000)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                read_into_memory_that_kills(made)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGSEGV
+        assert made.consumed() == 0
+        assert made.read() == (b"m" * 1000, [])
 
 
 def test_a_message_whose_records_do_not_fit_it_is_skipped() -> None:
