@@ -9,9 +9,9 @@ from tests.commands import run_code
 ROOT = Path(__file__).parents[1]
 
 SCRIPT = """
-import os, sys, threading, time
+import os, sitecustomize, sys, threading
 paused = []
-time.sleep = paused.append
+sitecustomize.pause = paused.append
 
 def run(file, n=1):
     names = {}
