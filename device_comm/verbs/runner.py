@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from torch.autograd import profiler
-from torch.compiler import disable, is_compiling
+from torch.compiler import is_compiling
 from torch.profiler import record_function
 
 from device_comm.call_number import call_number
@@ -106,7 +106,9 @@ class Runner:
                 calls: which data would be whose is not known, so the group is aborted.
         """
         if is_compiling():
-            return _outside_graph(self, operation, result, finish, more)
+            from device_comm.verbs.outside_graph import run_outside_graph  # noqa: PLC0415
+
+            return run_outside_graph(self, operation, result, finish, more)
         collective = operation.verb not in ("send", "recv")
         if collective:
             if self._in_collective:  # and set with no call between: no other thread is as far
@@ -249,11 +251,3 @@ class Runner:
         self._end(entries, error)
         if isinstance(error, CoordinatorError):
             self.backend.fail(error)
-
-
-@disable  # type: ignore[untyped-decorator] # torch has no type for it
-def _outside_graph(runner: Runner, *call: Any) -> Any:
-    """`Runner.run`, which `torch.compile` does not look into: a tensor that it traces has no
-    address, and maybe no size.
-    """
-    return runner.run(*call)
