@@ -1,4 +1,5 @@
-"""Two network namespaces on this machine, joined by a cable (a veth pair), for tests between hosts.
+"""Network namespaces on this machine, for tests between hosts: two joined by a cable (a veth pair),
+or several on a switch (a bridge).
 
     with two_hosts("IPv6") as hosts:
         hosts[0].address       # what the other host reaches it by
@@ -32,30 +33,32 @@ _ROOT = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Host:
-    """One of the two namespaces.
+    """One of the namespaces.
 
     Attributes:
         pid: the process that keeps it.
         address: its only address on the cable.
-        peer: the other's.
+        peers: those of the others.
     """
 
     pid: int
     address: str
-    peer: str
+    peers: tuple[str, ...]
 
     def enter(self) -> None:
         """Move this thread, and the threads it starts from now on, to this host."""
         enter_network_of(self.pid)
 
     def unplug(self) -> None:
-        """From now on, what this host sends to the other is lost without a word."""
+        """From now on, what this host sends to the others is lost without a word."""
         nobody = ("lladdr", "02:00:00:00:de:ad", "nud", "permanent")
-        self.ip("neigh", "replace", self.peer, "dev", _DEVICE, *nobody)
+        for peer in self.peers:
+            self.ip("neigh", "replace", peer, "dev", _DEVICE, *nobody)
 
     def plug(self) -> None:
         """Undo `unplug`."""
-        self.ip("neigh", "del", self.peer, "dev", _DEVICE)
+        for peer in self.peers:
+            self.ip("neigh", "del", peer, "dev", _DEVICE)
 
     def ip(self, *arguments: str) -> None:
         """Run iproute2's ``ip`` on this host."""
@@ -115,12 +118,9 @@ def two_hosts(
     Raises:
         RuntimeError: they cannot be made here.
     """
-    first, second = ("10.93.0.1", "10.93.0.2") if family == "IPv4" else ("fd93::1", "fd93::2")
     with ExitStack() as stack:
-        hosts = (
-            Host(stack.enter_context(_namespace()), first, second),
-            Host(stack.enter_context(_namespace()), second, first),
-        )
+        first, second = _apart(2, family, stack)
+        hosts = first, second
         if latency or loss:
             stack.enter_context(_slow_cable(hosts, latency, loss))
         else:
@@ -129,6 +129,40 @@ def two_hosts(
         for host in hosts:
             _configure(host, family)
         yield hosts
+
+
+@contextmanager
+def hosts_on_a_switch(n: int) -> Iterator[tuple[Host, ...]]:
+    """Several namespaces, each of which reaches all others by its only cable; IPv4.
+
+    Args:
+        n: how many.
+
+    Raises:
+        RuntimeError: they cannot be made here.
+    """
+    with ExitStack() as stack:
+        hosts = _apart(n, "IPv4", stack)
+        switch = Host(stack.enter_context(_namespace()), "", ())
+        switch.ip("link", "add", "switch", "type", "bridge")
+        switch.ip("link", "set", "switch", "up")
+        for number, host in enumerate(hosts):
+            port = f"port{number}"
+            there = ("peer", "name", _DEVICE, "netns", str(host.pid))
+            switch.ip("link", "add", port, "type", "veth", *there)
+            switch.ip("link", "set", port, "master", "switch", "up")
+            _configure(host, "IPv4")
+        yield hosts
+
+
+def _apart(n: int, family: Literal["IPv4", "IPv6"], stack: ExitStack) -> tuple[Host, ...]:
+    """Hosts without a cable."""
+    network = "10.93.0." if family == "IPv4" else "fd93::"
+    addresses = [f"{network}{number}" for number in range(1, n + 1)]
+    return tuple(
+        Host(stack.enter_context(_namespace()), mine, tuple(a for a in addresses if a != mine))
+        for mine in addresses
+    )
 
 
 @contextmanager

@@ -309,9 +309,9 @@ class Crew(Watcher):
             links = self._links
             if links is None:
                 return (), "the pool was shut down", {}, ()
-            why, culprits = held_up_by(self._staff.workers)
             workers = {r: w for r, w in self._staff.workers.items() if r in ranks and w.greeted}
             stacks = worker_stacks(workers, self._plan.config.stack_seconds)
+            why, culprits = held_up_by(self._staff.workers)
             statuses = tuple(links.board.member_status(rank) for rank in ranks)
             return statuses, why, stacks, culprits
 

@@ -6,7 +6,9 @@ import os
 from typing import TYPE_CHECKING
 
 from shm_broadcast.onlooker.own import own_verdicts
+from shm_broadcast.onlooker.processes import condition_of
 
+from ..hosts.distant_worker import DistantWorker
 from ..launchers.local import LocalWorker
 
 if TYPE_CHECKING:
@@ -21,7 +23,7 @@ def held_up_by(workers: Mapping[int, WorkerHandle]) -> tuple[str, tuple[int, ...
     """Which of these workers, by rank, hold up others of them: in words, and their ranks.
 
     In words also who else does, in a group that workers share with processes that are none of
-    theirs. Workers on other hosts, and who waits for them, are not seen.
+    theirs. Of workers on other hosts, what their hosts said when their stacks were asked for last.
     """
     here = {rank: worker for rank, worker in workers.items() if isinstance(worker, LocalWorker)}
     ranks = {worker.pid: rank for rank, worker in here.items()}
@@ -46,9 +48,32 @@ def held_up_by(workers: Mapping[int, WorkerHandle]) -> tuple[str, tuple[int, ...
     told += [
         f"{each.who} holds up others: {each.holds_up()}"
         for each in culprits
-        if each.status.pid not in ranks and _holds_up_one_of(ranks, each)
+        if each.status.pid not in {0, *ranks} and _holds_up_one_of(ranks, each)
     ]
-    return "; ".join(told), tuple(own)
+    elsewhere = {
+        rank: worker.holds_up
+        for rank, worker in workers.items()
+        if isinstance(worker, DistantWorker) and worker.holds_up
+    }
+    return "; ".join([*told, *dict.fromkeys(elsewhere.values())]), (*own, *elsewhere)
+
+
+def holds_up(rank: int, workers: Mapping[int, LocalWorker]) -> str:
+    """What a host says of one of its workers, which others may wait for on whatever host.
+
+    Args:
+        rank: the worker's.
+        workers: all of this host.
+
+    Returns:
+        ``""`` if nothing is wrong with it that can be seen here.
+    """
+    why, culprits = held_up_by(workers)
+    if rank in culprits:
+        return why
+    pid = workers[rank].pid
+    stopped = condition_of(pid) == "stopped"
+    return f"rank {rank} (pid {pid}) is stopped, by a signal or a debugger" if stopped else ""
 
 
 def _holds_up_one_of(pids: Container[int], culprit: Party) -> bool:

@@ -30,6 +30,7 @@ from .link_messages import (
     OfWorker,
     Pulse,
     WorkerEnded,
+    WorkerHoldsUp,
     WorkerStack,
 )
 from .meeting_port import tell_port
@@ -219,6 +220,8 @@ class DistantHosts:
                 self._take_beat(node, generation, beat)
             case OfWorker(rank, since, told) if worker := self._worker(node, rank, since):
                 worker.deliver(told)
+            case WorkerHoldsUp(rank, since, text) if worker := self._worker(node, rank, since):
+                worker.holds_up = f"on host {self._names()[node]}, {text}"
             case WorkerStack(rank, since, text) if worker := self._worker(node, rank, since):
                 worker.show_stack(text)
             case WorkerEnded(rank, since, how, stack) if worker := self._worker(node, rank, since):

@@ -32,6 +32,7 @@ from ..control.pool_board import create_pool_board
 from ..control.protocol import Ready, Start
 from ..driver.binding import Bound, bound_here
 from ..driver.cores import worker_threads
+from ..driver.held_up_by import holds_up
 from ..driver.limits import telling_limits
 from ..driver.supervisor import Supervisor, Watcher
 from ..errors import HostError, WorkerStartError
@@ -52,6 +53,7 @@ from .link_messages import (
     SignalWorker,
     ToWorker,
     WorkerEnded,
+    WorkerHoldsUp,
     WorkerStack,
 )
 from .meeting_port import find_port
@@ -340,9 +342,12 @@ class HostSupervisor(Watcher):
 
     def _show_stack(self, rank: int) -> None:
         worker, since = self._workers[rank], self._since[rank]
-        seconds = self._pool.config.stack_seconds
+        beside, seconds = {**self._workers}, self._pool.config.stack_seconds
 
         def show() -> None:
+            why = holds_up(rank, beside)
+            if why:
+                self._link.post(WorkerHoldsUp(rank, since, why))
             found = worker_stacks({rank: worker}, seconds)
             self._link.post(WorkerStack(rank, since, found.get(rank, "")))
 

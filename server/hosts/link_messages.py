@@ -1,6 +1,6 @@
 """What the head and the other hosts of a pool say to each other, over the link between them.
 
-host -> head    HostHello; then Pulse, OfWorker, WorkerEnded, WorkerStack
+host -> head    HostHello; then Pulse, OfWorker, WorkerEnded, WorkerHoldsUp, WorkerStack
 head -> host    HostAdmitted or HostRefused; then Pulse, BeginGeneration, ToWorker, SignalWorker,
                 MarkCall; HostDismissed at the end
 """
@@ -90,7 +90,9 @@ class ToWorker(msgspec.Struct, frozen=True, tag=True):
 
 
 class SignalWorker(msgspec.Struct, frozen=True, tag=True):
-    """Send a worker a signal; `STACK_SIGNAL` asks for a `WorkerStack`."""
+    """Send a worker a signal; `STACK_SIGNAL` asks for a `WorkerStack`, and for a `WorkerHoldsUp`
+    before it.
+    """
 
     rank: int
     number: int
@@ -142,6 +144,14 @@ class WorkerEnded(msgspec.Struct, frozen=True, tag=True):
     stack: str
 
 
+class WorkerHoldsUp(msgspec.Struct, frozen=True, tag=True):
+    """A worker whose stack was asked for holds up others, as its host sees it; says why."""
+
+    rank: int
+    since: int
+    text: str
+
+
 class WorkerStack(msgspec.Struct, frozen=True, tag=True):
     """The stack that was asked for."""
 
@@ -150,7 +160,7 @@ class WorkerStack(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
-FromHost: TypeAlias = HostHello | Pulse | OfWorker | WorkerEnded | WorkerStack
+FromHost: TypeAlias = HostHello | Pulse | OfWorker | WorkerEnded | WorkerHoldsUp | WorkerStack
 FromHead: TypeAlias = (
     HostAdmitted
     | HostRefused

@@ -1,4 +1,4 @@
-"""Ranks on two hosts: network namespaces, each with a boot id and a host name of its own."""
+"""Ranks on hosts: network namespaces, each with a boot id and a host name of its own."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import coordinator
 import coordinator.hosts.nodes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from coordinator.groups import ParallelGroups
     from tests.netns import Host
 
-NAMES = ("host-a", "host-b")
+NAMES = ("host-a", "host-b", "host-c", "host-d")
 _CLONE_NEWUTS = 0x04000000
 _PORT = 29400
 
 
-def move_to(folder: str, hosts: tuple[Host, Host], place: int) -> None:
-    """Make this process one of host ``place``, which shares no board with the other."""
+def move_to(folder: str, hosts: Sequence[Host], place: int) -> None:
+    """Make this process one of host ``place``, which shares no board with others."""
     hosts[place].enter()
     libc = ctypes.CDLL(None, use_errno=True)
     name = NAMES[place].encode()

@@ -21,7 +21,7 @@ from tests.server.workers import Worker
 from tests.warm_forks import warm_fork_servers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from tests.netns import Host
 
@@ -32,7 +32,7 @@ PATIENT = 20.0
 than the machine stalls."""
 
 
-def place(node: int, hosts: tuple[Host, Host], **changes: Any) -> Hosts:
+def place(node: int, hosts: Sequence[Host], **changes: Any) -> Hosts:
     """Which host this is."""
     given: dict[str, Any] = {
         "nnodes": 2,
@@ -49,13 +49,13 @@ def over_hosts(
     rank: int,
     n: int,
     folder: str,
-    hosts: tuple[Host, Host],
+    hosts: Sequence[Host],
     body: Callable[..., Any],
     args: tuple[Any, ...] = (),
     options: dict[str, Any] | None = None,
     changes: dict[str, Any] | None = None,
 ) -> Any:
-    """One process of `run_ranks`: 0 is the head, and runs ``body(pool, *args)``; 1 the other host.
+    """One process of `run_ranks`: 0 is the head, and runs ``body(pool, *args)``; others host only.
 
     Args:
         rank, n: of this process.
