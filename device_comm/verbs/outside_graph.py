@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.compiler import disable
 
 if TYPE_CHECKING:
-    from device_comm.verbs.runner import Runner
+    from collections.abc import Callable
+
+T = TypeVar("T")
 
 
 @disable  # type: ignore[untyped-decorator] # torch has no type for it
-def run_outside_graph(runner: Runner, *call: Any) -> Any:
-    """`Runner.run`: a tensor that is traced has no address, and maybe no size."""
-    return runner.run(*call)
+def call_outside_graph(function: Callable[..., T], *args: Any) -> T:
+    """Call what needs a tensor's address, or its size, which a tensor that is traced has not."""
+    return function(*args)

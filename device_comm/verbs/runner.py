@@ -106,9 +106,9 @@ class Runner:
                 calls: which data would be whose is not known, so the group is aborted.
         """
         if is_compiling():
-            from device_comm.verbs.outside_graph import run_outside_graph  # noqa: PLC0415
+            from device_comm.verbs.outside_graph import call_outside_graph  # noqa: PLC0415
 
-            return run_outside_graph(self, operation, result, finish, more)
+            return call_outside_graph(self.run, operation, result, finish, more)
         collective = operation.verb not in ("send", "recv")
         if collective:
             if self._in_collective:  # and set with no call between: no other thread is as far

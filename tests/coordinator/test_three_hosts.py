@@ -17,8 +17,8 @@ from tests.patience import PATIENCE_SECONDS
 from tests.ranks import run_ranks
 
 if TYPE_CHECKING:
-    from pathlib import Path
     from collections.abc import Sequence
+    from pathlib import Path
 
     from coordinator import GroupCoordinator
     from tests.netns import Host

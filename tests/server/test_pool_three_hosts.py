@@ -17,8 +17,8 @@ from tests.server.over_hosts import over_hosts
 from tests.server.workers import pids_of
 
 if TYPE_CHECKING:
-    from pathlib import Path
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from server.pool import WorkerPool
     from tests.netns import Host
