@@ -58,7 +58,7 @@ def falsify(
     Raises:
         What ``check`` raises of the shortest example that was found to fail.
     """
-    end = time.monotonic() + seconds
+    end = 0.0
     count = 0
     failed = False
 
@@ -72,8 +72,10 @@ def falsify(
     )
     @given(examples)
     def one_after_the_other(example: T) -> None:
-        nonlocal count, failed
-        if time.monotonic() > end and not failed:
+        nonlocal count, end, failed
+        if count == 0:  # what Hypothesis prepares for the first one may take as long as the search
+            end = time.monotonic() + seconds
+        elif time.monotonic() > end and not failed:
             raise _TimeOverError
         count += 1
         try:
