@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -239,6 +239,15 @@ def test_all_reduce_of_every_size(ends: Ends, count: int, in_place: bool) -> Non
 
 
 @given(st.lists(st.tuples(st.sampled_from(sorted(SIZED)), st.integers(0, 700)), max_size=30))
+@example(
+    [
+        ("broadcasting", 235),
+        ("exchanging", 563),
+        ("exchanging", 93),
+        ("gathering", 33),
+        ("broadcasting", 85),
+    ]
+)  # the last payload fits behind the others, and a step does not
 @settings(max_examples=60)
 def test_any_sizes_after_each_other_arrive(asked: list[tuple[str, int]]) -> None:
     """Inside slots and through rings, which begin anew at other places each time."""
