@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch.distributed import PrefixStore, Store
 
-from coordinator.stores.store_asker import GIVEN_UP, StoreAsker
+from coordinator.stores.store_asker import GIVEN_UP, StoreAsker, say_first
 from shm_broadcast.codec import UNDECODABLE
 from shm_broadcast.errors import (
     Failure,
@@ -329,8 +329,8 @@ class Exchange(StoreAsker):
         return list(self._payloads(what).values()) if ended == _ALL else None
 
     def _end(self, what: str, how: bytes) -> bytes:
-        """End a swap, unless it has ended; how it has. One request: nobody is lost in between."""
-        return self.store.compare_set(f"{what}/ended", "", how)  # type: ignore[arg-type]
+        """End a swap, unless it has ended; how it has."""
+        return say_first(self.store, f"{what}/ended", how)
 
     def _put(self, key: str, value: bytes) -> None:
         self.store.set(key, value)  # type: ignore[arg-type] # the stub knows text only

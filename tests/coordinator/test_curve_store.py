@@ -231,9 +231,6 @@ class Tampered(Store):
     def check(self, keys: list[str]) -> bool:
         return self.store.check(keys)
 
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        return self.store.compare_set(key, expected, desired)
-
     def has_extended_api(self) -> bool:
         return False
 
