@@ -28,6 +28,10 @@ class Mutant:
 
 
 _HERE = "tests/shm_broadcast"
+_STOPPED_ELSEWHERE = (
+    "tests/server/test_pool_three_hosts.py"
+    "::test_a_stopped_worker_on_another_host_is_named_and_nobody_else"
+)
 _EXCHANGE = "tests/coordinator/test_exchange.py"
 _DECODER = "tests/server/test_decoder_model.py"
 _DIVERGE = "tests/coordinator/test_divergence.py::test_members_that_diverge_are_told"
@@ -598,6 +602,20 @@ MUTANTS = (
         "named = board.is_pool and pools.count(board.name) == 1",
         "named = False",
         (f"{_HERE}/test_blame.py::test_workers_of_several_pools_are_called_by_their_pools",),
+    ),
+    Mutant(
+        "O3 who only runs on another host is not to blame",
+        "server/driver/held_up_by.py",
+        "not in {0, *ranks}",
+        "not in ranks",
+        (f"{_STOPPED_ELSEWHERE}[beside another]",),
+    ),
+    Mutant(
+        "O3 of a worker on another host its host says that it is stopped",
+        "server/driver/held_up_by.py",
+        'stopped = condition_of(pid) == "stopped"',
+        "stopped = False",
+        (f"{_STOPPED_ELSEWHERE}[alone]",),
     ),
     Mutant(
         "O4 what is not finished is left out",

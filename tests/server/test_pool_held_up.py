@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from typing import TYPE_CHECKING
-from unittest.mock import create_autospec
+from unittest.mock import Mock
 
 import pytest
 
@@ -114,8 +114,10 @@ def test_pools_of_one_process_are_not_blamed_for_each_other(pool: WorkerPool) ->
 def test_a_worker_on_another_host_is_not_taken_for_one_of_the_same_pid(pool: WorkerPool) -> None:
     assert late_error(pool, "skip_group", 1).held_up_by == (1,)
     workers = dict(pool._crew._staff.workers)
-    workers[2] = create_autospec(DistantWorker, instance=True, pid=workers[1].pid)
+    workers[2] = DistantWorker(2, 1, post=Mock())
+    workers[2].pid = workers[1].pid
     assert held_up_by(workers)[1] == (1,)
+    workers[2].close()
 
 
 class Meeting(Worker):
