@@ -210,7 +210,16 @@ class StoreAsker:
             return TransportError(operation, detail)
         if failure.kind == PeerLostError.__name__ and self.watch is not None:
             self.watch(operation, lambda: False)  # says more of the lost one
+        self._pass_on(failure)
         return GroupAbortedError(operation, failure)
+
+    def _pass_on(self, failure: Failure) -> None:
+        """Tell those who share a board with this member what it was told of another one."""
+        ranks = [self.global_rank(rank) for rank in range(self.size)]
+        if self.seen_on is not None and failure.culprit in ranks:
+            board, members = self.seen_on
+            culprit = members[ranks.index(failure.culprit)]
+            board.report(members[self.rank], failure.kind, failure.message, culprit)
 
     def _mark(self, marks: Store | None, failure: Failure) -> None:
         """Say in ``marks`` that a member has given up, unless one has said so before."""

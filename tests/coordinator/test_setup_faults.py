@@ -181,6 +181,7 @@ def one_fails(rank: int, n: int, store: Store, step: str, isolated: str) -> None
         *((f"world {step}", "") for step in ("host", "boards", "decided", "board", "members")),
         *((f"world {step}", "hosts") for step in ("boards", "board", "hosts", "heartbeat")),
         *((f"undecided {step}", "containers") for step in ("host", "boards")),
+        ("world members", "hosts"),
     ],
 )
 def test_one_that_fails_in_any_step_tells_all_others_why(step: str, isolated: str) -> None:
