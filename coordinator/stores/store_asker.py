@@ -194,9 +194,8 @@ class StoreAsker:
             wait([self.asking.begin(do)], _ANSWERED_SECONDS)
 
     def given_up(self, operation: str) -> Exception:
-        """The error of a wait for what will not come any more, as a member has given up.
-
-        Collective: no.
+        """The error of a wait for what will not come any more, as a member has given up; those who
+        share a board with this one are told why, too. Collective: no.
 
         Raises:
             PeerLostError: its process has ended; only where somebody watches.

@@ -21,6 +21,7 @@ from coordinator.stores import store_asker
 from shm_broadcast import GroupTimeoutError
 from tests.patience import STALL_SECONDS
 from tests.ranks import run_ranks
+from tests.shared_store import PythonStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -199,35 +200,12 @@ def test_ranks_meet_twice_on_one_port() -> None:
             assert found == [[b"0 0", b"0 1"], [b"1 0", b"1 1"]]
 
 
-class PythonStore(Store):
-    """What a store has to have, and nothing else."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.store = HashStore()
-
-    def set(self, key: str, value: str) -> None:
-        self.store.set(key, value)
-
-    def get(self, key: str) -> bytes:
-        return self.store.get(key)
-
-    def add(self, key: str, amount: int) -> int:
-        return self.store.add(key, amount)
-
-    def check(self, keys: list[str]) -> bool:
-        return self.store.check(keys)
-
-    def has_extended_api(self) -> bool:
-        return False
-
-
 @pytest.mark.parametrize("kind", ["hash", "file", "python"])
 def test_any_store_will_do(kind: str, store_path: str) -> None:
     if kind == "file":
         stores: list[Store] = [FileStore(store_path, 2) for _ in range(2)]
     else:
-        stores = [HashStore() if kind == "hash" else PythonStore()] * 2
+        stores = [HashStore() if kind == "hash" else PythonStore(HashStore())] * 2
     with ThreadPoolExecutor(2) as threads:
         calls = [threads.submit(meet, Launch(rank, 2), stores[rank], 10) for rank in range(2)]
         assert [call.result(20).launch.rank for call in calls] == [0, 1]

@@ -33,7 +33,7 @@ from shm_broadcast import (
 from tests.patience import STALL_SECONDS, until
 from tests.ranks import run_ranks
 from tests.refused_threads import refusing_threads
-from tests.shared_store import SharedStore
+from tests.shared_store import PythonStore, SharedStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -212,27 +212,15 @@ def test_the_first_store_holds_one_address_and_nothing_else() -> None:
         assert told == {KEY}, told
 
 
-class Tampered(Store):
+class Tampered(PythonStore):
     """A store in which somebody has changed where to meet, after rank 0 has told it."""
 
     def __init__(self, store: Store, told: bytes) -> None:
-        super().__init__()
-        self.store, self.told = store, told
-
-    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
-        self.store.set(key, value)
+        super().__init__(store)
+        self.told = told
 
     def get(self, key: str) -> bytes:
-        return self.told if key == KEY else self.store.get(key)
-
-    def add(self, key: str, amount: int) -> int:
-        return self.store.add(key, amount)
-
-    def check(self, keys: list[str]) -> bool:
-        return self.store.check(keys)
-
-    def has_extended_api(self) -> bool:
-        return False
+        return self.told if key == KEY else super().get(key)
 
 
 def meet_elsewhere(rank: int, n: int, store: Store) -> str:

@@ -450,6 +450,19 @@ def test_who_has_set_its_group_up_may_come_again_while_others_wait_for_each_othe
             each.result(60)
 
 
+def test_who_hears_that_another_one_has_failed_says_so_on_its_board() -> None:
+    """And not that it has failed itself, as its own error would say there afterwards."""
+    store = HashStore()
+    with ThreadPoolExecutor(3) as threads, Board.create(3, 1, ranks=(4, 6, 9)) as board:
+        _, hears, fails = threads.map(partial(set_up, store), range(3))
+        with pytest.raises(ValueError, match="no memory"), fails.setting_up():
+            raise ValueError("no memory")
+        with pytest.raises(GroupAbortedError) as caught:
+            replace(hears, seen_on=(board, range(3))).all_gather("hosts")
+        board.abort(caught.value)
+        assert board.aborted == Failure(6, "ValueError", "no memory", 9)
+
+
 def test_who_fails_in_a_set_up_tells_those_that_wait_why() -> None:
     store = HashStore()
     with ThreadPoolExecutor(3) as threads:
