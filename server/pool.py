@@ -404,6 +404,17 @@ class WorkerPool:
         self._check_owner("totals")
         return self._crew.totals()
 
+    def who_holds_up(self) -> list[str]:
+        """Say who holds up whom on all hosts, as ``group-coordinator explain`` does of one host.
+
+        Takes some milliseconds; where another host does not answer, `PoolConfig.stack_seconds`.
+
+        Returns:
+            Sentences; none if nobody is held up, or the pool was shut down.
+        """
+        self._check_owner("who_holds_up")
+        return self._crew.who_holds_up()
+
     def shutdown(self, timeout: float | None = 10.0) -> None:
         """End the workers and wait until no process of the pool is left. Idempotent.
 

@@ -242,6 +242,11 @@ class Replicas:
         each = [totals for pool in self.pools for totals in pool.totals().values()]
         return dict(enumerate(each))
 
+    def who_holds_up(self) -> list[str]:
+        """Say who holds up whom in all replicas; see `pool.WorkerPool.who_holds_up`."""
+        # What one says is of this whole process, so of all that run.
+        return next(filter(None, (pool.who_holds_up() for pool in self.pools)), [])
+
     def shutdown(self, timeout: float | None = 10.0) -> None:
         """End all replicas; see `pool.WorkerPool.shutdown`. Idempotent.
 

@@ -348,6 +348,14 @@ class _Serving:
         with suppress(ChannelClosedError):  # a thread of the user's goes on behind the last call
             self._channel.send(WorkProgress(done, total, what))
 
+    def _next_call(self) -> Call:
+        if self._start.handles.replies is not None:
+            return Call(*self._calls.dequeue())
+        self._board.idle()  # no queue of another host is on the board
+        with self._board.showing_wait("dequeue") as show:
+            show([self._board.ranks.index(DRIVER_RANK)])
+            return Call(*self._calls.dequeue())
+
     def serve(self) -> None:
         """Answer calls until the driver closes the queue.
 
@@ -355,10 +363,8 @@ class _Serving:
             What is in `_ENDS`: the generation has broken.
         """
         while True:
-            if self._start.handles.replies is None:  # no queue of another host is on the board
-                self._board.idle()
             try:
-                call = Call(*self._calls.dequeue())
+                call = self._next_call()
             except MessageDecodeError as error:
                 # Its number is in the message that cannot be decoded; behind a gap comes a `VOID`.
                 self._last += 1

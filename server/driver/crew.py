@@ -13,7 +13,7 @@ import time
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from coordinator.apart import begin_apart, in_thread
 from shm_broadcast import (
@@ -41,8 +41,6 @@ from ..errors import (
     with_notes,
 )
 from ..launchers.local import end
-from ..launchers.worker_handle import worker_stacks
-from .held_up_by import held_up_by
 from .limits import telling_limits
 from .links import Links
 from .restart_budget import RestartBudget
@@ -50,19 +48,21 @@ from .staff import Staff
 from .supervisor import REASON_SECONDS, Watcher
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Mapping
     from concurrent.futures import Future
     from contextlib import AbstractContextManager
 
     from shm_broadcast import Failure, MemberStatus
     from shm_broadcast.board.totals import VerbTotal
+    from shm_broadcast.onlooker.blame import Verdict
 
     from ..calls.pending_call import PendingCall
     from ..control.protocol import FromWorker
     from .pool_plan import PoolPlan
 
-    Seen: TypeAlias = "tuple[tuple[MemberStatus, ...], str, dict[int, str], tuple[int, ...]]"
+    Seen: TypeAlias = "tuple[tuple[MemberStatus, ...], str, Mapping[int, str], tuple[int, ...]]"
 
+_SeenT = TypeVar("_SeenT")
 _log = logging.getLogger(__name__)
 _THREAD_SECONDS = 10.0
 """How long a pool that ends waits for its threads: users' callbacks run in them."""
@@ -309,11 +309,19 @@ class Crew(Watcher):
             links = self._links
             if links is None:
                 return (), "the pool was shut down", {}, ()
-            workers = {r: w for r, w in self._staff.workers.items() if r in ranks and w.greeted}
-            stacks = worker_stacks(workers, self._plan.config.stack_seconds)
-            why, culprits = held_up_by(self._staff.workers)
+            seen = self._staff.look(ranks)
             statuses = tuple(links.board.member_status(rank) for rank in ranks)
-            return statuses, why, stacks, culprits
+            return statuses, seen.why, seen.stacks, seen.held_up_by
+
+    def who_holds_up(self) -> list[str]:
+        """Who holds up whom on all hosts, in sentences; none if nobody has to wait."""
+        look = self._verdicts
+        seen = _elsewhere(look) if in_main_thread() else look()
+        return [line for each in seen if each.held_up for line in each.sentences]
+
+    def _verdicts(self) -> list[Verdict]:
+        with self._staff.using:
+            return [] if self._links is None else self._staff.verdicts()
 
     def stop(self, timeout: float, finish: bool) -> None:
         """End everything; idempotent, from any thread but the pool's own.
@@ -518,7 +526,7 @@ class Crew(Watcher):
         return min(left, max(min(self._end_at, reason_by) - now, 0.0))
 
 
-def _elsewhere(look: Callable[[], Seen]) -> Seen:
+def _elsewhere(look: Callable[[], _SeenT]) -> _SeenT:
     """What ``look`` returns, called in another thread, or in this one if none can be started."""
     try:
         looking = begin_apart(look, "pool-apart")

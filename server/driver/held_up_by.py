@@ -3,41 +3,83 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from shm_broadcast.onlooker.own import own_verdicts
-from shm_broadcast.onlooker.processes import condition_of
 
-from ..hosts.distant_worker import DistantWorker
 from ..launchers.local import LocalWorker
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Mapping
+    from collections.abc import Container, Mapping, Sequence
 
+    from shm_broadcast.onlooker.blame import Verdict
+    from shm_broadcast.onlooker.other_hosts import HostSeen
     from shm_broadcast.onlooker.parties import Party
 
     from ..launchers.worker_handle import WorkerHandle
 
 
-def held_up_by(workers: Mapping[int, WorkerHandle]) -> tuple[str, tuple[int, ...]]:
+class Sight(NamedTuple):
+    """What was seen of workers that are late.
+
+    Attributes:
+        stacks: theirs, by rank.
+        why: who holds up others, in words; ``""``: nobody does.
+        held_up_by: the workers of the pool that do.
+    """
+
+    stacks: Mapping[int, str]
+    why: str
+    held_up_by: tuple[int, ...]
+
+
+class _Process(NamedTuple):
+    """A process of a program; ``host`` is ``""`` on this one."""
+
+    host: str
+    pid: int
+
+    @classmethod
+    def of(cls, party: Party) -> _Process:
+        return cls(party.status.host, party.status.pid)
+
+    @property
+    def is_own(self) -> bool:
+        return self == ("", os.getpid())
+
+
+def held_up_by(
+    workers: Mapping[int, WorkerHandle], elsewhere: Sequence[HostSeen] = ()
+) -> tuple[str, tuple[int, ...]]:
     """Which of these workers, by rank, hold up others of them: in words, and their ranks.
 
     In words also who else does, in a group that workers share with processes that are none of
-    theirs. Of workers on other hosts, what their hosts said when their stacks were asked for last.
+    theirs; and who is stopped, whoever waits for it.
+
+    Args:
+        workers: those of a pool.
+        elsewhere: what other hosts of it see.
     """
-    here = {rank: worker for rank, worker in workers.items() if isinstance(worker, LocalWorker)}
-    ranks = {worker.pid: rank for rank, worker in here.items()}
-    try:
-        culprits = [each for verdict in own_verdicts() for each in verdict.culprits]
-    except OSError:  # out of descriptors, say: the error is needed all the same
-        return "", ()
-    own = {
-        ranks[each.status.pid]: each
-        for each in culprits
-        if each.status.pid in ranks
-        and any(peer.status.pid != os.getpid() for peer in each.awaited_by)
+    here = {
+        _Process("", worker.pid): rank
+        for rank, worker in workers.items()
+        if isinstance(worker, LocalWorker)
     }
-    who = {rank: f"rank {rank} (pid {each.status.pid})" for rank, each in own.items()}
+    there = {
+        _Process(seen.host, member.status.pid): member.status.rank
+        for seen in elsewhere
+        for member in seen.there.members
+        if member.status.pid and member.status.rank in workers
+    }
+    ranks = {**here, **there}
+    culprits = [each for verdict in verdicts(elsewhere) for each in verdict.culprits]
+    own = {
+        ranks[_Process.of(each)]: each
+        for each in culprits
+        if _Process.of(each) in ranks
+        and (each.is_stopped or any(not _Process.of(peer).is_own for peer in each.awaited_by))
+    }
+    who = {rank: each.status.who for rank, each in own.items()}
     told = [
         f"{who[rank]} holds up others: {each.holds_up()}"
         for rank, each in own.items()
@@ -48,43 +90,30 @@ def held_up_by(workers: Mapping[int, WorkerHandle]) -> tuple[str, tuple[int, ...
     told += [
         f"{each.who} holds up others: {each.holds_up()}"
         for each in culprits
-        if each.status.pid not in {0, *ranks} and _holds_up_one_of(ranks, each)
+        if each.status.pid and _Process.of(each) not in ranks and _holds_up_one_of(ranks, each)
     ]
-    elsewhere = {
-        rank: worker.holds_up
-        for rank, worker in workers.items()
-        if isinstance(worker, DistantWorker) and worker.holds_up
-    }
-    return "; ".join([*told, *dict.fromkeys(elsewhere.values())]), (*own, *elsewhere)
+    return "; ".join(told), tuple(own)
 
 
-def holds_up(rank: int, workers: Mapping[int, LocalWorker]) -> str:
-    """What a host says of one of its workers, which others may wait for on whatever host.
-
-    Args:
-        rank: the worker's.
-        workers: all of this host.
-
-    Returns:
-        ``""`` if nothing is wrong with it that can be seen here.
+def verdicts(elsewhere: Sequence[HostSeen]) -> list[Verdict]:
+    """As `own_verdicts`; none if /proc cannot be read, say for want of descriptors: what they are
+    wanted for is needed all the same.
     """
-    why, culprits = held_up_by(workers)
-    if rank in culprits:
-        return why
-    pid = workers[rank].pid
-    stopped = condition_of(pid) == "stopped"
-    return f"rank {rank} (pid {pid}) is stopped, by a signal or a debugger" if stopped else ""
+    try:
+        return own_verdicts(elsewhere)
+    except OSError:
+        return []
 
 
-def _holds_up_one_of(pids: Container[int], culprit: Party) -> bool:
-    """Whether one of these processes waits for it, also because of others, but not because of this
-    process, which all workers wait for that have no call.
+def _holds_up_one_of(processes: Container[_Process], culprit: Party) -> bool:
+    """Whether one of these waits for it, also because of others, but not because of this process,
+    which all workers wait for that have no call.
     """
-    reached = [] if culprit.status.pid == os.getpid() else [culprit]
+    reached = [] if _Process.of(culprit).is_own else [culprit]
     for late in reached:
         for each in late.awaited_by:
-            if each.status.pid in pids:
+            if _Process.of(each) in processes:
                 return True
-            if each not in reached and each.status.pid != os.getpid():
+            if each not in reached and not _Process.of(each).is_own:
                 reached.append(each)
     return False

@@ -8,17 +8,15 @@ from typing import TYPE_CHECKING
 from ..control.protocol import Failed, Ready, WorkProgress
 from ..control.worker_failure import rebuild
 from ..errors import WorkerStartError
-from ..launchers.worker_handle import worker_stacks
-from .held_up_by import held_up_by
 from .supervisor import REASON_SECONDS, Watcher
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable
 
     from shm_broadcast import Deadline, QueueHandle
 
     from ..control.protocol import FromWorker
-    from ..launchers.worker_handle import WorkerHandle
+    from .held_up_by import Sight
     from .supervisor import Supervisor
 
 
@@ -29,29 +27,31 @@ class RollCall(Watcher):
         replies: the queues that workers on other hosts have made for their replies, by rank.
 
     Args:
-        workers: all workers of the pool, by rank.
+        ranks: all workers of the pool.
         on_progress: called with ``(rank, done, total, what)``; what it raises ends the start.
         show: called with the ranks that are not ready yet, again and again.
+        look: looks what workers do that are late.
         patience: seconds to wait for the real cause when a worker reports only that another one
-            has failed (hearsay); also for a late worker to show its stack.
+            has failed (hearsay).
         may_say_why: whether a worker may still tell the real cause; it is waited for up to
             `REASON_SECONDS` then.
     """
 
     def __init__(
         self,
-        workers: Mapping[int, WorkerHandle],
+        ranks: Iterable[int],
         on_progress: Callable[[int, int, int, str], None],
         show: Callable[[Iterable[int]], None],
+        look: Callable[[Iterable[int]], Sight],
         patience: float,
         may_say_why: Callable[[], bool],
     ) -> None:
-        self._workers = workers
         self._on_progress = on_progress
         self._show = show
+        self._look = look
         self._patience = patience
         self.replies: dict[int, QueueHandle] = {}
-        self._absent = set(workers)
+        self._absent = set(ranks)
         self._failure: WorkerStartError | None = None
         self._may_say_why = may_say_why
         self._hearsay: WorkerStartError | None = None
@@ -117,11 +117,9 @@ class RollCall(Watcher):
         return max(self._patience - since, 0.0)
 
     def _late(self, deadline: Deadline) -> WorkerStartError:
-        why, culprits = held_up_by(self._workers)
-        rank = min({*culprits} & self._absent or self._absent)
-        worker = self._workers[rank]
-        stacks = worker_stacks({rank: worker}, self._patience) if worker.greeted else {}
+        seen = self._look(self._absent)
+        rank = min({*seen.held_up_by} & self._absent or self._absent)
         late = ", ".join(map(str, sorted(self._absent)))
-        more = f"; {why}" if why else ""
+        more = f"; {seen.why}" if seen.why else ""
         reason = f"not ready after {deadline.timeout:g} s (late: {late}{more})"
-        return WorkerStartError(rank, reason, stacks.get(rank, ""))
+        return WorkerStartError(rank, reason, seen.stacks.get(rank, ""))

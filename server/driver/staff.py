@@ -12,6 +12,8 @@ from shm_broadcast import Deadline, GroupTimeoutError
 from ..control.meeting import WorkerMeeting
 from ..errors import WorkerStartError
 from ..launchers.local import end, launch
+from ..launchers.worker_handle import worker_stacks
+from .held_up_by import Sight, held_up_by, verdicts
 from .roll_call import RollCall
 from .supervisor import Supervisor, Watcher
 
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from shm_broadcast import Failure
+    from shm_broadcast.onlooker.blame import Verdict
+    from shm_broadcast.onlooker.other_hosts import HostSeen
 
     from ..hosts.distant_hosts import DistantHosts
     from ..launchers.fork_servers import Tick
@@ -112,11 +116,33 @@ class Staff:
             self.workers,
             plan.on_progress,
             show,
+            self.look,
             plan.config.stack_seconds,
             lambda: self.may_say_why(links.board.aborted),
         )
         roll_call.wait(self.supervisor, deadline, tick)
         links.join(roll_call.replies, deadline)
+
+    def look(self, ranks: Iterable[int]) -> Sight:
+        """Look what some of the workers do that run, and who holds up others of all."""
+        seconds = self._plan.config.stack_seconds
+        deadline = Deadline.after(seconds)
+        if self.hosts is not None:
+            self.hosts.look_around()  # meanwhile
+        shown = {rank: self.workers[rank] for rank in ranks if rank in self.workers}
+        greeted = {rank: worker for rank, worker in shown.items() if worker.greeted}
+        stacks = worker_stacks(greeted, seconds)
+        return Sight(stacks, *held_up_by(self.workers, self._seen_elsewhere(deadline)))
+
+    def verdicts(self) -> list[Verdict]:
+        """Who waits for whom among all processes that take part, on all hosts."""
+        if self.hosts is not None:
+            self.hosts.look_around()
+        elsewhere = self._seen_elsewhere(Deadline.after(self._plan.config.stack_seconds))
+        return verdicts(elsewhere)
+
+    def _seen_elsewhere(self, deadline: Deadline) -> list[HostSeen]:
+        return [] if self.hosts is None else self.hosts.seen(deadline)
 
     def may_say_why(self, failure: Failure | None) -> bool:
         """Whether more may be heard of why the groups were aborted, or a queue has ended.

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from coordinator.hosts.remote_boards import RemoteBoards, compose
+from shm_broadcast.onlooker.other_hosts import HostSeen
 
 from ..errors import HostError
 from .distant_worker import DistantWorker
@@ -26,11 +27,12 @@ from .link_messages import (
     HostDismissed,
     HostHello,
     HostRefused,
+    HostSees,
+    LookAround,
     MarkCall,
     OfWorker,
     Pulse,
     WorkerEnded,
-    WorkerHoldsUp,
     WorkerStack,
 )
 from .meeting_port import tell_port
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from shm_broadcast import Board, Deadline
+    from shm_broadcast.onlooker.programs import BoardSeen
 
     from ..driver.pool_plan import PoolPlan
     from .place import Hosts
@@ -74,6 +77,8 @@ class DistantHosts:
         self._present: dict[int, HostHello] = {}
         self._refusal: HostError | None = None
         self._workers: dict[int, DistantWorker] = {}
+        self._questions = 0
+        self._seen: dict[int, HostSeen | None] = {}
         self._generation = 0
         self._board: Board | None = None
         self._boards = RemoteBoards((), {})
@@ -176,6 +181,22 @@ class DistantHosts:
         for node in self._nodes:
             self._link.post(node, MarkCall(generation, number))
 
+    def look_around(self) -> None:
+        """Ask all hosts what they see of their workers; `seen` has the answers."""
+        with self._changed:
+            self._questions += 1
+            self._seen = {}
+            for node in self._present:
+                self._link.post(node, LookAround(self._questions))
+
+    def seen(self, deadline: Deadline) -> list[HostSeen]:
+        """What the hosts saw after the latest `look_around`: those that tell it in time."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._present.keys() <= self._seen.keys(), deadline.remaining()
+            )
+            return [seen for seen in self._seen.values() if seen is not None]
+
     def close(self) -> None:
         """Dismiss the hosts, which end what is left of their workers. Idempotent."""
         for node in self._nodes:
@@ -220,12 +241,12 @@ class DistantHosts:
                 self._take_beat(node, generation, beat)
             case OfWorker(rank, since, told) if worker := self._worker(node, rank, since):
                 worker.deliver(told)
-            case WorkerHoldsUp(rank, since, text) if worker := self._worker(node, rank, since):
-                worker.holds_up = f"on host {self._names()[node]}, {text}"
             case WorkerStack(rank, since, text) if worker := self._worker(node, rank, since):
                 worker.show_stack(text)
             case WorkerEnded(rank, since, how, stack) if worker := self._worker(node, rank, since):
                 worker.end(f"{how} on host {self._names()[node]}", stack)
+            case HostSees(number, key, boards):
+                self._take_sight(node, number, key, boards)
 
     def _worker(self, node: int, rank: int, since: int) -> DistantWorker | None:
         """The worker that a host speaks of, unless it was replaced meanwhile."""
@@ -257,6 +278,18 @@ class DistantHosts:
                 return
             self._beats[node] = beat
             self._boards.pass_on(self._beats.values(), board)
+
+    def _take_sight(self, node: int, number: int, key: str, boards: Iterable[BoardSeen]) -> None:
+        with self._changed:
+            if number != self._questions or self._board is None or node not in self._present:
+                return
+            shared = self._board.handle().segment.nonce.hex()
+            beside = {each.key: each for each in boards}
+            there = beside.pop(key, None)
+            name = self._names()[node]
+            seen = None if there is None else HostSeen(name, shared, there, (*beside.values(),))
+            self._seen[node] = seen
+            self._changed.notify_all()
 
     def _summon(self) -> None:
         """Have the absent hosts' processes started, if that is not a launcher's task."""

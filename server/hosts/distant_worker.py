@@ -11,7 +11,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from shm_broadcast import NEVER, Deadline
-from shm_broadcast.board.stacks import STACK_SIGNAL, StackFile
+from shm_broadcast.board.stacks import StackFile
 from shm_broadcast.remote.wake_fd import WakeFd
 
 from ..control.channel import ChannelClosedError
@@ -82,8 +82,6 @@ class DistantWorker:
 
     Attributes:
         pidfd: a descriptor that becomes readable when the worker has ended, or its host is lost.
-        holds_up: that it holds up others, and why, as its host said when its stack was asked for
-            last; ``""``: it did not.
 
     Args:
         rank: its global rank.
@@ -100,7 +98,6 @@ class DistantWorker:
         self._gone = WakeFd()
         self.pidfd = self._gone.fileno()
         self.stack_file = StackFile()
-        self.holds_up = ""
         self._post = post
         self._how = ""
         self._over = threading.Event()
@@ -119,8 +116,6 @@ class DistantWorker:
 
     def signal(self, number: int) -> None:
         """Send SIGTERM, SIGKILL or `STACK_SIGNAL` to the worker, unless it has ended."""
-        if number == STACK_SIGNAL:
-            self.holds_up = ""
         if not self.ended():
             self._post(SignalWorker(self.rank, number))
 

@@ -24,6 +24,7 @@ from coordinator.apart import in_thread
 from coordinator.hosts.remote_boards import compose, decode_beat
 from shm_broadcast import Deadline, GroupTimeoutError, SharedMemoryError, TransportError
 from shm_broadcast.board.stacks import STACK_SIGNAL
+from shm_broadcast.onlooker.own import own_programs
 
 from ..control.cancelled_calls import CancelledCalls
 from ..control.channel import ChannelClosedError
@@ -32,7 +33,6 @@ from ..control.pool_board import create_pool_board
 from ..control.protocol import Ready, Start
 from ..driver.binding import Bound, bound_here
 from ..driver.cores import worker_threads
-from ..driver.held_up_by import holds_up
 from ..driver.limits import telling_limits
 from ..driver.supervisor import Supervisor, Watcher
 from ..errors import HostError, WorkerStartError
@@ -47,13 +47,14 @@ from .link_messages import (
     HostDismissed,
     HostHello,
     HostRefused,
+    HostSees,
+    LookAround,
     MarkCall,
     OfWorker,
     Pulse,
     SignalWorker,
     ToWorker,
     WorkerEnded,
-    WorkerHoldsUp,
     WorkerStack,
 )
 from .meeting_port import find_port
@@ -272,6 +273,8 @@ class HostSupervisor(Watcher):
                     self._show_stack(rank)
                 else:
                     self._workers[rank].signal(number)
+            case LookAround(number):
+                in_thread(lambda: self._look_around(number), "pool-look")
 
     def _assemble(self, told: BeginGeneration) -> None:
         self._end(told.missing)
@@ -342,17 +345,23 @@ class HostSupervisor(Watcher):
 
     def _show_stack(self, rank: int) -> None:
         worker, since = self._workers[rank], self._since[rank]
-        beside, seconds = {**self._workers}, self._pool.config.stack_seconds
+        seconds = self._pool.config.stack_seconds
 
         def show() -> None:
-            why = holds_up(rank, beside)
-            if why:
-                self._link.post(WorkerHoldsUp(rank, since, why))
             found = worker_stacks({rank: worker}, seconds)
             self._link.post(WorkerStack(rank, since, found.get(rank, "")))
 
         if worker.greeted:
             in_thread(show, "pool-stack")
+
+    def _look_around(self, number: int) -> None:
+        with self._boarding:
+            key = "" if self._board is None else self._board.handle().segment.nonce.hex()
+        try:
+            boards = tuple(board for each in own_programs() for board in each.boards)
+        except OSError:  # out of descriptors, say
+            boards = ()
+        self._link.post(HostSees(number, key, boards))
 
     def _leave_board(self) -> None:
         with self._boarding:

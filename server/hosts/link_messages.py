@@ -1,8 +1,8 @@
 """What the head and the other hosts of a pool say to each other, over the link between them.
 
-host -> head    HostHello; then Pulse, OfWorker, WorkerEnded, WorkerHoldsUp, WorkerStack
+host -> head    HostHello; then Pulse, OfWorker, WorkerEnded, WorkerStack, HostSees
 head -> host    HostAdmitted or HostRefused; then Pulse, BeginGeneration, ToWorker, SignalWorker,
-                MarkCall; HostDismissed at the end
+                MarkCall, LookAround; HostDismissed at the end
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 from typing import TypeAlias
 
 import msgspec
+
+from shm_broadcast.onlooker.programs import BoardSeen  # noqa: TC001 - decoded by this type
 
 from ..control.protocol import FromWorker, Resume, Start  # noqa: TC001 - decoded by these types
 from ..pool_config import PoolConfig  # noqa: TC001
@@ -90,9 +92,7 @@ class ToWorker(msgspec.Struct, frozen=True, tag=True):
 
 
 class SignalWorker(msgspec.Struct, frozen=True, tag=True):
-    """Send a worker a signal; `STACK_SIGNAL` asks for a `WorkerStack`, and for a `WorkerHoldsUp`
-    before it.
-    """
+    """Send a worker a signal; `STACK_SIGNAL` asks for a `WorkerStack`."""
 
     rank: int
     number: int
@@ -144,14 +144,6 @@ class WorkerEnded(msgspec.Struct, frozen=True, tag=True):
     stack: str
 
 
-class WorkerHoldsUp(msgspec.Struct, frozen=True, tag=True):
-    """A worker whose stack was asked for holds up others, as its host sees it; says why."""
-
-    rank: int
-    since: int
-    text: str
-
-
 class WorkerStack(msgspec.Struct, frozen=True, tag=True):
     """The stack that was asked for."""
 
@@ -160,7 +152,27 @@ class WorkerStack(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
-FromHost: TypeAlias = HostHello | Pulse | OfWorker | WorkerEnded | WorkerHoldsUp | WorkerStack
+class LookAround(msgspec.Struct, frozen=True, tag=True):
+    """Asks a host for a `HostSees` of the same number."""
+
+    number: int
+
+
+class HostSees(msgspec.Struct, frozen=True, tag=True):
+    """What a host sees of its processes.
+
+    Attributes:
+        number: the question's.
+        key: of the pool's board on that host.
+        boards: all boards of these processes; empty if they cannot be looked at.
+    """
+
+    number: int
+    key: str
+    boards: tuple[BoardSeen, ...]
+
+
+FromHost: TypeAlias = HostHello | Pulse | OfWorker | WorkerEnded | WorkerStack | HostSees
 FromHead: TypeAlias = (
     HostAdmitted
     | HostRefused
@@ -169,5 +181,6 @@ FromHead: TypeAlias = (
     | ToWorker
     | SignalWorker
     | MarkCall
+    | LookAround
     | Pulse
 )

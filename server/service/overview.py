@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from shm_broadcast.onlooker.own import own_verdicts
 from shm_broadcast.onlooker.processes import condition_of
 
 if TYPE_CHECKING:
@@ -13,6 +12,9 @@ if TYPE_CHECKING:
 
     from coordinator.rank_grid import RankGrid
     from shm_broadcast import MemberStatus
+
+    from ..pool import WorkerPool
+    from ..replicas import Replicas
 
 LONGEST_TEXT = 4000
 """Characters of a text that are shown: messages of workers have no limit of their own."""
@@ -43,17 +45,9 @@ def clipped(text: object) -> str:
     return whole if left <= 0 else f"{whole[:LONGEST_TEXT]} ... and {left} characters more"
 
 
-def who_holds_up() -> list[str]:
-    """What `group-coordinator explain` would say of this process's pools, if somebody waits.
-
-    Takes some milliseconds: it looks at all processes of this user.
-    """
-    try:
-        verdicts = own_verdicts()
-    except OSError:  # out of descriptors, say: the rest is needed all the same
-        return []
-    told = [line for each in verdicts if each.held_up for line in each.sentences]
-    return [clipped(line) for line in told[:_SENTENCES]]
+def who_holds_up(pool: WorkerPool | Replicas) -> list[str]:
+    """The first sentences of `WorkerPool.who_holds_up`."""
+    return [clipped(line) for line in pool.who_holds_up()[:_SENTENCES]]
 
 
 def _is_stopped(status: MemberStatus) -> bool:

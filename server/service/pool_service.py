@@ -152,8 +152,10 @@ class PoolService(ABC):
     async def seen(self) -> dict[str, Any]:
         """The status, and who holds up whom where a call takes long."""
         status = self.status()
-        slow = status["oldest_call_seconds"] >= _SLOW_SECONDS
-        return {**status, "verdict": await asyncio.to_thread(who_holds_up) if slow else []}
+        slow, verdict = status["oldest_call_seconds"] >= _SLOW_SECONDS, []
+        if slow and self._watched is not None:
+            verdict = await asyncio.to_thread(who_holds_up, self._watched.pool)
+        return {**status, "verdict": verdict}
 
     @property
     def _reason(self) -> object:

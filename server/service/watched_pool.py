@@ -120,7 +120,7 @@ class WatchedPool:
         while self.failure is None:
             await asyncio.sleep(_WATCH_SECONDS)
             stalls = self._watch.stalled(time.monotonic())
-            self._held_up = await asyncio.to_thread(who_holds_up) if stalls else []
+            self._held_up = await asyncio.to_thread(who_holds_up, self.pool) if stalls else []
             before, stalled = stalled, self.stalled
             if stalled and not before:
                 _log.error("%s", stalled)

@@ -69,8 +69,9 @@ class Party:
 
     @property
     def who(self) -> str:
-        """``"rank 1 (pid 4242)"``."""
-        return f"{self.name} (pid {self.status.pid})" if self.status.pid else self.name
+        """``"rank 1 (pid 4242)"``, or ``"rank 1 (pid 4242 on b)"`` on another host."""
+        host = f" on {self.status.host}" if self.status.host else ""
+        return f"{self.name} (pid {self.status.pid}{host})" if self.status.pid else self.name
 
     @property
     def only_read_from(self) -> bool:
@@ -88,6 +89,11 @@ class Party:
         return self.status.rank, self.status.pid
 
     @property
+    def is_stopped(self) -> bool:
+        """Whether its process is stopped, by a signal or a debugger."""
+        return self.members[0].condition == "stopped"
+
+    @property
     def fault(self) -> str:
         """What is wrong with its process, whatever it waits for; ``""`` if nothing is seen."""
         match self.status.state:
@@ -97,7 +103,7 @@ class Party:
                 return "its process has ended"
             case "closed":
                 return "it has left"
-        if self.members[0].condition == "stopped":
+        if self.is_stopped:
             return "its process is stopped, by a signal or a debugger"
         return ""
 
@@ -118,14 +124,14 @@ class Party:
 
 def parties_of(boards: Sequence[BoardSeen]) -> dict[str, Party]:
     """All that take part, by name: a process once, called as the first of its boards does."""
-    by_pid: dict[int, Party] = {}
+    by_process: dict[tuple[str, int], Party] = {}
     parties: dict[str, Party] = {}
     pools = [board.name for board in boards if board.is_pool]
     for place, board in enumerate(boards, 1):
         here = []
         for member in board.members:
-            pid = member.status.pid
-            party = by_pid.get(pid) if pid else None
+            process = member.status.host, member.status.pid
+            party = by_process.get(process) if member.status.pid else None
             if party is None:
                 name = name_of(member.status.rank)
                 named = board.is_pool and pools.count(board.name) == 1
@@ -134,8 +140,8 @@ def parties_of(boards: Sequence[BoardSeen]) -> dict[str, Party]:
                 while name in parties:  # a queue may call its writer and a reader the same
                     name += "'"
                 party = parties[name] = Party(name, [])
-                if pid:
-                    by_pid[pid] = party
+                if member.status.pid:
+                    by_process[process] = party
             party.members.append(member)
             here.append(party)
         for party, member in zip(here, board.members, strict=True):

@@ -23,12 +23,11 @@ from shm_broadcast.board.outward import (
     read_stacks_descriptor,
     read_waits,
 )
-from shm_broadcast.errors import DRIVER_RANK
+from shm_broadcast.errors import DRIVER_RANK, Failure, MemberStatus
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from shm_broadcast.errors import Failure, MemberStatus
     from shm_broadcast.machine.liveness import ProcessId
     from shm_broadcast.onlooker.processes import ProcessSeen, Scan, SegmentSeen
 

@@ -32,6 +32,7 @@ _STOPPED_ELSEWHERE = (
     "tests/server/test_pool_three_hosts.py"
     "::test_a_stopped_worker_on_another_host_is_named_and_nobody_else"
 )
+_OTHER_HOSTS = "tests/shm_broadcast/test_other_hosts.py::test_a_process_of_another_host"
 _EXCHANGE = "tests/coordinator/test_exchange.py"
 _DECODER = "tests/server/test_decoder_model.py"
 _DIVERGE = "tests/coordinator/test_divergence.py::test_members_that_diverge_are_told"
@@ -604,18 +605,18 @@ MUTANTS = (
         (f"{_HERE}/test_blame.py::test_workers_of_several_pools_are_called_by_their_pools",),
     ),
     Mutant(
-        "O3 who only runs on another host is not to blame",
-        "server/driver/held_up_by.py",
-        "not in {0, *ranks}",
-        "not in ranks",
-        (f"{_STOPPED_ELSEWHERE}[beside another]",),
+        "O3 what other hosts see is asked for",
+        "server/driver/staff.py",
+        "self._seen_elsewhere(deadline)))",
+        "()))",
+        (f"{_STOPPED_ELSEWHERE}[alone]",),
     ),
     Mutant(
-        "O3 of a worker on another host its host says that it is stopped",
-        "server/driver/held_up_by.py",
-        'stopped = condition_of(pid) == "stopped"',
-        "stopped = False",
-        (f"{_STOPPED_ELSEWHERE}[alone]",),
+        "O3 a process on another host is no other one of the same pid",
+        "shm_broadcast/onlooker/parties.py",
+        "process = member.status.host, member.status.pid",
+        'process = "", member.status.pid',
+        (f"{_OTHER_HOSTS}_may_have_the_pid_of_one_here",),
     ),
     Mutant(
         "O4 what is not finished is left out",

@@ -67,6 +67,29 @@ def test_a_rank_that_lags_is_told_from_those_that_wait_for_it(pool: WorkerPool) 
     assert [each.rank for each in error.waiting_for] == [0, 1]
     assert error.held_up_by == (1,)
     assert "holds up others: it waits for no other process; last seen in" in str(error)
+    told = pool.who_holds_up()
+    assert told[0].startswith(f"Rank 1 (pid {error.waiting_for[1].pid}) holds up others")
+    waits = f"  Rank 0 (pid {error.waiting_for[0].pid}) waits for rank 1 in"
+    assert sum(line.startswith(waits) for line in told) == 1
+
+
+def test_where_nobody_waits_nothing_is_told(pool: WorkerPool) -> None:
+    assert pool.call("echo", 1) == 1
+    assert pool.who_holds_up() == []
+    pool.shutdown()
+    assert pool.who_holds_up() == []
+
+
+def test_a_worker_that_is_stopped_alone_is_said_to_be() -> None:
+    with WorkerPool(Worker) as alone:
+        pid = alone.status()[0].pid
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            error = late_error(alone, "total", 1.0)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+    assert error.held_up_by == (0,)
+    assert "holds up others: its process is stopped, by a signal or a debugger" in str(error)
 
 
 def test_ranks_that_wait_for_each_other_are_told_as_such(pool: WorkerPool) -> None:

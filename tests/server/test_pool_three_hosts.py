@@ -10,7 +10,7 @@ import pytest
 
 from server.errors import CallTimeoutError
 from tests.coordinator.hosts import NAMES
-from tests.netns import hosts_on_a_switch
+from tests.netns import hosts_on_a_switch, two_hosts
 from tests.patience import PATIENCE_SECONDS, until
 from tests.ranks import run_ranks
 from tests.server.over_hosts import over_hosts
@@ -74,22 +74,60 @@ def has_one_stopped(pool: WorkerPool, rank: int) -> tuple[str, tuple[int, ...], 
     return str(caught.value), caught.value.held_up_by, pid, after
 
 
-@pytest.mark.parametrize(
-    ("tp", "rank", "says"),
-    [
-        (6, 4, "rank 4 (pid {pid}) holds up others: its process is stopped, by a signal"),
-        (3, 2, "rank 2 (pid {pid}) is stopped, by a signal or a debugger"),
-    ],
-    ids=["beside another", "alone"],
-)
+@pytest.mark.parametrize(("tp", "rank"), [(6, 4), (3, 2)], ids=["beside another", "alone"])
 def test_a_stopped_worker_on_another_host_is_named_and_nobody_else(
-    tp: int, rank: int, says: str, tmp_path: Path
+    tp: int, rank: int, tmp_path: Path
 ) -> None:
     with hosts_on_a_switch(3) as hosts:
         (text, culprits, pid, after), *_ = run_ranks(
             3, over_three, str(tmp_path), hosts, has_one_stopped, (rank,), {"tp": tp}
         )
-    assert f"(on host {NAMES[2]}, {says.format(pid=pid)}" in text
-    assert text.count("holds up others") <= 1
+    why = "its process is stopped, by a signal or a debugger"
+    assert f"(rank {rank} (pid {pid} on {NAMES[2]}) holds up others: {why}; last seen" in text
+    assert text.count("holds up others") == 1
     assert culprits == (rank,)
     assert after == [float(tp)] * tp
+
+
+def is_late(pool: WorkerPool, method: str, *args: Any) -> tuple[str, Any, list[str], list[int]]:
+    pids = pids_of(pool)
+    error = pool.submit(method, *args, timeout=2.0).exception()
+    assert isinstance(error, CallTimeoutError)
+    told = pool.who_holds_up()
+    pool.shutdown(0.2)
+    return str(error), error.held_up_by, told, pids
+
+
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        (("hang_in_group", 1), "it waits for no other process"),
+        (("skip_group", 1), "it takes no part, and waits for the next message of the driver"),
+    ],
+    ids=["sleeps", "has answered"],
+)
+def test_a_worker_alone_on_its_host_that_others_wait_for_is_named(
+    call: tuple[str, int], why: str, tmp_path: Path
+) -> None:
+    with hosts_on_a_switch(3) as hosts:
+        (text, culprits, told, pids), *_ = run_ranks(
+            3, over_three, str(tmp_path), hosts, is_late, call, {"tp": 3}
+        )
+    assert f"(rank 1 (pid {pids[1]} on {NAMES[1]}) holds up others: {why}; last seen in" in text
+    assert text.count("holds up others") == 1
+    assert culprits == (1,)
+    assert told[0].startswith(f"Rank 1 (pid {pids[1]} on {NAMES[1]}) holds up others: {why}")
+    waits = [line.split(" in ")[0] for line in told if line.startswith("  Rank")]
+    assert f"  Rank 0 (pid {pids[0]}) waits for rank 1" in waits
+    assert f"  Rank 2 (pid {pids[2]} on {NAMES[2]}) waits for rank 1" in waits
+
+
+def test_workers_that_wait_for_each_other_over_hosts_are_named_as_such(tmp_path: Path) -> None:
+    with two_hosts("IPv4") as hosts:
+        (text, culprits, told, pids), *_ = run_ranks(
+            2, over_hosts, str(tmp_path), hosts, is_late, ("cross",), {"tp": 2}
+        )
+    first, second = f"rank 0 (pid {pids[0]})", f"rank 1 (pid {pids[1]} on {NAMES[1]})"
+    assert f"({first} and {second} wait for each other)" in text
+    assert culprits == (0, 1)
+    assert told[-1] == "All of them receive, and none has sent."

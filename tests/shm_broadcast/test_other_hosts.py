@@ -1,0 +1,88 @@
+"""What several hosts see of one program, joined, by boards that are made up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shm_broadcast import DRIVER_RANK
+from shm_broadcast.board.outward import Wait
+from shm_broadcast.errors import MemberStatus
+from shm_broadcast.onlooker.blame import Verdict, judge
+from shm_broadcast.onlooker.other_hosts import HostSeen, joined
+from shm_broadcast.onlooker.programs import BoardSeen, MemberSeen, Program
+
+ABSENT = MemberSeen(MemberStatus(0, 0, "absent"), "", "", 0, (), None)
+
+
+def member(rank: int, pid: int, *waits: int, verb: str = "tp all_reduce") -> MemberSeen:
+    return MemberSeen(
+        MemberStatus(rank, pid, "busy", verb, 7, 3.0),
+        *("", "sleeping", 0),
+        (Wait(verb, 2.0, waits, len(waits)),) if waits else (),
+        None,
+    )
+
+
+def board(key: str, n: int, *members: MemberSeen) -> BoardSeen:
+    """A pool's, of so many workers and the driver; who is not given is absent."""
+    ranks = [*range(n), DRIVER_RANK]
+    given = {each.status.rank: each for each in members}
+    absent = [replace(ABSENT, status=replace(ABSENT.status, rank=rank)) for rank in ranks]
+    called = zip(ranks, absent, strict=True)
+    return BoardSeen(key, tuple(given.get(rank, other) for rank, other in called), None, (), key)
+
+
+def verdict(here: BoardSeen, *elsewhere: HostSeen) -> Verdict:
+    return judge(joined(Program(1, "", (here,), (), 0), elsewhere))
+
+
+def test_who_waits_for_whom_is_seen_over_hosts() -> None:
+    """Rank 0 waits for rank 1 on b, which waits for rank 2 on c."""
+    here = board("here", 3, member(0, 100, 1), member(DRIVER_RANK, 99))
+    b = HostSeen("b", "here", board("at b", 3, member(1, 101, 2)), ())
+    c = HostSeen("c", "here", board("at c", 3, member(2, 102)), ())
+    assert verdict(here, b, c).sentences == (
+        "Rank 2 (pid 102 on c) holds up others: it waits for no other process; "
+        "last seen in tp all_reduce #7, 3.0 s ago.",
+        "  Rank 1 (pid 101 on b) waits for rank 2 in tp all_reduce #7, for 2.0 s.",
+        "  Rank 0 (pid 100) waits for rank 1 in tp all_reduce #7, for 2.0 s.",
+    )
+    assert verdict(here, c).sentences[0] == (
+        "Rank 1 holds up others: it has not joined, or runs on another host."
+    )
+
+
+def test_a_process_of_another_host_may_have_the_pid_of_one_here() -> None:
+    here = board("here", 2, member(0, 100, 1), member(DRIVER_RANK, 99))
+    b = HostSeen("b", "here", board("at b", 2, member(1, 100)), ())
+    (culprit,) = verdict(here, b).culprits
+    assert culprit.who == "rank 1 (pid 100 on b)"
+
+
+def test_the_driver_is_the_one_here_and_no_supervisor_of_another_host() -> None:
+    here = board("here", 2, member(0, 100, 1), member(DRIVER_RANK, 99))
+    waits = member(1, 101, 2, verb="dequeue")
+    b = HostSeen("b", "here", board("at b", 2, waits, member(DRIVER_RANK, 98, 0)), ())
+    assert verdict(here, b).sentences[0] == (
+        "Rank 1 (pid 101 on b) holds up others: it takes no part, and waits for the next message "
+        "of the driver; last seen in dequeue #7, 3.0 s ago."
+    )
+
+
+def test_a_process_of_another_host_is_the_same_on_all_boards_there() -> None:
+    """Rank 1 waits for its own helper there, so it is not to blame."""
+    here = board("here", 2, member(0, 100, 1), member(DRIVER_RANK, 99))
+    helped = BoardSeen("", (member(0, 101, 1, verb="kv recv"), member(1, 300)), None, (), "more")
+    b = HostSeen("b", "here", board("at b", 2, member(1, 101)), (helped,))
+    assert verdict(here, b).sentences[:2] == (
+        "Rank 1 of board 2 (pid 300 on b) holds up others: it waits for no other process; "
+        "last seen in tp all_reduce #7, 3.0 s ago.",
+        "  Rank 1 (pid 101 on b) waits for rank 1 of board 2 in kv recv #7, for 2.0 s.",
+    )
+
+
+def test_what_is_said_of_another_board_is_left_out() -> None:
+    here = board("here", 2, member(0, 100, 1))
+    b = HostSeen("b", "another", board("at b", 2, member(1, 101)), ())
+    more = HostSeen("b", "here", board("at b", 3, member(1, 101)), ())
+    assert verdict(here, b, more).sentences == verdict(here).sentences
