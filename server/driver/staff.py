@@ -11,8 +11,7 @@ from shm_broadcast import Deadline, GroupTimeoutError
 
 from ..control.meeting import WorkerMeeting
 from ..errors import WorkerStartError
-from ..launchers.local import end, launch
-from ..launchers.worker_handle import worker_stacks
+from ..launchers.local import end, launch, worker_stacks
 from .held_up_by import Sight, held_up_by, verdicts
 from .roll_call import RollCall
 from .supervisor import Supervisor, Watcher

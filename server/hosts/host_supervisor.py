@@ -36,8 +36,7 @@ from ..driver.cores import worker_threads
 from ..driver.limits import telling_limits
 from ..driver.supervisor import Supervisor, Watcher
 from ..errors import HostError, WorkerStartError
-from ..launchers.local import end, launch
-from ..launchers.worker_handle import worker_stacks
+from ..launchers.local import end, launch, worker_stacks
 from .host_facts import facts_here
 from .host_link import HostLink
 from .link_messages import (

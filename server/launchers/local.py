@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from shm_broadcast import Deadline, GroupTimeoutError
-from shm_broadcast.board.stacks import StackFile
+from shm_broadcast.board.stacks import STACK_SIGNAL, StackFile, read_stacks
 from shm_broadcast.deadline import milliseconds
 from shm_broadcast.machine.liveness import is_ending
 from shm_broadcast.machine.memory_kills import memory_kills
@@ -248,6 +248,14 @@ def _spawn(environment: Mapping[str, str], inherited: Sequence[int]) -> ChildPro
     )
     spawned.returncode = 0  # it is waited for by its pid
     return ChildProcess(spawned.pid)
+
+
+def worker_stacks(workers: Mapping[int, WorkerHandle], seconds: float) -> dict[int, str]:
+    """The Python stacks of workers whose `Hello` has come, by rank: those that come in time."""
+    files = {rank: worker.stack_file for rank, worker in workers.items()}
+    here = {rank: each.pid for rank, each in workers.items() if isinstance(each, LocalWorker)}
+    deadline = Deadline.after(seconds)
+    return read_stacks(files, here, lambda rank: workers[rank].signal(STACK_SIGNAL), deadline)
 
 
 def end(workers: Sequence[WorkerHandle], stop_seconds: float, kill_seconds: float) -> None:

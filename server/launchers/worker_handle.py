@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from shm_broadcast import Deadline
-from shm_broadcast.board.stacks import STACK_SIGNAL, read_stacks
-
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
+    from shm_broadcast import Deadline
     from shm_broadcast.board.stacks import StackFile
 
     from ..control.protocol import FromWorker, Resume, Start
@@ -75,10 +71,3 @@ class WorkerHandle(Protocol):
 
     def close(self) -> None:
         """Close all descriptors, after `bury`; idempotent, from any thread."""
-
-
-def worker_stacks(workers: Mapping[int, WorkerHandle], seconds: float) -> dict[int, str]:
-    """The Python stacks of workers whose `Hello` has come, by rank: those that come in time."""
-    files = {rank: worker.stack_file for rank, worker in workers.items()}
-    deadline = Deadline.after(seconds)
-    return read_stacks(files, lambda rank: workers[rank].signal(STACK_SIGNAL), deadline)

@@ -16,10 +16,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
+from shm_broadcast.machine.liveness import stat_fields
 from shm_broadcast.machine.system_calls import system_call
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from shm_broadcast.deadline import Deadline
 
@@ -27,6 +28,8 @@ STACK_SIGNAL: Final = signal.SIGRTMIN + 10
 
 _LABEL: Final = "group-stacks"
 _LOOK_SECONDS: Final = 0.01
+_WRITING_NS: Final = 1_000_000
+"""A process that has run for so long and written nothing has written all."""
 
 _written_to: Final[dict[int, int]] = {}
 """The one registry of this module: the descriptor that a process writes its stacks to, by pid: a
@@ -117,27 +120,58 @@ class StackFile:
             os.close(descriptor)
 
 
+class _Writing:
+    """How far a process has come with its stack, whose end nothing marks."""
+
+    def __init__(self, file: StackFile, pid: int | None) -> None:
+        self._file, self._pid = file, pid
+        self._size = self._ran = 0
+
+    def is_over(self) -> bool:
+        """Whether the file has not grown since the last look that found it longer, although the
+        process could have written: it sleeps, or has run meanwhile.
+        """
+        size, ran = os.fstat(self._file.fd).st_size, _ran_for(self._pid)
+        if size != self._size:
+            self._size, self._ran = size, ran or 0
+            return False
+        return bool(size) and (ran is None or ran - self._ran > _WRITING_NS)
+
+
+def _ran_for(pid: int | None) -> int | None:
+    """For how many ns the main thread of a process has run; None if it does not want to, or if
+    that cannot be seen.
+    """
+    try:
+        if pid is None or stat_fields(Path(f"/proc/{pid}/stat").read_bytes())[0] != b"R":
+            return None
+        return int(Path(f"/proc/{pid}/schedstat").read_bytes().split()[0])
+    except OSError:
+        return None
+
+
 def read_stacks(
-    files: dict[int, StackFile], ask: Callable[[int], None], deadline: Deadline
+    files: Mapping[int, StackFile],
+    pids: Mapping[int, int],
+    ask: Callable[[int], None],
+    deadline: Deadline,
 ) -> dict[int, str]:
     """Ask processes for their stacks; return those that are written before the deadline.
 
     Args:
         files: each process's file, by its rank or pid.
+        pids: of those of them that run on this host, likewise.
         ask: sends `STACK_SIGNAL` to the process with that rank or pid.
         deadline: when to return without the missing ones.
     """
     for rank, file in files.items():
         file.clear()
         ask(rank)
-    # Nothing marks a stack's end: it is complete when its file has stopped growing.
-    sizes = dict.fromkeys(files, 0)
-    while not deadline.expired:
+    writing = [_Writing(file, pids.get(rank)) for rank, file in files.items()]
+    while writing and not deadline.expired:
         time.sleep(deadline.remaining(at_most=_LOOK_SECONDS))
-        before, sizes = sizes, {rank: os.fstat(file.fd).st_size for rank, file in files.items()}
-        if before == sizes and all(sizes.values()):
-            break
-    found = {rank: file.read() for rank, file in files.items() if sizes[rank]}
+        writing = [each for each in writing if not each.is_over()]
+    found = {rank: file.read() for rank, file in files.items()}
     for file in files.values():
         file.clear()  # what is in it when the process ends tells why
-    return found
+    return {rank: stack for rank, stack in found.items() if stack}

@@ -49,6 +49,6 @@ def stacks_of(parties: Iterable[Party], deadline: Deadline) -> dict[str, str]:
                 signal.pidfd_send_signal(pidfds[pid], STACK_SIGNAL)
 
         told |= dict.fromkeys(names.values(), "it did not answer in time")
-        stacks = read_stacks(files, ask, deadline)
+        stacks = read_stacks(files, {pid: pid for pid in files}, ask, deadline)
         told |= {names[pid]: stack.rstrip() for pid, stack in stacks.items()}
     return told

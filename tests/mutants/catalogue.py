@@ -612,6 +612,16 @@ MUTANTS = (
         (f"{_STOPPED_ELSEWHERE}[alone]",),
     ),
     Mutant(
+        "O3 a stack comes whole from a process that had no core meanwhile",
+        "shm_broadcast/board/stacks.py",
+        "(ran is None or ran - self._ran > _WRITING_NS)",
+        "True",
+        (
+            "tests/shm_broadcast/test_onlooker.py"
+            "::test_a_stack_is_whole_when_its_process_has_run_and_written_no_more",
+        ),
+    ),
+    Mutant(
         "O3 a process on another host is no other one of the same pid",
         "shm_broadcast/onlooker/parties.py",
         "process = member.status.host, member.status.pid",

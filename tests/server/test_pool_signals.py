@@ -20,7 +20,7 @@ from server.calls.lateness import Lateness
 from server.calls.ledger import Ledger
 from server.driver.supervisor import Supervisor
 from server.errors import CallDivergedError, PoolClosedError, WorkerError
-from server.launchers import worker_handle
+from server.launchers import local
 from server.launchers.fork_servers import ChildProcess
 from server.launchers.local import LocalWorker
 from server.pool import WorkerPool
@@ -404,7 +404,7 @@ def test_a_signal_handler_may_shut_the_pool_down_while_a_late_calls_stacks_are_r
     pool.call("echo")
     os.kill(pool.status()[0].pid, signal.SIGSTOP)  # it shows no stack, which is waited for
     on_alarm_shut_down(pool)
-    monkeypatch.setattr(worker_handle, "read_stacks", raising_the_alarm(read_stacks))
+    monkeypatch.setattr(local, "read_stacks", raising_the_alarm(read_stacks))
     with pytest.raises(ShutDownError):
         call(pool)
     with pytest.raises(PoolClosedError):

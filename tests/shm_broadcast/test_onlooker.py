@@ -13,8 +13,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from shm_broadcast import DRIVER_RANK, Board, Deadline, GroupTimeoutError, MessageQueue, layout
+from shm_broadcast.board import stacks
 from shm_broadcast.board.outward import Outward, Wait, read_place, read_waits
-from shm_broadcast.board.stacks import STACK_SIGNAL, StackFile, catches, write_stacks_when_asked
+from shm_broadcast.board.stacks import (
+    STACK_SIGNAL,
+    StackFile,
+    catches,
+    read_stacks,
+    write_stacks_when_asked,
+)
 from shm_broadcast.onlooker.ask import stacks_of
 from shm_broadcast.onlooker.parties import Party
 from shm_broadcast.onlooker.processes import scan
@@ -26,7 +33,7 @@ from shm_broadcast.onlooker.programs import (
 from shm_broadcast.segment import Segment
 from tests.commands import run_code, waiting
 from tests.forked import in_a_child
-from tests.patience import until
+from tests.patience import PATIENCE_SECONDS, until
 from tests.shm_broadcast.queues import Running
 
 if TYPE_CHECKING:
@@ -234,6 +241,31 @@ def test_a_busy_process_may_be_asked_again_and_again() -> None:
                 assert process.poll() is None
         finally:
             process.kill()
+
+
+def test_a_stack_is_whole_when_its_process_has_run_and_written_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Halfway it loses its core; what looks at its file sees nothing new, four times."""
+    ran = [7, 7, 7, 400_007, 2_000_007, 2_000_007, 3_500_007]
+    file = StackFile()
+
+    def ran_for(pid: int | None) -> int:
+        assert pid == 4242
+        now = ran.pop(0)
+        if now == 400_007:
+            os.write(file.fd, b" the second")
+        return now
+
+    monkeypatch.setattr(stacks, "_ran_for", ran_for)
+    found = read_stacks(
+        *({0: file}, {0: 4242}),
+        lambda _: bool(os.write(file.fd, b"The first half,")),
+        Deadline.after(PATIENCE_SECONDS),
+    )
+    assert found == {0: "The first half, the second"}
+    assert ran == []
+    file.close()
 
 
 def test_who_does_not_catch_the_signal_does_not_get_it() -> None:
