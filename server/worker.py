@@ -11,6 +11,7 @@ driver tells it to join new ones: the next generation.
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import pickle
 import socket
@@ -129,11 +130,19 @@ def main(control: int, seat: int, stacks: int) -> None:
 
 
 def _tell_what_runs_on() -> None:
-    """Python waits for all threads but daemons before it ends a process, and so does the driver."""
+    """Before it ends a process Python waits for its threads, and `multiprocessing`'s processes,
+    that are no daemons, and so does the driver.
+    """
     main = threading.main_thread()
-    others = [each.name for each in threading.enumerate() if not each.daemon and each is not main]
-    if others:
-        sys.stderr.write(f"this worker has no more calls, and ends with its threads: {others}\n")
+    runs_on = {
+        "threads": [each for each in threading.enumerate() if each is not main],
+        "processes": multiprocessing.active_children(),
+    }
+    for kind, each in runs_on.items():
+        others = [one.name for one in each if not one.daemon]
+        if others:
+            told = f"this worker has no more calls, and ends with its {kind}: {others}\n"
+            sys.stderr.write(told)
 
 
 def _end_child(error: BaseException | None) -> NoReturn:

@@ -176,9 +176,9 @@ def main(what: str, argument: str = "", start_by: str = "fork") -> None:
         time.sleep(600)
     elif what == "fork":
         fork(argument.split(","))
-    elif what == "thread":
+    elif what == "outlasting":
         with WorkerPool(Worker) as pool:
-            pool.call("start_thread", 1.5)
+            pool.call("start", argument, 1.5)
     elif what == "main":
         with WorkerPool(Here) as pool:
             say([pool.call("where")[1], len(pool.call("kind"))])

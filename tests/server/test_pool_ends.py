@@ -181,14 +181,14 @@ def test_a_forked_child_that_outlives_the_driver_keeps_no_worker(drivers: list[D
     assert runs(child)
 
 
-def test_a_worker_that_a_thread_keeps_says_so(drivers: list[Driver]) -> None:
-    driver = Driver("thread")
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_a_worker_that_what_it_has_started_keeps_says_so(drivers: list[Driver], kind: str) -> None:
+    driver = Driver("outlasting", kind)
     drivers.append(driver)
     status, errors = driver.end()
     assert status == 0
-    assert errors == (
-        "[rank 0] this worker has no more calls, and ends with its threads: ['writes a snapshot']\n"
-    )
+    told = f"this worker has no more calls, and ends with its {kind}: ['writes a snapshot']"
+    assert errors == f"[rank 0] {told}\n"
 
 
 @pytest.mark.parametrize(("tp", "start"), [("2", "fork"), ("1", "spawn")])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import importlib
+import multiprocessing
 import os
 import random
 import re
@@ -380,8 +381,11 @@ class Worker:
         if self.rank in ranks:
             os.abort()
 
-    def start_thread(self, seconds: float) -> None:
-        threading.Thread(target=time.sleep, args=(seconds,), name="writes a snapshot").start()
+    def start(self, kind: str, seconds: float) -> None:
+        """Start a thread, or a process of `multiprocessing`, that is no daemon."""
+        process = multiprocessing.get_context("fork").Process
+        make = threading.Thread if kind == "threads" else process
+        make(target=time.sleep, args=(seconds,), name="writes a snapshot").start()
 
     def start_child(self) -> int:
         return subprocess.Popen(["sleep", "600"]).pid
