@@ -133,16 +133,14 @@ def _tell_what_runs_on() -> None:
     """Before it ends a process Python waits for its threads, and `multiprocessing`'s processes,
     that are no daemons, and so does the driver.
     """
-    main = threading.main_thread()
+    threads = [each for each in threading.enumerate() if each is not threading.main_thread()]
     runs_on = {
-        "threads": [each for each in threading.enumerate() if each is not main],
-        "processes": multiprocessing.active_children(),
+        "threads": [each.name for each in threads if not each.daemon],
+        "processes": [each.name for each in multiprocessing.active_children() if not each.daemon],
     }
-    for kind, each in runs_on.items():
-        others = [one.name for one in each if not one.daemon]
-        if others:
-            told = f"this worker has no more calls, and ends with its {kind}: {others}\n"
-            sys.stderr.write(told)
+    for kind, names in runs_on.items():
+        if names:
+            sys.stderr.write(f"this worker has no more calls, and ends with its {kind}: {names}\n")
 
 
 def _end_child(error: BaseException | None) -> NoReturn:

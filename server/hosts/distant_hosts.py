@@ -78,7 +78,8 @@ class DistantHosts:
         self._refusal: HostError | None = None
         self._workers: dict[int, DistantWorker] = {}
         self._questions = 0
-        self._seen: dict[int, HostSeen | None] = {}
+        self._asked: set[int] = set()
+        self._seen: list[HostSeen] = []
         self._generation = 0
         self._board: Board | None = None
         self._boards = RemoteBoards((), {})
@@ -185,17 +186,16 @@ class DistantHosts:
         """Ask all hosts what they see of their workers; `seen` has the answers."""
         with self._changed:
             self._questions += 1
-            self._seen = {}
-            for node in self._present:
+            self._seen = []
+            self._asked = set() if self._board is None else {*self._present}
+            for node in self._asked:
                 self._link.post(node, LookAround(self._questions))
 
     def seen(self, deadline: Deadline) -> list[HostSeen]:
         """What the hosts saw after the latest `look_around`: those that tell it in time."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._present.keys() <= self._seen.keys(), deadline.remaining()
-            )
-            return [seen for seen in self._seen.values() if seen is not None]
+            self._changed.wait_for(lambda: not self._asked, deadline.remaining())
+            return list(self._seen)
 
     def close(self) -> None:
         """Dismiss the hosts, which end what is left of their workers. Idempotent."""
@@ -259,6 +259,8 @@ class DistantHosts:
         _log.error("%s", why)
         with self._changed:
             self._present.pop(node, None)
+            self._asked.discard(node)
+            self._changed.notify_all()
         for rank in self._plan.ranks_of(node):
             if rank in self._workers:
                 self._workers[rank].end(why)
@@ -281,14 +283,14 @@ class DistantHosts:
 
     def _take_sight(self, node: int, number: int, key: str, boards: Iterable[BoardSeen]) -> None:
         with self._changed:
-            if number != self._questions or self._board is None or node not in self._present:
+            if number != self._questions or node not in self._asked:
                 return
-            shared = self._board.handle().segment.nonce.hex()
             beside = {each.key: each for each in boards}
             there = beside.pop(key, None)
-            name = self._names()[node]
-            seen = None if there is None else HostSeen(name, shared, there, (*beside.values(),))
-            self._seen[node] = seen
+            if self._board is not None and there is not None:
+                shared, name = self._board.handle().segment.nonce.hex(), self._names()[node]
+                self._seen.append(HostSeen(name, shared, there, tuple(beside.values())))
+            self._asked.discard(node)
             self._changed.notify_all()
 
     def _summon(self) -> None:

@@ -12,6 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from coordinator.rank_grid import RankGrid
+from server.control.pool_board import create_pool_board
 from server.control.protocol import Hello
 from server.driver.pool_plan import PoolPlan
 from server.errors import HostError
@@ -21,6 +22,7 @@ from server.hosts.link_messages import (
     HostAdmitted,
     HostHello,
     HostRefused,
+    HostSees,
     OfWorker,
     WorkerEnded,
     WorkerStack,
@@ -30,6 +32,7 @@ from server.pool import WorkerPool
 from server.pool_config import PoolConfig
 from shm_broadcast import NEVER, Deadline
 from shm_broadcast.board.stacks import StackFile
+from shm_broadcast.onlooker.programs import BoardSeen
 from tests.patience import PATIENCE_SECONDS
 from tests.server.workers import Worker
 
@@ -168,3 +171,25 @@ def test_what_is_said_of_a_worker_is_not_taken_for_its_replacements(head: Distan
     assert second.bury() == "killed by SIGKILL on host other"
     first.close()
     second.close()
+
+
+def test_hosts_are_asked_what_they_see_and_one_that_ends_is_not_waited_for(
+    head: DistantHosts,
+) -> None:
+    assert isinstance(head.admit(OTHER), HostAdmitted)
+    deadline = Deadline.after(PATIENCE_SECONDS)
+    there = BoardSeen("", (), None, (), "at other")
+    with create_pool_board(2, 1, "") as board:
+        head.begin(1, board)
+        head.look_around()
+        head.on_message(1, HostSees(0, "at other", (there,)))  # of a question before
+        head.on_message(1, HostSees(1, "at other", (there,)))
+        (seen,) = head.seen(deadline)
+        assert (seen.host, seen.there, seen.beside) == ("other", there, ())
+        head.look_around()
+        head.on_lost(1, "it has ended")
+        assert head.seen(deadline) == []
+        head.leave(1)
+        head.look_around()
+        assert head.seen(deadline) == []
+    assert not deadline.expired
