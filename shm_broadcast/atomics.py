@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import struct
 import time
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from shm_broadcast.extension import extension_of
 from shm_broadcast.layout import (
@@ -49,77 +49,13 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
+    from shm_broadcast._native import Words
+
 native: ModuleType | None = extension_of("shm_broadcast")
 
 POLL_SECONDS = 0.0005
 
 _ENTRY = struct.Struct(ENTRY_FORMAT)
-
-
-class WordsLike(Protocol):
-    """What both implementations offer; offsets are bytes, aligned to the word's width."""
-
-    def load32(self, offset: int, /) -> int:
-        """Acquire load."""
-
-    def load64(self, offset: int, /) -> int:
-        """Acquire load."""
-
-    def store32(self, offset: int, value: int, /) -> None:
-        """Release store."""
-
-    def store64(self, offset: int, value: int, /) -> None:
-        """Release store."""
-
-    def add32(self, offset: int, value: int, /) -> int:
-        """Atomic add with a full fence; returns the value before."""
-
-    def compare_and_swap32(self, offset: int, expected: int, desired: int, /) -> bool:
-        """Store ``desired`` if the word holds ``expected``; whether it did."""
-
-    def ring(self, doorbell: int, /) -> None:
-        """Full fence, then wake whoever sleeps on the doorbell."""
-
-    def sleep_on(self, doorbell: int, seen: int, seconds: float, /) -> None:
-        """Sleep at most ``seconds`` while the doorbell holds ``seen``; may return early."""
-
-    def spin64(self, offset: int, seen: int, spin_ns: int, /) -> bool:
-        """Wait at most ``spin_ns`` for the word to differ from ``seen``; whether it does."""
-
-    def write(self, offset: int, buffer: Buffer, /) -> None:
-        """Copy all of ``buffer`` to ``offset``."""
-
-    def read_into(self, offset: int, buffer: Buffer, /) -> None:
-        """Fill all of ``buffer`` from ``offset``."""
-
-    def stamp(
-        self,
-        slot: int,
-        state: int,
-        operation: str,
-        history: int = 0,
-        group: str = "",
-        verb: int = 0,
-        size: int = 0,
-        number: int = 0,
-        peer: int = NO_PEER,
-        dtype: int = 0,
-        /,
-    ) -> int:
-        """Note that an operation begins: in the member slot at ``slot``, and in the history.
-
-        Returns:
-            Its number among the member's operations.
-        """
-
-    def leave(self, history: int, sequence: int, outcome: int, size: int, number: int, /) -> None:
-        """Note in the history how operation ``sequence`` ended, unless that stands there."""
-
-    def progress(self, slot: int, state: int, /) -> None:
-        """Note the current time and ``state`` in the member slot at ``slot``."""
-
-    def fence(self) -> None:
-        """Full memory fence."""
 
 
 class PythonWords:
@@ -268,6 +204,10 @@ def _index(offset: int, width: int) -> int:
     if offset < 0 or offset % width:
         raise ValueError(f"offset {offset} is not aligned to {width}")
     return offset // width
+
+
+WordsLike: TypeAlias = "PythonWords | Words"
+"""What both offer, as ``native/words.c`` says; offsets are bytes, aligned to the word's width."""
 
 
 def make_words(buffer: Buffer) -> WordsLike:
