@@ -31,7 +31,7 @@ import threading
 import time
 import weakref
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from shm_broadcast.errors import SharedMemoryError
 from shm_broadcast.layout import SEGMENT_NONCE_BYTES
@@ -40,12 +40,11 @@ from shm_broadcast.ring.recycling import size_class
 from shm_broadcast.segment import Segment, SegmentHandle
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import numpy as np
     from numpy.typing import NDArray
 
     from shm_broadcast.atomics import WordsLike
+    from shm_broadcast.ring.writer import RingWriter
 
 PLACED_BYTES: Final = 1 << 20
 """Buffers of this size and more are placed in blocks."""
@@ -65,35 +64,11 @@ _LOOK_SECONDS: Final = (0.01, 1.0)
 """Between two looks whether a block is still to be mapped: at first, and at most."""
 
 
-class Readers(Protocol):
-    """What a `BlockWriter` asks about its readers, who are numbered 0, 1, ...; see `RingWriter`."""
-
-    @property
-    def readers(self) -> Sequence[int]:
-        """The readers' member numbers on the board, in reader order."""
-
-    @property
-    def published(self) -> int:
-        """The position in the ring at which the next message begins."""
-
-    def has_left(self, reader: int) -> bool:
-        """Whether reader number ``reader`` has left the queue."""
-
-    def joined_at(self, reader: int) -> int:
-        """The position from which on reader number ``reader`` takes messages."""
-
-    def attends(self, reader: int) -> bool:
-        """Whether reader number ``reader`` has joined and has neither ended nor left its board."""
-
-    def runs(self, reader: int, pid: int) -> bool:
-        """Whether process ``pid`` is reader number ``reader`` and still runs."""
-
-
 class BlockWriter:
     """Allocates, fills and reuses blocks at the writer."""
 
-    def __init__(self, readers: Readers, limit: int) -> None:
-        """Keep blocks of at most ``limit`` bytes in total."""
+    def __init__(self, readers: RingWriter, limit: int) -> None:
+        """Keep blocks of at most ``limit`` bytes in total; the ring knows its ``readers``."""
         self._readers = readers
         self._n_readers = len(readers.readers)
         self._limit = limit
