@@ -40,22 +40,6 @@ class Stage(PipelineEnd):
         """Whether nothing comes after this stage."""
         return self.pp.is_last_rank
 
-    @overload
-    def recv_forward(
-        self,
-        input_tensor_shape: Shapes | None = ...,
-        prev_rank: int | None = ...,
-        dtype: torch.dtype | None = ...,
-        **how: Unpack[Later],
-    ) -> Work[Any]: ...
-    @overload
-    def recv_forward(
-        self,
-        input_tensor_shape: Shapes | None = ...,
-        prev_rank: int | None = ...,
-        dtype: torch.dtype | None = ...,
-        **how: Unpack[Maybe],
-    ) -> Any: ...
     def recv_forward(
         self,
         input_tensor_shape: Shapes | None = None,
@@ -71,22 +55,6 @@ class Stage(PipelineEnd):
             **options,
         )
 
-    @overload
-    def recv_backward(
-        self,
-        output_grad_shape: Shapes | None = ...,
-        next_rank: int | None = ...,
-        dtype: torch.dtype | None = ...,
-        **how: Unpack[Later],
-    ) -> Work[Any]: ...
-    @overload
-    def recv_backward(
-        self,
-        output_grad_shape: Shapes | None = ...,
-        next_rank: int | None = ...,
-        dtype: torch.dtype | None = ...,
-        **how: Unpack[Maybe],
-    ) -> Any: ...
     def recv_backward(
         self,
         output_grad_shape: Shapes | None = None,
@@ -187,28 +155,6 @@ class Stage(PipelineEnd):
             **options,
         )
 
-    @overload
-    def send_forward_recv_backward(
-        self,
-        output_tensor: Any,
-        output_grad_shape: Shapes | None = ...,
-        recv_next: bool = ...,
-        next_rank: int | None = ...,
-        dtype: torch.dtype | None = ...,
-        scatter_gather_tensors: bool | None = ...,
-        **how: Unpack[Later],
-    ) -> Work[Any]: ...
-    @overload
-    def send_forward_recv_backward(
-        self,
-        output_tensor: Any,
-        output_grad_shape: Shapes | None = ...,
-        recv_next: bool = ...,
-        next_rank: int | None = ...,
-        dtype: torch.dtype | None = ...,
-        scatter_gather_tensors: bool | None = ...,
-        **how: Unpack[Maybe],
-    ) -> Any: ...
     def send_forward_recv_backward(
         self,
         output_tensor: Any,
@@ -229,28 +175,6 @@ class Stage(PipelineEnd):
             **options,
         )
 
-    @overload
-    def send_backward_recv_forward(
-        self,
-        input_tensor_grad: Any,
-        input_tensor_shape: Shapes | None = ...,
-        recv_prev: bool = ...,
-        prev_rank: int | None = ...,
-        dtype: torch.dtype | None = ...,
-        scatter_gather_tensors: bool | None = ...,
-        **how: Unpack[Later],
-    ) -> Work[Any]: ...
-    @overload
-    def send_backward_recv_forward(
-        self,
-        input_tensor_grad: Any,
-        input_tensor_shape: Shapes | None = ...,
-        recv_prev: bool = ...,
-        prev_rank: int | None = ...,
-        dtype: torch.dtype | None = ...,
-        scatter_gather_tensors: bool | None = ...,
-        **how: Unpack[Maybe],
-    ) -> Any: ...
     def send_backward_recv_forward(
         self,
         input_tensor_grad: Any,
@@ -271,30 +195,6 @@ class Stage(PipelineEnd):
             **options,
         )
 
-    @overload
-    def send_forward_recv_forward(
-        self,
-        output_tensor: Any,
-        input_tensor_shape: Shapes | None = ...,
-        recv_prev: bool = ...,
-        prev_rank: int | None = ...,
-        next_rank: int | None = ...,
-        dtype: torch.dtype | None = ...,
-        scatter_gather_tensors: bool | None = ...,
-        **how: Unpack[Later],
-    ) -> Work[Any]: ...
-    @overload
-    def send_forward_recv_forward(
-        self,
-        output_tensor: Any,
-        input_tensor_shape: Shapes | None = ...,
-        recv_prev: bool = ...,
-        prev_rank: int | None = ...,
-        next_rank: int | None = ...,
-        dtype: torch.dtype | None = ...,
-        scatter_gather_tensors: bool | None = ...,
-        **how: Unpack[Maybe],
-    ) -> Any: ...
     def send_forward_recv_forward(
         self,
         output_tensor: Any,
@@ -317,30 +217,6 @@ class Stage(PipelineEnd):
             **options,
         )
 
-    @overload
-    def send_backward_recv_backward(
-        self,
-        input_tensor_grad: Any,
-        output_grad_shape: Shapes | None = ...,
-        recv_next: bool = ...,
-        prev_rank: int | None = ...,
-        next_rank: int | None = ...,
-        dtype: torch.dtype | None = ...,
-        scatter_gather_tensors: bool | None = ...,
-        **how: Unpack[Later],
-    ) -> Work[Any]: ...
-    @overload
-    def send_backward_recv_backward(
-        self,
-        input_tensor_grad: Any,
-        output_grad_shape: Shapes | None = ...,
-        recv_next: bool = ...,
-        prev_rank: int | None = ...,
-        next_rank: int | None = ...,
-        dtype: torch.dtype | None = ...,
-        scatter_gather_tensors: bool | None = ...,
-        **how: Unpack[Maybe],
-    ) -> Any: ...
     def send_backward_recv_backward(
         self,
         input_tensor_grad: Any,
