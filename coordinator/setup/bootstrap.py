@@ -16,7 +16,7 @@ import errno
 import ipaddress
 import socket
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
@@ -44,29 +44,13 @@ _STORE_TIMEOUT = timedelta(seconds=300)
 _BACKLOG = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Meeting:
-    """The result of a rendezvous.
-
-    Attributes:
-        launch: this process's.
-        exchange: swaps values between all ranks, under keys of this topology's own. On rank 0 it
-            also keeps the store alive that this rank hosts.
-        address: this host's address on the route to the store; ``""`` if no network leads there.
-    """
-
-    launch: Launch
-    exchange: Exchange
-    address: str
-
-
 def meet(
     launch: Launch,
     store: Store | None = None,
     timeout: float | Deadline | None = DEFAULT_TIMEOUT,
     terms: Mapping[str, str] = {},
     board: Board | None = None,
-) -> Meeting:
+) -> tuple[Exchange, str]:
     """Wait until every rank has come to the store.
 
     Args:
@@ -75,6 +59,11 @@ def meet(
         timeout: seconds for this and for the set-up over the exchange later; ``None``: for ever.
         terms: what all ranks have to be given alike, by name.
         board: where it is shown that this rank waits; member i is rank i. None: nowhere.
+
+    Returns:
+        What swaps values between all ranks, under keys of this topology's own; on rank 0 it also
+        keeps the store alive that this rank hosts. And this host's address on the route to the
+        store; ``""`` if no network leads there.
 
     Collective: yes, every rank.
 
@@ -92,7 +81,7 @@ def meet(
     if board is not None:
         members = replace(members, seen_on=(board, range(launch.world_size)))
     exchange = enter_on_terms(members, f"world/{launch.attempt}", "rendezvous", terms)
-    return Meeting(launch, exchange, _address_towards(store))
+    return exchange, _address_towards(store)
 
 
 def _address_towards(store: Store) -> str:

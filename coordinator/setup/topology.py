@@ -97,15 +97,15 @@ class Topology:
             nodes = None if board is None else known_nodes(board, (0,), (board.member or 0,))
             return cls(0, 1, settings, nodes, None)
         terms = {name: str(size) for name, size in sizes.items()} | settings.terms()
-        meeting = meet(launch, store, timeout, terms, board)
-        with meeting.exchange.setting_up():
-            exchange = authenticated(meeting.exchange, launch.secret, closing, meeting.address)
+        exchange, address = meet(launch, store, timeout, terms, board)
+        with exchange.setting_up():
+            exchange = authenticated(exchange, launch.secret, closing, address)
             if board is None or node_of is None:
-                nodes = find_nodes(exchange, board, meeting.address)
+                nodes = find_nodes(exchange, board, address)
             else:
                 nodes = known_nodes(board, node_of)
         closing.callback(nodes.close)
-        address = meeting.address or ("127.0.0.1" if len(nodes.all()) == 1 else "")
+        address = address or ("127.0.0.1" if len(nodes.all()) == 1 else "")
         settings = replace(settings, sockets=SocketChoice(launch.interface, address))
         return cls(launch.rank, launch.world_size, settings, nodes, exchange)
 
