@@ -27,7 +27,7 @@ from coordinator.apart import begin_apart
 from coordinator.setup.addresses import own_address, resolve, who_listens
 from coordinator.setup.exchange import Exchange
 from coordinator.setup.settings import enter_on_terms
-from coordinator.stores.asked_store import AskedStore
+from coordinator.stores.asked_store import address_towards, behind_prefixes
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import GroupTimeoutError, MemberStatus
 
@@ -76,18 +76,13 @@ def meet(
     keeper = 0 if store is None and not launch.hosted else None
     if store is None:
         store = open_store(launch, deadline)
-    host = f"{store.host}:{store.port}" if isinstance(store, TCPStore) else ""
+    base = behind_prefixes(store)
+    host = f"{base.host}:{base.port}" if isinstance(base, TCPStore) else ""
     members = Exchange(store, launch.rank, launch.world_size, "world", deadline, host, keeper)
     if board is not None:
         members = replace(members, seen_on=(board, range(launch.world_size)))
     exchange = enter_on_terms(members, f"world/{launch.attempt}", "rendezvous", terms)
-    return exchange, _address_towards(store)
-
-
-def _address_towards(store: Store) -> str:
-    if isinstance(store, TCPStore):
-        return own_address(store.host, store.port)
-    return store.address if isinstance(store, AskedStore) else ""
+    return exchange, address_towards(store)
 
 
 def host_store(address: str = "127.0.0.1", port: int = 0) -> TCPStore:

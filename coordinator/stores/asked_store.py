@@ -12,8 +12,9 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, ClassVar
 
-from torch.distributed import DistStoreError, PrefixStore, Store
+from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore
 
+from coordinator.setup.addresses import own_address
 from coordinator.stores import key_values as kv
 from coordinator.stores.store_asker import naps
 from shm_broadcast import NEVER, Deadline, GroupClosedError
@@ -175,6 +176,14 @@ def behind_prefixes(store: Store) -> Store:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store
+
+
+def address_towards(store: Store) -> str:
+    """This host's address on the route to a store; ``""`` if no network leads there."""
+    base = behind_prefixes(store)
+    if isinstance(base, TCPStore):
+        return own_address(base.host, base.port)
+    return base.address if isinstance(base, AskedStore) else ""
 
 
 def _askable(keys: Sequence[str]) -> Iterator[list[str]]:

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import msgspec
-from torch.distributed import TCPStore
 
 from coordinator.setup.addresses import own_address
-from coordinator.stores.asked_store import AskedStore, behind_prefixes
+from coordinator.stores.asked_store import AskedStore, address_towards, behind_prefixes
 from coordinator.stores.key_values import Check
 from coordinator.stores.store_address import StoreAddress
 from shm_broadcast import Deadline, GroupTimeoutError, PeerProtocolError
@@ -25,8 +24,6 @@ from shm_broadcast.codec import UNDECODABLE
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import ExitStack
-
-    from torch.distributed import Store
 
     from coordinator.setup.exchange import Exchange
 
@@ -61,7 +58,8 @@ def authenticated(
     if exchange.rank == 0:
         from coordinator.stores.curve_store import StoreHost  # noqa: PLC0415 - loads ZeroMQ
 
-        host = StoreHost(range(exchange.size), bind_host or _own_address(base), secret)
+        listen_at = bind_host or address_towards(base) or _LOOPBACK
+        host = StoreHost(range(exchange.size), listen_at, secret)
         closing.callback(host.close)
         offer = msgspec.msgpack.encode(host.at)
     told = exchange.broadcast("address of the authenticated store", offer)
@@ -125,7 +123,3 @@ def guest_store(
     store = AskedStore(guest.ask, deadline.timeout, address)
     closing.callback(store.close)
     return store
-
-
-def _own_address(store: Store) -> str:
-    return own_address(store.host, store.port) if isinstance(store, TCPStore) else _LOOPBACK

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
-from torch.distributed import FileStore, HashStore, Store
+from torch.distributed import FileStore, HashStore, PrefixStore, Store
 
 import coordinator
 from coordinator.setup.addresses import own_address
@@ -152,6 +152,13 @@ def test_absent_ranks_are_listed() -> None:
         meet(Launch(1, 4), store, timeout=0.3)
     assert [member.rank for member in caught.value.waiting_for] == [0, 2, 3]
     assert f"127.0.0.1:{store.port}" in str(caught.value)
+
+
+def test_a_part_of_a_store_is_at_its_address() -> None:
+    store = host_store()
+    exchange, address = meet(Launch(0, 1), PrefixStore("1 rank", store), timeout=10)
+    assert exchange.host == f"127.0.0.1:{store.port}"
+    assert address == "127.0.0.1"
 
 
 def say_who_hosts(rank: int, n: int, port: int) -> str:
