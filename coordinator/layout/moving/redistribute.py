@@ -69,17 +69,10 @@ def redistribute(
     found = tuple(extent.length for extent in held)
     if tuple(x.shape) != found:
         raise ValueError(f"this rank has {tuple(x.shape)}; {source} of {whole} is {found} here")
-    return pad(follow(steps, strip(x, held), axes), kept)
-
-
-def follow(steps: Plan, x: Tensor, axes: Sequence[GroupCoordinator]) -> Tensor:
-    """Carry out all steps of a plan; ``x`` is this rank's part without padding.
-
-    Collective: yes, every member of the groups along ``axes``; backward too.
-    """
+    x = strip(x, held)
     for step in steps.steps:
         x = take_step(steps, step, x, axes)
-    return x
+    return pad(x, kept)
 
 
 def take_step(steps: Plan, step: Step, x: Tensor, axes: Sequence[GroupCoordinator]) -> Tensor:
