@@ -84,18 +84,11 @@ class Outward:
         if own not in said.split(", ") and len(place.encode()) <= layout.OUTWARD_PLACE_BYTES:
             write_text(self._memory, at, place, layout.OUTWARD_PLACE_BYTES)
 
-    def add_group(self, name: str, rank: int, size: int, first: int) -> None:
-        """Say that this member is ``rank`` in a group, until `close_group`.
+    def count_group(self, name: str, rank: int, size: int, first: int, more: int) -> None:
+        """Say that this member has opened (1 ``more``) or closed (-1) a group, as its ``rank``.
 
         16 groups are said; those that were closed make room.
         """
-        self._count_group(name, rank, size, first, 1)
-
-    def close_group(self, name: str, rank: int, size: int, first: int) -> None:
-        """Say that this member has closed a group that `add_group` was called for."""
-        self._count_group(name, rank, size, first, -1)
-
-    def _count_group(self, name: str, rank: int, size: int, first: int, more: int) -> None:
         said = _MEMBERSHIP.pack(size, rank, first, name.encode(), 0)[:-1]
         begin, stride = self._slot + layout.OUTWARD_MEMBERSHIPS, layout.MEMBERSHIP_STRIDE
         entries = {
@@ -148,7 +141,7 @@ def read_place(memory: SharedBytes, member: int, n_members: int) -> str:
 
 
 def read_groups(memory: SharedBytes, member: int, n_members: int) -> tuple[Membership, ...]:
-    """What `Outward.add_group` has said."""
+    """What `Outward.count_group` has said."""
     begin, found = layout.outward_slot(member, n_members) + layout.OUTWARD_MEMBERSHIPS, []
     for entry in range(layout.MEMBERSHIPS):
         size, rank, first, name, n_open = _MEMBERSHIP.unpack_from(

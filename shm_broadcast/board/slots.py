@@ -118,12 +118,12 @@ class Slots:
     def add_group(self, name: str, rank: int, ranks: Sequence[int]) -> None:
         """Say that this member is ``rank`` in a group of ``ranks``, for whoever looks on."""
         if self._outward is not None:
-            self._outward.add_group(name, rank, len(ranks), ranks[0])
+            self._outward.count_group(name, rank, len(ranks), ranks[0], 1)
 
     def close_group(self, name: str, rank: int, ranks: Sequence[int]) -> None:
         """Say that this member has closed a group that `add_group` was called for."""
         if self._outward is not None:
-            self._outward.close_group(name, rank, len(ranks), ranks[0])
+            self._outward.count_group(name, rank, len(ranks), ranks[0], -1)
 
     @contextmanager
     def showing_wait(self, operation: str) -> Iterator[Callable[[Iterable[int]], None]]:
