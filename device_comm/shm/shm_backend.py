@@ -42,7 +42,7 @@ from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import SharedMemoryError
 from shm_broadcast.extension import COST, extension_of
 from shm_broadcast.machine.affinity import GIVEN_CORES
-from shm_broadcast.machine.caches import share_a_cache
+from shm_broadcast.machine.core_map import share_a_cache
 from shm_broadcast.progress import Progress
 from shm_broadcast.segment import Segment, SegmentHandle
 

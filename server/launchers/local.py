@@ -31,8 +31,8 @@ import msgspec
 from shm_broadcast import Deadline, GroupTimeoutError
 from shm_broadcast.board.stacks import STACK_SIGNAL, StackFile, read_stacks
 from shm_broadcast.deadline import milliseconds
+from shm_broadcast.machine.control_groups import memory_kills
 from shm_broadcast.machine.liveness import is_ending
-from shm_broadcast.machine.memory_kills import memory_kills
 from shm_broadcast.machine.system_calls import system_call
 
 from ..control.channel import Channel, ChannelClosedError

@@ -1,4 +1,7 @@
-"""Finds the control groups (cgroups) of this process, which limit it: of both versions."""
+"""Finds the control groups (cgroups) of this process, which limit it, and what they have killed.
+
+Of both versions.
+"""
 
 from __future__ import annotations
 
@@ -58,6 +61,23 @@ def control_groups(controller: str, root: Path = Path("/")) -> Iterator[ControlG
             ):
                 for folder in _around(mount, PurePosixPath(path)):
                     yield ControlGroup(mount.unified, root / folder)
+
+
+def memory_kills(root: Path = Path("/")) -> int:
+    """How many processes of this one's control group the kernel has killed so far, as the group had
+    no memory left; 0 where that is not known.
+
+    Args:
+        root: the folder to find the group in: see `control_groups`.
+    """
+    for unified, folder in control_groups("memory", root):
+        try:
+            counts = (folder / ("memory.events" if unified else "memory.oom_control")).read_text()
+            words = counts.split()
+            return int(words[words.index("oom_kill") + 1])
+        except (OSError, ValueError):  # the machine itself, or another controller's hierarchy
+            continue
+    return 0
 
 
 def _mounts(mountinfo: str) -> Iterator[_Mount]:

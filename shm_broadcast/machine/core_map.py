@@ -1,4 +1,4 @@
-"""Which cores there are, and which are close to each other, from Linux's sysfs.
+"""Which cores there are, which are close to each other, and what they share, from Linux's sysfs.
 
 A core may run several threads at once ("SMT"); Linux numbers these, and calls each a CPU. Cores
 that are equally near to a part of the memory form a node ("NUMA").
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Set
 
 _MOST_NUMBERS: Final = 1 << 16
 _SYSTEM: Final = Path("/sys/devices/system")
@@ -48,6 +48,23 @@ def cores_of(usable: Iterable[int], system: Path = _SYSTEM) -> tuple[Core, ...]:
         threads = _read(system / f"cpu/cpu{cpu}/topology/thread_siblings_list") & usable
         found.add(Core(nodes.get(cpu, 0), tuple(sorted(threads | {cpu}))))
     return tuple(sorted(found))
+
+
+def share_a_cache(usable: Set[int], cpus: Path = _SYSTEM / "cpu") -> bool:
+    """Whether cores that ranks may run on share their last cache; False if it is not known.
+
+    Args:
+        usable: the cores that this process was given. A single one says nothing of the other ranks:
+            then all cores of the machine count.
+        cpus: sysfs's folder of the machine's cores.
+    """
+    try:
+        counted = usable if len(usable) > 1 else listed((cpus / "online").read_text())
+        caches = (cpus / f"cpu{min(counted)}/cache").glob("index*")
+        last = max(caches, key=lambda cache: int((cache / "level").read_text()))
+        return counted <= listed((last / "shared_cpu_list").read_text())
+    except (OSError, ValueError):
+        return False
 
 
 def listed(text: str) -> set[int]:

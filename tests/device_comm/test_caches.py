@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from shm_broadcast.machine.caches import share_a_cache
-from shm_broadcast.machine.core_map import listed
+from shm_broadcast.machine.core_map import listed, share_a_cache
 from tests.device_comm.shm_ranks import make_comm
 from tests.ranks import NEW_BOARD, run_ranks
 
@@ -66,12 +65,12 @@ def test_a_bound_rank_counts_the_cores_of_the_others() -> None:
     """Its own may share a cache that is not theirs."""
     code = (
         "import os\n"
-        "from shm_broadcast.machine import affinity, caches\n"
+        "from shm_broadcast.machine import affinity, core_map\n"
         "given = os.sched_getaffinity(0)\n"
         "affinity.bind_process({min(given)})\n"
         "assert os.sched_getaffinity(0) == {min(given)}\n"
         "counted = []\n"
-        "caches.share_a_cache = lambda usable: counted.append(usable)\n"
+        "core_map.share_a_cache = lambda usable: counted.append(usable)\n"
         "import device_comm.shm.shm_backend as backend\n"
         "assert counted == ([given] if backend.extension is not None else []), counted\n"
     )

@@ -23,7 +23,7 @@ from server.launchers import local
 from server.pool import WorkerPool
 from server.pool_config import PoolConfig
 from server.replicas import Replicas
-from shm_broadcast.machine.memory_kills import memory_kills
+from shm_broadcast.machine.control_groups import memory_kills
 from tests.patience import until
 from tests.ranks import run_ranks
 from tests.refusals import NEW_PROCESSES, refuse
