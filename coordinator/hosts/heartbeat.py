@@ -24,6 +24,7 @@ from torch.distributed import FileStore, HashStore
 
 from coordinator.hosts.remote_boards import RemoteBoards, compose, number_of
 from coordinator.stores.asked_store import AskedStore, behind_prefixes
+from coordinator.stores.store_asker import values_of
 from shm_broadcast import GroupTimeoutError
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ class Heartbeat:
         wanted = self._wanted
         # If the store is gone, this raises; `get` would print to stderr as well.
         store.check([self._key])
-        mine, *others = _get(store, [self._key, *self._others])
+        mine, *others = values_of(store, [self._key, *self._others])
         self.boards.pass_on(others, self._board)
         age = time.monotonic_ns() - number_of(mine)
         if wanted > self._done or age > _DUE_SECONDS * 1e9:
@@ -175,12 +176,6 @@ def _nothing() -> None:
 
 def _key(members: Sequence[int]) -> str:
     return f"beat/{members[0]}"
-
-
-def _get(store: Store, keys: list[str]) -> list[bytes]:
-    if store.has_extended_api():  # type: ignore[attr-defined]
-        return store.multi_get(keys)
-    return [store.get(key) for key in keys]
 
 
 def _own_connection(store: Store) -> Store:

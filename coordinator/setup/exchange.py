@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch.distributed import PrefixStore, Store
 
-from coordinator.stores.store_asker import GIVEN_UP, StoreAsker, say_first
+from coordinator.stores.store_asker import GIVEN_UP, StoreAsker, say_first, values_of
 from shm_broadcast.codec import UNDECODABLE
 from shm_broadcast.errors import (
     Failure,
@@ -339,12 +339,9 @@ class Exchange(StoreAsker):
         """What members have put by now, by rank; all of them must have been told the same size."""
         ranks = {f"{what}/{rank}": rank for rank in range(self.size)}
         keys = self._there([*ranks])
-        if self.store.has_extended_api():  # type: ignore[attr-defined]
-            values = self.store.multi_get(keys)
-        else:
-            values = [self.store.get(key) for key in keys]
         payloads = {}
-        for rank, value in zip(map(ranks.__getitem__, keys), values, strict=True):
+        for key, value in zip(keys, values_of(self.store, keys), strict=True):
+            rank = ranks[key]
             told, _, payloads[rank] = value.partition(b" ")
             if not told.isdigit():
                 detail = "what stands in the store is not of this set-up"

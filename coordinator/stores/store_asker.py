@@ -336,6 +336,13 @@ def say_first(store: Store, key: str, value: bytes) -> bytes:
         return store.get(key)
 
 
+def values_of(store: Store, keys: list[str]) -> list[bytes]:
+    """The values of keys that are there, in one request if the store can."""
+    if store.has_extended_api():  # type: ignore[attr-defined]
+        return store.multi_get(keys)
+    return [store.get(key) for key in keys]
+
+
 def naps() -> Iterator[float]:
     """Seconds to sleep between two looks at a store: short at first, then doubled each time."""
     nap = _FIRST_NAP
