@@ -15,14 +15,14 @@ from __future__ import annotations
 import copyreg
 import io
 import pickle
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import msgspec
 
 from shm_broadcast.errors import MessageDecodeError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from typing_extensions import Buffer
 
@@ -50,28 +50,6 @@ Encoded: TypeAlias = "tuple[Sequence[Buffer], Sequence[memoryview]]"
 
 All of it may still be the memory of the message itself.
 """
-
-
-class Codec(Protocol):
-    """How one queue's messages are encoded; every record's header has its ``code``."""
-
-    @property
-    def code(self) -> int:
-        """The number that names this codec in a record's header."""
-
-    @property
-    def encode_whole(self) -> Callable[[Any], bytes] | None:
-        """Encodes a message as a main part of one piece; None if messages may have more."""
-
-    def encode(self, message: Any) -> Encoded:
-        """Encode ``message``. One thread at a time."""
-
-    def decode(self, main: Buffer, buffers: Sequence[Buffer]) -> Any:
-        """The message. It may refer to the memory of ``buffers``, never to that of ``main``.
-
-        Raises:
-            MessageDecodeError: the bytes are not a message of this codec.
-        """
 
 
 class PickleCodec:
@@ -155,6 +133,15 @@ class MsgpackCodec:
             return self._decoder.decode(main)
         except Exception as error:
             raise MessageDecodeError(f"cannot decode: {type(error).__name__}: {error}") from error
+
+
+Codec: TypeAlias = PickleCodec | MsgpackCodec
+"""How one queue's messages are encoded; every record's header has its ``code``.
+
+``encode_whole`` gives the main part of a message that is in one piece, as all are; None: they may
+be in several, and have buffers. One thread at a time encodes. What `decode` gives may refer to the
+memory of ``buffers``, never to that of ``main``.
+"""
 
 
 def codec_for(message_type: Any | None) -> Codec:
