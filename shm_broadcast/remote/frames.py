@@ -189,7 +189,7 @@ class Assembler:
 
     def cancel(self) -> None:
         """Forget the message under assembly, if there is one."""
-        self._reset()
+        self._sizes, self._parts, self._open, self._filled = None, [], None, 0
 
     def _take(self, chunk: memoryview) -> None:
         size = self._due()
@@ -223,11 +223,8 @@ class Assembler:
         if self._due() is not None:
             return None
         parts = self._parts
-        self._reset()
+        self.cancel()
         return parts
-
-    def _reset(self) -> None:
-        self._sizes, self._parts, self._open, self._filled = None, [], None, 0
 
 
 def _memory(size: int) -> bytearray:

@@ -123,11 +123,6 @@ class RemoteWriter(RemoteEnd):
             raise
         self.handle = RemoteHandle(bound, nonce, rank, ranks, credit_bytes, silence)
 
-    @property
-    def address(self) -> str:
-        """Where it listens: ``tcp://host:port``."""
-        return self.handle.address
-
     def wait_ready(
         self, deadline: Deadline | float | None, check: Callable[[], None] | None = None
     ) -> None:

@@ -391,7 +391,7 @@ class TestResources:
 
     def test_listens_on_its_one_address_only(self) -> None:
         with RemoteWriter(0, [1], "127.0.0.1", SECRET) as writer:
-            host, port = writer.address.removeprefix("tcp://").split(":")
+            host, port = writer.handle.address.removeprefix("tcp://").split(":")
             assert host == "127.0.0.1"
             socket.create_connection((host, int(port)), 5).close()
             with pytest.raises(ConnectionRefusedError):
@@ -399,7 +399,7 @@ class TestResources:
 
     def test_writers_never_collide(self) -> None:
         writers = [RemoteWriter(0, [1], "127.0.0.1", SECRET) for _ in range(20)]
-        addresses = {writer.address for writer in writers}
+        addresses = {writer.handle.address for writer in writers}
         for writer in writers:
             writer.close()
         assert len(addresses) == 20

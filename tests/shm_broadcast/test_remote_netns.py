@@ -40,7 +40,7 @@ def cross(rank: int, _n: int, folder: str, hosts: tuple[Host, Host]) -> Any:
             for message in MESSAGES:
                 writer.send(message, LIMIT)
             await_readers(folder, [1, 2])
-            return writer.address, other_family_fails(hosts[0])
+            return writer.handle.address, other_family_fails(hosts[0])
     with make_reader(folder, rank) as reader:
         return read_all(reader, folder, len(MESSAGES))
 
