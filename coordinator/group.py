@@ -158,7 +158,8 @@ class GroupCoordinator(TensorVerbs, MessageVerbs, ExpertVerbs):
         rank = ranks[process_group.rank()]
         backend = torch_groups.backend_of(process_group)
         local_rank = rank if local_rank is None else local_rank
-        settings = Settings.of(backend, local_rank, secret=launcher_secret(secret)).on(stream)
+        secret = launcher_secret(secret)
+        settings = Settings.of(backend, local_rank, stream=stream, secret=secret)
         store = partial(torch_groups.store_of, process_group)
         place = f"wrapped:{group_name}"
         group = cls.__new__(cls)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -61,16 +61,6 @@ class Settings:
             "checked": str(self.checked),
         }
 
-    def on(self, stream: torch.cuda.Stream | None) -> Settings:
-        """The same settings with ``stream``.
-
-        Raises:
-            ValueError: the stream belongs to another device, or the device is the CPU.
-        """
-        if stream is not None and stream.device != self.device:
-            raise ValueError(f"a stream of {stream.device} is not for a group on {self.device}")
-        return replace(self, stream=stream)
-
     @classmethod
     def of(
         cls,
@@ -81,6 +71,7 @@ class Settings:
         *,
         torch_only: bool = False,
         checked: bool = False,
+        stream: torch.cuda.Stream | None = None,
         secret: bytes | None = None,
     ) -> Settings:
         """Settings for a backend, with the device that it implies: the CPU for gloo, else a GPU.
@@ -92,16 +83,20 @@ class Settings:
             timeout: seconds that an operation may take; None: for ever.
             torch_only: see the attribute.
             checked: see the attribute; also where ``TORCH_DISTRIBUTED_DEBUG`` is ``DETAIL``.
+            stream: see the attribute.
             secret: see the attribute.
 
         Raises:
-            ValueError: ``backend`` names another one than gloo and NCCL.
+            ValueError: ``backend`` names another one than gloo and NCCL, or ``stream`` is not of
+                that device.
         """
         if backend is None:
             backend = "nccl" if torch.cuda.is_available() else "gloo"
         device = torch.device("cpu")
         if "nccl" in torch_groups.kinds(backend):
             device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        if stream is not None and stream.device != device:
+            raise ValueError(f"a stream of {stream.device} is not for a group on {device}")
         return cls(
             backend,
             device,
@@ -110,7 +105,8 @@ class Settings:
             timeout,
             torch_only,
             checked or dist.get_debug_level() == dist.DebugLevel.DETAIL,
-            secret=secret,
+            stream,
+            secret,
         )
 
 
