@@ -58,10 +58,6 @@ class Nodes:
             for node in sorted(set(self.node_of))
         ]
 
-    def watched(self, exchange: Exchange) -> Exchange:
-        """The group's ``exchange``, in which nobody waits for members that have ended."""
-        return _watched(exchange, self.board, self.members)
-
     def sub(self, ranks: Sequence[int]) -> Nodes:
         """The nodes of the subgroup of ``ranks``; the board stays the same."""
         first: dict[int, int] = {}
@@ -106,9 +102,9 @@ def find_nodes(exchange: Exchange, board: Board | None = None, address: str = ""
         if board is None:
             undo.callback(made.close)
             undo.enter_context(TellingWhy(made))
-        watched = _watched(exchange, made, range(exchange.size))
+        inside = watched(exchange, made, range(exchange.size))
         # A board's nonce names its segment: members with the same segment are on one node.
-        segments = watched.all_gather("board", made.handle().segment.nonce)
+        segments = inside.all_gather("board", made.handle().segment.nonce)
         node_of = tuple(segments.index(each) for each in segments)
         if any(node_of):
             _start_heartbeat(exchange, made, node_of, address, undo)
@@ -160,7 +156,9 @@ class TellingWhy:
             self._board.abort(error)
 
 
-def _watched(exchange: Exchange, board: Board, members: Sequence[int]) -> Exchange:
+def watched(exchange: Exchange, board: Board, members: Sequence[int]) -> Exchange:
+    """``exchange``, in which nobody waits for members that have ended: their slots on the board."""
+
     def watch(operation: str, ready: Callable[[], bool]) -> None:
         board.require(operation, lambda: members, ready)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch.distributed import HashStore
 
-from coordinator.hosts.nodes import Nodes, TellingWhy, find_nodes
+from coordinator.hosts.nodes import Nodes, TellingWhy, find_nodes, watched
 from coordinator.messages.wire import Wire, agree_on_wire
 from coordinator.setup.exchange import Exchange
 from coordinator.setup.process_groups import ProcessGroups, new_process_group
@@ -51,9 +51,7 @@ class Link:
         ranks: the members' global ranks, by rank in the group.
         rank_in_group: this member's rank in the group.
         settings: the topology's settings.
-        cpu_group: returns the torch process group for the CPU; makes it at the first call. It is
-            destroyed with the link.
-        device_group: returns the one for the device; the same if the device is the CPU.
+        groups: the torch process groups; those that it makes are destroyed with the link.
         cpu: the communicator for CPU tensors.
         device: the communicator for tensors on the device; the same if the device is the CPU.
         wire: how messages are encoded and sealed, and which received ones are accepted.
@@ -67,8 +65,7 @@ class Link:
     ranks: tuple[int, ...]
     rank_in_group: int
     settings: Settings
-    cpu_group: Callable[[], ProcessGroup]
-    device_group: Callable[[], ProcessGroup]
+    groups: ProcessGroups
     cpu: Communicator
     device: Communicator
     wire: Wire
@@ -165,8 +162,7 @@ def alone(
         ranks=(rank,),
         rank_in_group=0,
         settings=settings,
-        cpu_group=groups.cpu,
-        device_group=groups.device,
+        groups=groups,
         cpu=cpu,
         device=device,
         wire=Wire(),
@@ -212,7 +208,7 @@ def connect(
             telling_why = TellingWhy(nodes.board)
             undo.enter_context(telling_why)
             tell_why = telling_why.tell
-        exchange = nodes.watched(exchange)
+        exchange = watched(exchange, nodes.board, nodes.members)
         groups = ProcessGroups(exchange, ranks, settings, given, closing)
         build = _Builder(exchange, settings, nodes, groups, closing)
         wire = build.wire()
@@ -235,8 +231,7 @@ def connect(
             ranks=tuple(ranks),
             rank_in_group=exchange.rank,
             settings=settings,
-            cpu_group=groups.cpu,
-            device_group=groups.device,
+            groups=groups,
             cpu=cpu,
             device=device,
             wire=wire,

@@ -133,12 +133,12 @@ class Member:
         Raises:
             GroupClosedError: this group is closed.
         """
-        return self._open_link().cpu_group()
+        return self._open_link().groups.cpu()
 
     @property
     def device_group(self) -> ProcessGroup:
         """As `cpu_group`, for `device`; the same if that is the CPU. Collective: no."""
-        return self._open_link().device_group()
+        return self._open_link().groups.device()
 
     def _open_link(self) -> Link:
         if self.closed:
