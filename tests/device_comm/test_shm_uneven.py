@@ -9,11 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from device_comm import ReduceOp
+from device_comm import Operation
 from device_comm.shm.attendance import Attendance
 from device_comm.shm.collectives.collective import Collective
 from device_comm.shm.collectives.planned import Plans
-from device_comm.shm.signature import sign
 from shm_broadcast import DivergenceError
 from tests.device_comm.test_shm_steps import Ends, N
 
@@ -60,8 +59,8 @@ def test_all_gatherv_of_any_sizes(parts: Sequence[int], native: tuple[bool, bool
     outputs = [torch.zeros(sum(parts)) for _ in range(N)]
     run(
         native,
-        lambda agree, rank: agree.all_gatherv(
-            sign("all_gatherv"), outputs[rank], inputs[rank], parts
+        lambda plans, rank: plans.of(
+            Operation("all_gatherv", inputs[rank], outputs[rank], output_sizes=parts)
         ),
     )
     for output in outputs:
@@ -75,8 +74,8 @@ def test_reduce_scatterv_of_any_sizes(parts: Sequence[int], native: tuple[bool, 
     outputs = [torch.zeros(size) for size in parts]
     run(
         native,
-        lambda agree, rank: agree.reduce_scatterv(
-            sign("reduce_scatterv"), outputs[rank], inputs[rank], parts, ReduceOp.SUM
+        lambda plans, rank: plans.of(
+            Operation("reduce_scatterv", inputs[rank], outputs[rank], source_sizes=parts)
         ),
     )
     for output, expected in zip(outputs, (inputs[0] + inputs[1]).split(list(parts)), strict=True):
@@ -90,12 +89,12 @@ def test_all_to_all_of_any_sizes(table: list[list[int]], native: tuple[bool, boo
     inputs = [numbers(sum(row), rank) for rank, row in enumerate(table)]
     columns = [[row[rank] for row in table] for rank in range(N)]
     outputs = [torch.zeros(sum(column)) for column in columns]
-    run(
-        native,
-        lambda agree, rank: agree.all_to_all(
-            sign("all_to_all"), outputs[rank], inputs[rank], columns[rank], table[rank]
-        ),
-    )
+
+    def exchange(rank: int) -> Operation:
+        sizes = {"source_sizes": table[rank], "output_sizes": columns[rank]}
+        return Operation("all_to_all", inputs[rank], outputs[rank], **sizes)
+
+    run(native, lambda plans, rank: plans.of(exchange(rank)))
     cut = [x.split(row) for x, row in zip(inputs, table, strict=True)]
     for rank, output in enumerate(outputs):
         assert torch.equal(output, torch.cat([parts[rank] for parts in cut]))
@@ -108,12 +107,11 @@ def test_ranks_that_differ_about_any_sizes_use_no_data(ours: list[int], theirs: 
         return
     outputs = [torch.full((sum(each),), -1.0) for each in (ours, theirs)]
 
-    def plans(agree: Plans, rank: int) -> Iterator[SlotPlan]:
+    def planned(plans: Plans, rank: int) -> Iterator[SlotPlan]:
         each = (ours, theirs)[rank]
-        return agree.all_gatherv(
-            sign("all_gatherv"), outputs[rank], numbers(each[rank], rank), each
-        )
+        source = numbers(each[rank], rank)
+        return plans.of(Operation("all_gatherv", source, outputs[rank], output_sizes=each))
 
     with pytest.raises(DivergenceError, match="issued all_gatherv of"):
-        run((True, False), plans)
+        run((True, False), planned)
     assert all(bool((output == -1).all()) for output in outputs)

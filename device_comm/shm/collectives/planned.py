@@ -13,10 +13,7 @@ from shm_broadcast.errors import DivergenceError
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
 
-    from torch import Tensor
-
     from device_comm.operation import Operation
-    from device_comm.reduce_op import ReduceOp
     from device_comm.shm.collectives.slot_plan import SlotPlan
 
 
@@ -49,13 +46,16 @@ class Plans:
                 sizes = operation.output_parts(self._n)
                 plan = planner.all_gather(signature, output, source, sizes)
             case "all_gatherv":
-                return self.all_gatherv(signature, output, source, operation.output_parts(self._n))
+                sizes = operation.output_parts(self._n)
+                plan = planner.all_gather(signature, output, source, sizes)
+                return self._agreed(operation.verb, signature, sizes, plan)
             case "reduce_scatter":
                 sizes = operation.source_parts(self._n)
                 plan = planner.reduce_scatter(signature, output, source, sizes, op)
             case "reduce_scatterv":
                 sizes = operation.source_parts(self._n)
-                return self.reduce_scatterv(signature, output, source, sizes, op)
+                plan = planner.reduce_scatter(signature, output, source, sizes, op)
+                return self._agreed(operation.verb, signature, sizes, plan)
             case "broadcast":
                 plan = planner.broadcast(signature, operation.buffer, root)
             case "reduce":
@@ -64,10 +64,10 @@ class Plans:
                 plan = planner.gather(signature, output, source, root)
             case "scatter":
                 plan = planner.scatter(signature, output, source, root)
+            case "all_to_all" if operation.source_sizes is not None:
+                return self._all_to_all(signature, operation)
             case "all_to_all":
                 takes, gives = operation.output_parts(self._n), operation.source_parts(self._n)
-                if operation.source_sizes is not None:
-                    return self.all_to_all(signature, output, source, takes, gives)
                 plan = planner.all_to_all(signature, output, source, takes, gives, gives[0])
             case "barrier":
                 plan = planner.barrier(signature)
@@ -77,49 +77,32 @@ class Plans:
                 assert_never(operation.verb)
         return iter((plan,))
 
-    def all_gatherv(
-        self, signature: bytes, output: Tensor, source: Tensor, sizes: Sequence[int]
+    def _agreed(
+        self, verb: str, signature: bytes, sizes: Sequence[int], plan: SlotPlan
     ) -> Generator[SlotPlan, None, None]:
-        """Plans that concatenate every rank's ``source``."""
-        yield from self._agree("all_gatherv", signature, sizes)
-        yield self._planner.all_gather(signature, output, source, sizes)
-
-    def reduce_scatterv(
-        self, signature: bytes, output: Tensor, source: Tensor, sizes: Sequence[int], op: ReduceOp
-    ) -> Generator[SlotPlan, None, None]:
-        """Plans that reduce this rank's part of every rank's ``source``."""
-        yield from self._agree("reduce_scatterv", signature, sizes)
-        yield self._planner.reduce_scatter(signature, output, source, sizes, op)
-
-    def all_to_all(
-        self,
-        signature: bytes,
-        output: Tensor,
-        source: Tensor,
-        output_sizes: Sequence[int],
-        source_sizes: Sequence[int],
-    ) -> Generator[SlotPlan, None, None]:
-        """Plans that give each rank its part of every rank's ``source``."""
-        table = yield from self._swap(signature, source_sizes)
-        for rank, row in enumerate(table):
-            if row[self._rank] != output_sizes[rank]:
-                raise DivergenceError(
-                    rank,
-                    f"all_to_all that takes {output_sizes[rank]} elements from it",
-                    f"all_to_all that gives {row[self._rank]} elements to rank {self._rank}",
-                )
-        longest = max(max(row) for row in table)
-        yield self._planner.all_to_all(
-            signature, output, source, output_sizes, source_sizes, longest
-        )
-
-    def _agree(
-        self, verb: str, signature: bytes, sizes: Sequence[int]
-    ) -> Generator[SlotPlan, None, None]:
+        """``plan``, once all ranks have told the same sizes."""
         table = yield from self._swap(signature, sizes)
         for rank, row in enumerate(table):
             if row != list(sizes):
                 raise DivergenceError(rank, f"{verb} of {list(sizes)}", f"{verb} of {row}")
+        yield plan
+
+    def _all_to_all(
+        self, signature: bytes, operation: Operation
+    ) -> Generator[SlotPlan, None, None]:
+        """Plans that give each rank its part of every rank's source."""
+        takes, gives = operation.output_parts(self._n), operation.source_parts(self._n)
+        table = yield from self._swap(signature, gives)
+        for rank, row in enumerate(table):
+            if row[self._rank] != takes[rank]:
+                raise DivergenceError(
+                    rank,
+                    f"all_to_all that takes {takes[rank]} elements from it",
+                    f"all_to_all that gives {row[self._rank]} elements to rank {self._rank}",
+                )
+        longest = max(max(row) for row in table)
+        output, source = operation.output, operation.source
+        yield self._planner.all_to_all(signature, output, source, takes, gives, longest)
 
     def _swap(
         self, signature: bytes, sizes: Sequence[int]
