@@ -1,11 +1,17 @@
-"""Pieces of memory by address, as plans and kernels are told of them."""
+"""Pieces of memory by address: what plans, transfers and kernels are made of."""
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from shm_broadcast.segment import Segment
+
+copy_bytes = ctypes.memmove
+"""``copy_bytes(to, from, size)``; other threads run meanwhile."""
 
 
 class Span(NamedTuple):
@@ -22,3 +28,8 @@ class Span(NamedTuple):
 
 
 NOTHING: Final = Span(0, 0)
+
+
+def address_of(segment: Segment) -> int:
+    """Where a segment is mapped; it stays there as long as ``segment.memory`` is referenced."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(segment.memory))

@@ -17,9 +17,8 @@ from device_comm.reduce_op import ReduceOp, reduce_in_rank_order
 from device_comm.shm import layout
 from device_comm.shm.collectives.slot_plan import MOVE, SlotPlan
 from device_comm.shm.collectives.steps import Status
-from device_comm.shm.memory import address_of, copy_bytes
 from device_comm.shm.signature import DTYPE_CODES, with_call, with_chunk
-from device_comm.span import NOTHING, Span
+from device_comm.span import NOTHING, Span, address_of, copy_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable

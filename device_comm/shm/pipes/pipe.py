@@ -28,7 +28,7 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
-from device_comm.shm.memory import address_of, copy_bytes
+from device_comm.span import address_of, copy_bytes
 from shm_broadcast.layout import align
 
 if TYPE_CHECKING:

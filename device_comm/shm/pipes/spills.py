@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Final
 
-from device_comm.shm.memory import address_of
+from device_comm.span import address_of
 from shm_broadcast.layout import align
 from shm_broadcast.segment import Segment
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from device_comm.call_number import naming_call
-from device_comm.shm.memory import copy_bytes
 from device_comm.shm.pipes.pipe import HEADER_BYTES, INSIDE, SMALL_BYTES, SPILL, Chunk
 from device_comm.shm.signature import DTYPE_CODES
+from device_comm.span import copy_bytes
 from shm_broadcast.errors import DivergenceError, PeerLostError, SharedMemoryError
 from shm_broadcast.segment import is_refused, may_pass
 
