@@ -130,19 +130,17 @@ class Selection:
         """Choose among ``candidates`` by ``table``; None: the first that offers the verb."""
         self.candidates = tuple(candidates)
         self.table = table
-        offered = [
-            each.backend.capabilities.verbs for each in candidates if each.backend is not None
-        ]
-        self.verbs = frozenset[Verb]().union(*offered)
+        has = {each: each.backend.capabilities for each in candidates if each.backend}
+        self.verbs = frozenset[Verb]().union(*(offered.verbs for offered in has.values()))
         self._ranges: dict[str, list[tuple[float, Candidate, str]]] = {
             verb: self._divide(verb) for verb in self.verbs
         }
         self._limits: dict[str, list[float]] = {
             verb: [limit for limit, _, _ in ranges[:-1]] for verb, ranges in self._ranges.items()
         }
-        general = [each for each in candidates if not _is_special(each)]
+        general = [each for each in candidates if each not in has or has[each].reductions is None]
         self._general = self if len(general) == len(candidates) else Selection(general, table)
-        queueing = [each for each in candidates if each.backend is None or _queues(each.backend)]
+        queueing = [each for each in candidates if each not in has or has[each].stream_ordered]
         mixed = len(queueing) < len(candidates) and any(each.backend for each in queueing)
         self.captured = Selection(queueing, table) if mixed else self
 
@@ -240,14 +238,6 @@ class Selection:
         if self.table is None:
             return ()
         return self.table.verbs.get(MEASURED_AS.get(verb, verb), ())
-
-
-def _is_special(candidate: Candidate) -> bool:
-    return candidate.backend is not None and candidate.backend.capabilities.reductions is not None
-
-
-def _queues(backend: Backend) -> bool:
-    return backend.capabilities.stream_ordered
 
 
 def _sound(rows: Sequence[Measured]) -> bool:
