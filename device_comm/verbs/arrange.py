@@ -123,10 +123,7 @@ def landing_pieces(
 ) -> Landing:
     """A landing for ``count`` pieces, one after the other, of a result of ``shape``."""
     outer = rows_before(shape, dim)
-    if outer == 1:
-        return landing(empty, out, shape, like, source)
-    numel = math.prod(shape)
-    if numel == 0:
+    if outer == 1 or not (numel := math.prod(shape)):
         return landing(empty, out, shape, like, source)
     if out is not None:
         check_out(out, shape, like.dtype, like.device)

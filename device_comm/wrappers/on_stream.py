@@ -98,17 +98,13 @@ class OnStream(Wrapper):
         if not operation.background:
             self._stream.follow()
             return None
-        done = _captured if captured else self._stream.mark()
+        # The graph itself keeps the memory of what is captured.
+        done = (lambda: True) if captured else self._stream.mark()
         # torch's allocator would give the memory of a freed tensor to new work on the current
         # stream, which does not wait for this stream. So the operation, and with it its tensors,
         # is kept here until the device is done, even if the caller drops the handle.
         self._under_way.append((done, operation))
         return _Behind(self._stream, done, pending)
-
-
-def _captured() -> bool:
-    """The mark of a captured operation: done, for the graph itself keeps the memory."""
-    return True
 
 
 class _Behind:
