@@ -48,9 +48,6 @@ _FIRST_LOOK = 0.05
 _POLL = 0.002
 """Seconds between two looks at a collective that has taken longer."""
 
-_LONG = timedelta(seconds=1e7)
-"""Stands for no deadline, where torch needs one."""
-
 _NEVER_SENT = 1
 """A tag that nobody sends with."""
 
@@ -270,15 +267,6 @@ class TransferPending:
             raise error
         if error is not None:
             raise self._boundary.translate(error, self._operation, self._peers, deadline) from error
-
-
-def wait_to_the_end(work: dist.Work) -> None:
-    """Wait for a send or a receive, for longer than torch would.
-
-    Raises:
-        RuntimeError: the transfer failed.
-    """
-    work.wait(_LONG)
 
 
 class Connections:

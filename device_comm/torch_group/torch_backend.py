@@ -7,6 +7,7 @@ for equal and unequal parts, and all-gather of unequal parts is an exchange too:
 
 from __future__ import annotations
 
+from datetime import timedelta
 from functools import cache, partial
 from typing import TYPE_CHECKING, assert_never
 
@@ -26,7 +27,6 @@ from device_comm.torch_group.pending import (
     Farewell,
     StreamPending,
     TransferPending,
-    wait_to_the_end,
 )
 from device_comm.torch_group.reduce_here import reduce_here
 
@@ -41,6 +41,9 @@ if TYPE_CHECKING:
     from device_comm.work import Pending
 
 _TAG = 0
+
+_LONG = timedelta(seconds=1e7)
+"""Stands for no deadline, where torch needs one: by itself it would not wait for so long."""
 
 
 class TorchBackend(Backend):
@@ -268,7 +271,7 @@ class TorchBackend(Backend):
         deadline = operation.deadline
         try:
             farewell = self._farewell(peer)
-            self._guard.call(lambda: wait_to_the_end(work), name, peers, deadline, farewell)
+            self._guard.call(lambda: work.wait(_LONG), name, peers, deadline, farewell)
         except RuntimeError as error:
             raise self._boundary.translate(error, name, peers, deadline) from error
         return None
