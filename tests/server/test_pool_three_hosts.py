@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from server.errors import CallTimeoutError
+from server.errors import CallTimeoutError, WorkerStartError
 from tests.coordinator.hosts import NAMES
 from tests.netns import hosts_on_a_switch, two_hosts
 from tests.patience import PATIENCE_SECONDS, until
 from tests.ranks import run_ranks
 from tests.server.over_hosts import over_hosts
-from tests.server.workers import pids_of
+from tests.server.workers import Worker, pids_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from server.pool import WorkerPool
+    from server.worker import WorkerContext
     from tests.netns import Host
 
 pytestmark = pytest.mark.namespaces
@@ -131,3 +133,30 @@ def test_workers_that_wait_for_each_other_over_hosts_are_named_as_such(tmp_path:
     assert f"({first} and {second} wait for each other)" in text
     assert culprits == (0, 1)
     assert told[-1] == "All of them receive, and none has sent."
+
+
+class Meets(Worker):
+    """In its ``__init__`` all ranks meet, but for one, which sleeps."""
+
+    def __init__(self, context: WorkerContext, late: int) -> None:
+        super().__init__(context)
+        if self.rank == late:
+            time.sleep(600)
+        self.groups.world.barrier()
+
+
+def fails_to_start(rank: int, n: int, folder: str, hosts: Sequence[Host]) -> Any:
+    options = {"worker": Meets, "tp": 3, "worker_kwargs": {"late": 1}, "start_timeout": 6.0}
+    try:
+        return over_three(rank, n, folder, hosts, pids_of, (), options)
+    except WorkerStartError as error:
+        return error.rank, str(error), error.traceback
+
+
+def test_a_start_names_the_worker_on_another_host_that_holds_it_up(tmp_path: Path) -> None:
+    with hosts_on_a_switch(3) as hosts:
+        (rank, text, stack), *_ = run_ranks(3, fails_to_start, str(tmp_path), hosts)
+    assert rank == 1
+    assert "(late: 0, 1, 2; rank 1 (pid " in text
+    assert f" on {NAMES[1]}) holds up others: it waits for no other process" in text
+    assert "in __init__" in stack
