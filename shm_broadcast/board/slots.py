@@ -30,15 +30,12 @@ class Slots:
     def __init__(
         self, segment: Segment, ranks: tuple[int, ...], name: str, member: int | None
     ) -> None:
-        n_members = len(ranks)
-        if member is not None and not 0 <= member < n_members:
-            raise ValueError(f"member must be in 0..{n_members - 1}; got {member}")
+        n_members = self.n_members = len(ranks)
         self._segment = segment
         self.words: WordsLike = segment.words
         self.ranks = ranks
-        self.n_members = n_members
         self.name = name
-        self.member = member
+        self.member = None if member is None else self._valid(member)
         members = self._members = Members(segment, ranks, name)
         self.tallies = Tallies(
             segment, lambda each: members.elsewhere.tallies(each), member, n_members

@@ -297,8 +297,7 @@ class MessageQueue(QueueEnd):
             GroupTimeoutError: some have not joined in time; names them.
         """
         group = as_object_group(pg)
-        if not 0 <= writer_rank < group.world_size:
-            raise ValueError(f"writer_rank must be in 0..{group.world_size - 1}; got {writer_rank}")
+        writer_rank = whole("writer_rank", writer_rank, group.world_size - 1, least=0)
         beside = ranks_beside(group, writer_rank)
         queue: MessageQueue | None = None
         handle: QueueHandle | Exception | None = external_writer_handle
@@ -365,8 +364,7 @@ class MessageQueue(QueueEnd):
             SharedMemoryError: too little memory is free on some rank; every rank raises.
         """
         group = as_object_group(pg)
-        if not 0 <= reader_rank < group.world_size:
-            raise ValueError(f"reader_rank must be in 0..{group.world_size - 1}; got {reader_rank}")
+        reader_rank = whole("reader_rank", reader_rank, group.world_size - 1, least=0)
         beside = group.rank in (reader_rank, *ranks_beside(group, reader_rank))
         here, elsewhere = ([reader_rank], []) if beside else ([], [reader_rank])
         queue: MessageQueue | None = None
