@@ -239,51 +239,6 @@ class Stage(PipelineEnd):
             **options,
         )
 
-    @overload
-    def send_forward_backward_recv_forward_backward(
-        self,
-        output_tensor: Any,
-        input_tensor_grad: Any,
-        input_tensor_shape: Shapes | None = ...,
-        output_grad_shape: Shapes | None = ...,
-        recv_prev: bool = ...,
-        recv_next: bool = ...,
-        prev_rank: int | None = ...,
-        next_rank: int | None = ...,
-        dtype: torch.dtype | None = ...,
-        scatter_gather_tensors: bool | None = ...,
-        **how: Unpack[Now],
-    ) -> tuple[Any, Any]: ...
-    @overload
-    def send_forward_backward_recv_forward_backward(
-        self,
-        output_tensor: Any,
-        input_tensor_grad: Any,
-        input_tensor_shape: Shapes | None = ...,
-        output_grad_shape: Shapes | None = ...,
-        recv_prev: bool = ...,
-        recv_next: bool = ...,
-        prev_rank: int | None = ...,
-        next_rank: int | None = ...,
-        dtype: torch.dtype | None = ...,
-        scatter_gather_tensors: bool | None = ...,
-        **how: Unpack[Later],
-    ) -> Work[tuple[Any, Any]]: ...
-    @overload
-    def send_forward_backward_recv_forward_backward(
-        self,
-        output_tensor: Any,
-        input_tensor_grad: Any,
-        input_tensor_shape: Shapes | None = ...,
-        output_grad_shape: Shapes | None = ...,
-        recv_prev: bool = ...,
-        recv_next: bool = ...,
-        prev_rank: int | None = ...,
-        next_rank: int | None = ...,
-        dtype: torch.dtype | None = ...,
-        scatter_gather_tensors: bool | None = ...,
-        **how: Unpack[Maybe],
-    ) -> tuple[Any, Any] | Work[tuple[Any, Any]]: ...
     def send_forward_backward_recv_forward_backward(
         self,
         output_tensor: Any,
