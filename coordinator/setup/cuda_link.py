@@ -86,7 +86,8 @@ def cuda_comm(
         GroupTimeoutError: some members did not come in time.
     """
     swap = swap_over(over, deadline)
-    identities = [each.decode() for each in swap(_identity(device).encode())]
+    identity = str(torch.cuda.get_device_properties(device).uuid)
+    identities = swap(identity.encode())
     n, devices = over.world_size, len(set(identities))
     build = _CandidateBuilder(device, devices, nodes, over, group, deadline, swap, closing)
     ipc, nccl = build.ipc(), build.nccl()
@@ -221,10 +222,6 @@ def _limited(candidate: Candidate) -> Candidate:
     if isinstance(backend, (NcclWindow, SymmetricBackend)):
         return replace(candidate, up_to=backend.limit)
     return candidate
-
-
-def _identity(device: torch.device) -> str:
-    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _key(device: torch.device, n: int, devices: int, nodes: Nodes, able: list[str]) -> Key:
