@@ -4,8 +4,6 @@
 
 #include "pipe_object.h"
 
-typedef uint64_t (*mover)(Pipe *self, message x, uint64_t done, uint64_t wait_ns);
-
 /* (tensor, pipe, peer) */
 static PyObject *move(PyObject *object, PyObject *const *args, Py_ssize_t n, int operation,
                       mover step, uint64_t wait_ns) {
@@ -22,7 +20,7 @@ static PyObject *move(PyObject *object, PyObject *const *args, Py_ssize_t n, int
                      .total = tensor_bytes(&x),
                      .dtype = x.dtype,
                      .call = comm_call(self)};
-    uint64_t done = step((Pipe *)args[1], whole, 0, wait_ns);
+    uint64_t done = pipe_move((Pipe *)args[1], step, whole, 0, wait_ns);
     if (done < whole.total) {
         self->halfway = done > 0;
         return PyLong_FromUnsignedLongLong(done);
@@ -37,10 +35,10 @@ static PyObject *move(PyObject *object, PyObject *const *args, Py_ssize_t n, int
 
 /* send(x, pipe, peer) */
 PyObject *direct_send(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    return move(self, args, n, OPERATION_SEND, pipe_push_politely, 0);
+    return move(self, args, n, OPERATION_SEND, pipe_push, 0);
 }
 
 /* recv(out, pipe, peer) */
 PyObject *direct_recv(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    return move(self, args, n, OPERATION_RECV, pipe_pull_politely, SPIN_NS);
+    return move(self, args, n, OPERATION_RECV, pipe_pull, SPIN_NS);
 }

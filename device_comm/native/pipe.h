@@ -29,6 +29,9 @@ typedef struct {
     uint32_t call; /* of the sender and of the receiver, which agree */
 } message;
 
+/* One of the two below. */
+typedef uint64_t (*mover)(const shm_pipe *m, message x, uint64_t done, uint64_t wait_ns);
+
 /* Posts what there is room for, from byte `sent` on; gives up when there is none and the receiver
  * has taken nothing for `patience_ns`. Returns how many bytes are sent. */
 uint64_t pipe_push(const shm_pipe *m, message x, uint64_t sent, uint64_t patience_ns);

@@ -4,23 +4,13 @@
 /* Up to this size, copying with the GIL held beats giving it up. */
 #define BRIEF_BYTES 32768
 
-typedef uint64_t (*mover)(const shm_pipe *m, message x, uint64_t done, uint64_t wait_ns);
-
-static uint64_t move(Pipe *self, mover step, message x, uint64_t done, uint64_t wait_ns) {
+uint64_t pipe_move(Pipe *self, mover step, message x, uint64_t done, uint64_t wait_ns) {
     if (x.total - done <= BRIEF_BYTES) done = step(&self->pipe, x, done, 0);
     if (done == x.total || (wait_ns == 0 && x.total - done <= BRIEF_BYTES)) return done;
     Py_BEGIN_ALLOW_THREADS
     done = step(&self->pipe, x, done, wait_ns);
     Py_END_ALLOW_THREADS
     return done;
-}
-
-uint64_t pipe_push_politely(Pipe *self, message x, uint64_t sent, uint64_t patience_ns) {
-    return move(self, pipe_push, x, sent, patience_ns);
-}
-
-uint64_t pipe_pull_politely(Pipe *self, message x, uint64_t received, uint64_t spin_ns) {
-    return move(self, pipe_pull, x, received, spin_ns);
 }
 
 /* (address, total, dtype, call, done, wait_ns) */
@@ -35,7 +25,7 @@ static PyObject *move_args(PyObject *object, PyObject *args, mover step) {
     }
     message x = {
         .data = (char *)(uintptr_t)address, .total = total, .dtype = dtype, .call = call};
-    return PyLong_FromUnsignedLongLong(move((Pipe *)object, step, x, done, wait_ns));
+    return PyLong_FromUnsignedLongLong(pipe_move((Pipe *)object, step, x, done, wait_ns));
 }
 
 static PyObject *push(PyObject *self, PyObject *args) { return move_args(self, args, pipe_push); }

@@ -15,8 +15,7 @@ typedef struct {
 /* Creates the type; returns a new reference, or NULL with an error set. */
 PyObject *pipe_type(PyObject *module);
 
-/* As the functions of pipe.h; they let the GIL go if it takes long. */
-uint64_t pipe_push_politely(Pipe *self, message x, uint64_t sent, uint64_t patience_ns);
-uint64_t pipe_pull_politely(Pipe *self, message x, uint64_t received, uint64_t spin_ns);
+/* As `step`, one of the functions of pipe.h; lets the GIL go if it takes long. */
+uint64_t pipe_move(Pipe *self, mover step, message x, uint64_t done, uint64_t wait_ns);
 
 #endif
