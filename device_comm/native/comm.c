@@ -4,7 +4,6 @@
 #include <string.h>
 
 #include "atomics.h"
-#include "call.h"
 #include "reduce.h"
 
 /* Below this, looking for arrivals a microsecond with the GIL held beats giving it up. */
@@ -220,15 +219,13 @@ static int read_operations(Comm *self, PyObject *names) {
     return 0;
 }
 
-static void *zeroed(size_t n, size_t size) { return PyMem_Calloc(n, size); }
-
 static int make_room(steps *s) {
-    s->doorbells = zeroed(s->n, sizeof *s->doorbells);
-    s->plan.awaits = zeroed(s->n, sizeof *s->plan.awaits);
-    s->plan.gives = zeroed(s->n, sizeof *s->plan.gives);
-    s->plan.takes = zeroed(s->n, sizeof *s->plan.takes);
-    s->parts = zeroed(s->n, sizeof *s->parts);
-    s->scratch = zeroed(1, SCRATCH_BYTES);
+    s->doorbells = PyMem_Calloc(s->n, sizeof *s->doorbells);
+    s->plan.awaits = PyMem_Calloc(s->n, sizeof *s->plan.awaits);
+    s->plan.gives = PyMem_Calloc(s->n, sizeof *s->plan.gives);
+    s->plan.takes = PyMem_Calloc(s->n, sizeof *s->plan.takes);
+    s->parts = PyMem_Calloc(s->n, sizeof *s->parts);
+    s->scratch = PyMem_Calloc(1, SCRATCH_BYTES);
     bool all = s->doorbells && s->plan.awaits && s->plan.gives && s->plan.takes && s->parts &&
                s->scratch;
     if (!all) PyErr_NoMemory();

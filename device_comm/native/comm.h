@@ -12,6 +12,9 @@
 /* From here on, results come from memory that is recycled: see shm_broadcast/ring/recycling.py. */
 #define RECYCLED_BYTES (1 << 20)
 
+/* The call that a thread carries out, 0 if none: device_comm/call_number.py says what for. */
+extern _Thread_local uint32_t the_call;
+
 /* What is done beside collectives, which have the numbers of their verbs. */
 enum { OPERATION_SEND = VERBS, OPERATION_RECV, OPERATIONS };
 

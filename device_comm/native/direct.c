@@ -140,8 +140,9 @@ void direct_await_only(Comm *self, size_t root) {
     p->awaits[root] = root != self->steps.rank;
 }
 
-/* A new tensor of the dtype of `x` and of a shape, from memory that is recycled. */
-static PyObject *allocate(Comm *self, PyObject *x, shape wanted) {
+/* A new tensor of the dtype of `x` and of a shape, from memory that is recycled; where it lies. */
+static PyObject *make_large(Comm *self, PyObject *x, shape wanted, char **data) {
+    tensor described;
     PyObject *sizes = PyTuple_New(wanted.like->ndim);
     for (int i = 0; sizes != NULL && i < wanted.like->ndim; i++) {
         PyObject *number = PyLong_FromUnsignedLongLong(shape_size(wanted, i));
@@ -150,13 +151,6 @@ static PyObject *allocate(Comm *self, PyObject *x, shape wanted) {
     if (sizes == NULL) return NULL;
     PyObject *made = PyObject_CallFunctionObjArgs(self->allocate, sizes, x, NULL);
     Py_DECREF(sizes);
-    return made;
-}
-
-/* The same, and where it lies. */
-static PyObject *make_large(Comm *self, PyObject *x, shape wanted, char **data) {
-    tensor described;
-    PyObject *made = allocate(self, x, wanted);
     if (made != NULL && !direct_describe(self, made, &described)) {
         PyErr_SetString(PyExc_TypeError, "the result's memory is not plain");
         Py_CLEAR(made);

@@ -2,7 +2,6 @@
  * of CUDA kernels. */
 #include <Python.h>
 
-#include "call.h"
 #include "comm.h"
 #include "group_layout.h"
 #include "launch.h"
