@@ -140,14 +140,14 @@ class Face(ABC, Generic[Service]):
     def guarded(
         self, answer: Callable[[Request], Awaitable[Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
-        """``answer``, for those who show the key."""
+        """``answer``, or the `ApiError` that it raises, for those who show the key."""
 
         async def guarded(request: Request) -> Response:
             try:
                 self._check_key(request)
+                return await answer(request)
             except ApiError as error:
                 return error_answer(error)
-            return await answer(request)
 
         return guarded
 
@@ -224,10 +224,7 @@ class Face(ABC, Generic[Service]):
         return json_answer(msgspec.json.encode({"object": "list", "data": [self.model.entry()]}))
 
     async def _one_model(self, request: Request) -> Response:
-        try:
-            self.model.check_name(request.path_params["model"])
-        except ApiError as error:
-            return error_answer(error)
+        self.model.check_name(request.path_params["model"])
         return json_answer(msgspec.json.encode(self.model.entry()))
 
     async def _health(self, _: Request) -> Response:
@@ -250,11 +247,8 @@ class Face(ABC, Generic[Service]):
         return msgspec.json.encode(await self.service.seen())
 
     async def _events(self, request: Request) -> Response:
-        try:
-            _check_room(request)
-            return self.live.answer(request)
-        except ApiError as error:
-            return error_answer(error)
+        _check_room(request)
+        return self.live.answer(request)
 
     async def _metrics(self, _: Request) -> Response:
         return Response(self.service.metrics.expose(), media_type=CONTENT_TYPE)
