@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -30,21 +31,15 @@ _LEAVE_SECONDS = 0.4
 """How long `Guard.close` waits for the thread, which takes a tick unless the machine is busy."""
 
 
+@dataclass(eq=False, slots=True)
 class _Shift:
     """One call that is watched over; ``error`` is what was seen of the group meanwhile."""
 
-    def __init__(
-        self,
-        operation: str,
-        peers: Sequence[int],
-        deadline: Deadline,
-        farewell: Farewell | None,
-    ) -> None:
-        self.farewell = farewell
-        self.operation = operation
-        self.peers = peers
-        self.deadline = deadline
-        self.error: Exception | None = None
+    operation: str
+    peers: Sequence[int]
+    deadline: Deadline
+    farewell: Farewell | None
+    error: Exception | None = None
 
 
 class Guard:
