@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import errno
 import select
+import socket
 import struct
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -24,9 +25,6 @@ from shm_broadcast import (
 )
 from shm_broadcast.codec import UNDECODABLE
 from shm_broadcast.deadline import milliseconds
-
-if TYPE_CHECKING:
-    import socket
 
 _LENGTH = struct.Struct(">I")
 _CHUNK = 1 << 16
@@ -72,7 +70,7 @@ class Channel:
         with self._sending:
             while left:
                 try:
-                    left = left[self._connection.send(left) :]
+                    left = left[self._connection.send(left, socket.MSG_NOSIGNAL) :]
                 except BlockingIOError:
                     self._wait(select.POLLOUT, deadline, "send")
                 except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import threading
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ import pytest
 from server.control.channel import Channel, ChannelClosedError
 from server.control.protocol import Failed, FromWorker, Hello, Resume, WorkProgress
 from shm_broadcast import Deadline, GroupTimeoutError, MessageDecodeError
+from tests.forked import in_a_child
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -73,6 +75,19 @@ def test_what_was_sent_comes_before_the_end(ends: tuple[Channel, Channel]) -> No
         driver.receive()
     with pytest.raises(ChannelClosedError):
         driver.send(Resume(1))
+
+
+def test_a_process_that_lets_broken_pipes_end_it_does_not_end_by_a_channel(
+    ends: tuple[Channel, Channel],
+) -> None:
+    ends[0].close()
+
+    def send() -> None:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        with pytest.raises(ChannelClosedError):
+            ends[1].send(Hello(7))
+
+    in_a_child(send)
 
 
 @pytest.mark.parametrize(
