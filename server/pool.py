@@ -48,6 +48,7 @@ from .calls.call_stream import CallStream
 from .calls.pending_call import PendingCall
 from .control.output import hold_standard_numbers
 from .control.reference import check_may_make_pool
+from .driver.limits import check_has_system_threads
 from .driver.pool_plan import PoolPlan
 from .errors import PoolClosedError
 from .launchers.circumstances import worker_environment
@@ -145,6 +146,8 @@ class WorkerPool:
 
         Raises:
             ValueError, TypeError: an argument is out of range, or cannot be sent to the workers.
+            RuntimeError: this process can drive no pool: it is a worker that imports its modules,
+                gevent or eventlet have patched it, or it is frozen and so has no Python to start.
             WorkerStartError: a worker's ``__init__`` raised, its process ended, or it was not ready
                 in time. All processes of the pool have ended.
             SharedMemoryError: too little memory is free.
@@ -156,6 +159,7 @@ class WorkerPool:
             OSError: the head's address is none of this host's, or its port is in use.
         """
         check_may_make_pool()
+        check_has_system_threads()
         hold_standard_numbers()
         self._plan = PoolPlan(
             worker,

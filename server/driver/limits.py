@@ -1,10 +1,15 @@
-"""What is raised where a pool's driver may not open enough files, or start enough processes."""
+"""What is raised where a pool's driver may not open enough files, or start enough processes, or has
+no threads of the system.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
+import queue
 import resource
+import select
+import threading
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,6 +39,23 @@ def open_files() -> int:
         OSError: it may have no other one, which it takes to look.
     """
     return sum(1 for _ in Path("/proc/self/fd").iterdir()) - 1
+
+
+def check_has_system_threads() -> None:
+    """Refuse to make a pool where threads are the coroutines of gevent or eventlet.
+
+    A call that waits would hold up all of them, also the one that notices a worker's end.
+
+    Raises:
+        RuntimeError: they are, or what threads wait by was replaced.
+    """
+    used = threading.get_ident, queue.SimpleQueue, select.select
+    replaced = {each.__module__ for each in used} - {"_thread", "_queue", "select"}
+    if replaced:
+        raise RuntimeError(
+            "a pool needs threads of the system; here Python's own modules were patched by "
+            f"{', '.join(sorted(replaced))}: make the pool in a process without that"
+        )
 
 
 @contextmanager

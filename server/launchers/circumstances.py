@@ -68,7 +68,15 @@ def working_folder() -> str:
 def python_command(script: Path) -> list[str]:
     """The command that runs ``script`` with the options that this Python was started with, such as
     ``-O``, ``-W`` and ``-X dev``, and without the script's folder in the path.
+
+    Raises:
+        RuntimeError: this process does not know of a Python. A frozen program would start itself.
     """
+    if hasattr(sys, "frozen") or not sys.executable:
+        raise RuntimeError(
+            "workers are run by the Python that sys.executable names; in this program, which is "
+            f"frozen or embeds Python, that is {sys.executable!r}"
+        )
     # as `multiprocessing` does; there is no public function
     options: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return [sys.executable, *options, "-P", str(script)]

@@ -187,6 +187,31 @@ def test_a_class_of_a_session_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert main_of("__main__:Typed") == {"init_main_from_path": os.fsencode(script)}
 
 
+@pytest.mark.parametrize("name", ["threading.get_ident", "queue.SimpleQueue", "select.select"])
+def test_a_process_whose_threads_are_coroutines_makes_no_pool(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(name, type("Green", (), {"__module__": "green"}))
+    with pytest.raises(RuntimeError, match="were patched by green: make the pool"):
+        WorkerPool(Worker)
+
+
+@pytest.mark.parametrize("fork", [True, False])
+@pytest.mark.parametrize("executable", ["", None])
+def test_a_process_that_knows_of_no_python_makes_no_pool(
+    monkeypatch: pytest.MonkeyPatch, executable: str | None, fork: bool
+) -> None:
+    monkeypatch.setattr("sys.executable", executable)
+    with pytest.raises(RuntimeError, match=f"that is {executable!r}$"):
+        WorkerPool(Worker, config=PoolConfig(fork=fork))
+
+
+def test_a_frozen_program_is_not_started_as_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.frozen", True, raising=False)
+    with pytest.raises(RuntimeError, match="is frozen or embeds Python"):
+        WorkerPool(Worker, config=PoolConfig(fork=False))
+
+
 @pytest.mark.parametrize("name", ["tests.server.workers:Nobody", "tests.server.workers:sys"])
 def test_loading_what_is_no_class_says_so(name: str) -> None:
     with pytest.raises((AttributeError, TypeError), match=r"Nobody|is not a class"):
