@@ -157,7 +157,7 @@ class TellingWhy:
 
 
 def watched(exchange: Exchange, board: Board, members: Sequence[int]) -> Exchange:
-    """``exchange``, in which nobody waits for members that have ended: their slots on the board."""
+    """``exchange``, in which nobody waits for ``members`` of the board that have ended."""
 
     def watch(operation: str, ready: Callable[[], bool]) -> None:
         board.require(operation, lambda: members, ready)

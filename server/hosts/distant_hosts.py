@@ -240,7 +240,7 @@ class DistantHosts:
             case Pulse(generation, beat):
                 self._take_beat(node, generation, beat)
             case OfWorker(rank, since, told) if worker := self._worker(node, rank, since):
-                worker.deliver(told)
+                worker.channel.put(told)
             case WorkerStack(rank, since, text) if worker := self._worker(node, rank, since):
                 worker.show_stack(text)
             case WorkerEnded(rank, since, how, stack) if worker := self._worker(node, rank, since):

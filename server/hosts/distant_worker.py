@@ -63,7 +63,7 @@ class RelayedChannel:
         return None
 
     def put(self, message: FromWorker) -> None:
-        """Let a message arrive."""
+        """Let a message of the worker arrive; from the link's thread."""
         self._arrived.append(message)
         self._news.ring()
 
@@ -134,10 +134,6 @@ class DistantWorker:
             self.channel.close()
             self.stack_file.close()
             self._gone.close()
-
-    def deliver(self, message: FromWorker) -> None:
-        """Let a message of the worker arrive; from the link's thread."""
-        self.channel.put(message)
 
     def show_stack(self, text: str) -> None:
         """Let the worker's stack arrive; from the link's thread."""

@@ -1,7 +1,4 @@
-"""Finds the control groups (cgroups) of this process, which limit it, and what they have killed.
-
-Of both versions.
-"""
+"""Finds the control groups (cgroups, of both versions) of this process, and counts their kills."""
 
 from __future__ import annotations
 

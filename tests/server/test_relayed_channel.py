@@ -88,7 +88,7 @@ def test_what_is_told_of_a_worker_after_its_handle_was_closed_goes_nowhere() -> 
     worker = DistantWorker(1, 1, lambda _: None)
     before = open_descriptors()
     worker.close()
-    worker.deliver(Left())
+    worker.channel.put(Left())
     worker.show_stack("a stack")
     worker.end("killed by SIGKILL", "a stack")
     worker.close()
