@@ -124,6 +124,16 @@ class MessageVerbs(Member):
         """As `recv_object`, at once. Collective: no."""
         return self._messenger.ireceive(self._messenger.object_of(src), src, timeout)
 
+    @overload
+    def broadcast_object(self, obj: Any = ..., src: int = ..., **how: Unpack[Now]) -> Any: ...
+    @overload
+    def broadcast_object(
+        self, obj: Any = ..., src: int = ..., **how: Unpack[Later]
+    ) -> Work[Any]: ...
+    @overload
+    def broadcast_object(
+        self, obj: Any = ..., src: int = ..., **how: Unpack[Maybe]
+    ) -> Any | Work[Any]: ...
     def broadcast_object(
         self, obj: Any = None, src: int = 0, *, async_op: bool = False, timeout: Timeout = None
     ) -> Any:
