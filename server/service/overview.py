@@ -13,12 +13,8 @@ if TYPE_CHECKING:
     from coordinator.rank_grid import RankGrid
     from shm_broadcast import MemberStatus
 
-    from ..pool import WorkerPool
-    from ..replicas import Replicas
-
 LONGEST_TEXT = 4000
 """Characters of a text that are shown: messages of workers have no limit of their own."""
-_SENTENCES = 12
 
 
 def workers(grid: RankGrid, statuses: Sequence[MemberStatus]) -> list[dict[str, Any]]:
@@ -43,11 +39,6 @@ def clipped(text: object) -> str:
     whole = str(text)
     left = len(whole) - LONGEST_TEXT
     return whole if left <= 0 else f"{whole[:LONGEST_TEXT]} ... and {left} characters more"
-
-
-def who_holds_up(pool: WorkerPool | Replicas) -> list[str]:
-    """The first sentences of `WorkerPool.who_holds_up`."""
-    return [clipped(line) for line in pool.who_holds_up()[:_SENTENCES]]
 
 
 def _is_stopped(status: MemberStatus) -> bool:

@@ -20,7 +20,7 @@ from shm_broadcast import CoordinatorError
 
 from .gauges import Activity, of_operations, of_service, of_workers
 from .metrics import Metrics
-from .overview import clipped, past_failure, who_holds_up, workers
+from .overview import clipped, past_failure, workers
 from .watched_pool import WatchedPool
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ class PoolService(ABC):
         status = self.status()
         slow, verdict = status["oldest_call_seconds"] >= _SLOW_SECONDS, []
         if slow and self._watched is not None:
-            verdict = await asyncio.to_thread(who_holds_up, self._watched.pool)
+            verdict = await self._watched.who_holds_up()
         return {**status, "verdict": verdict}
 
     @property

@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CallTimeoutError, PoolClosedError, with_notes
-from .overview import who_holds_up
+from .overview import clipped
 from .stall import StallWatch
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .service_limits import ServiceLimits
 
 _WATCH_SECONDS = 0.2
+_SENTENCES = 12
 _log = logging.getLogger(__name__)
 
 
@@ -108,6 +109,14 @@ class WatchedPool:
         with self.counted(sizes) if args else nullcontext():
             return self.pool.call(method, *args, timeout=self.call_timeout)
 
+    async def who_holds_up(self) -> list[str]:
+        """The first sentences of `WorkerPool.who_holds_up`."""
+        try:
+            told = await asyncio.to_thread(self.pool.who_holds_up)
+        except RuntimeError:  # no thread can be started: the rest goes on all the same
+            return []
+        return [clipped(line) for line in told[:_SENTENCES]]
+
     async def watch(self, probe: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Log when the pool stalls, and when it answers again; return when the pool has broken for
         good.
@@ -120,7 +129,7 @@ class WatchedPool:
         while self.failure is None:
             await asyncio.sleep(_WATCH_SECONDS)
             stalls = self._watch.stalled(time.monotonic())
-            self._held_up = await asyncio.to_thread(who_holds_up, self.pool) if stalls else []
+            self._held_up = await self.who_holds_up() if stalls else []
             before, stalled = stalled, self.stalled
             if stalled and not before:
                 _log.error("%s", stalled)

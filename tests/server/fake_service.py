@@ -98,6 +98,9 @@ class Pool:
         working = MemberStatus(0, 4241, "busy", self.operation, 9, 0.5)
         return [working, MemberStatus(1, 4242, "lost")]
 
+    def who_holds_up(self) -> list[str]:
+        return []
+
     def totals(self) -> dict[int, list[VerbTotal]]:
         return {0: [VerbTotal("tp", "all_reduce", 7, 1, 0.5, 4096)]}
 

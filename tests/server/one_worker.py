@@ -80,6 +80,9 @@ class OneWorker:
     def status(self) -> list[MemberStatus]:
         return []
 
+    def who_holds_up(self) -> list[str]:
+        return []
+
     def totals(self) -> dict[int, Any]:
         return {}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from typing import TYPE_CHECKING
+from unittest.mock import Mock
 
 import pytest
 
@@ -88,6 +89,20 @@ async def test_a_failed_batch_answers_500() -> None:
         assert failed.status_code == 500
         assert "ValueError: boom" in failed.json()["error"]["message"]
         assert (await here.embed("x")).status_code == 200
+
+
+async def test_a_pool_is_watched_where_no_thread_can_look_who_holds_it_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    look = Mock(side_effect=RuntimeError("can't start new thread"))
+    monkeypatch.setattr(Pool, "who_holds_up", look)
+    async with site(stall_timeout=0.5) as here:
+        here.pool.held = []
+        asked = asyncio.create_task(here.embed("x"))
+        await auntil(lambda: look.call_count > 0)
+        here.pool.let_go()
+        assert (await asked).status_code == 200
+        await auntil(lambda: "calls are answered again" in caplog.messages)
 
 
 async def test_calls_that_do_not_move_fail_readiness_until_they_do(
