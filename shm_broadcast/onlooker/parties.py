@@ -145,19 +145,8 @@ def parties_of(boards: Sequence[BoardSeen]) -> dict[str, Party]:
             party.members.append(member)
             here.append(party)
         for party, member in zip(here, board.members, strict=True):
-            if member.condition == "stopped":
-                continue  # what it waited for may have come: it goes on no more than before
-            for wait in member.waits:
-                same = member.status.operation == wait.operation
-                number = f" #{member.status.sequence}" if same else ""
-                waiting = Waiting(wait.operation + number, wait.operation, wait.seconds)
-                for each in wait.members:
-                    late = here[each]
-                    if late is not party and _has_closed(board.members[each], member, wait):
-                        late.closed = wait.operation.rpartition(" ")[0]
-                    if late is not party and late.name not in party.waits_on:
-                        party.waits_on[late.name] = waiting
-                        late.awaited_by.append(party)
+            if member.condition != "stopped":  # what that waited for may have come
+                _note_waits(party, member, board.members, here)
     for party in parties.values():
         party.members.sort(key=lambda m: (m.status.age is None, m.status.age or 0.0))
     for party in [
@@ -168,6 +157,27 @@ def parties_of(boards: Sequence[BoardSeen]) -> dict[str, Party]:
             parties[name].awaited_by.remove(party)
         party.waits_on.clear()
     return parties
+
+
+def _note_waits(
+    party: Party, member: MemberSeen, members: Sequence[MemberSeen], here: Sequence[Party]
+) -> None:
+    """Note for whom a party waits, as a ``member`` of a board that has these members, who are the
+    parties ``here``.
+    """
+    for wait in member.waits:
+        same = member.status.operation == wait.operation
+        number = f" #{member.status.sequence}" if same else ""
+        waiting = Waiting(wait.operation + number, wait.operation, wait.seconds)
+        for each in wait.members:
+            late = here[each]
+            if late is party:
+                continue
+            if _has_closed(members[each], member, wait):
+                late.closed = wait.operation.rpartition(" ")[0]
+            if late.name not in party.waits_on:
+                party.waits_on[late.name] = waiting
+                late.awaited_by.append(party)
 
 
 def _has_closed(late: MemberSeen, member: MemberSeen, wait: Wait) -> bool:
