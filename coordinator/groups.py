@@ -21,7 +21,7 @@ from coordinator.graph_capture import GraphCaptureContext, capture_on_side_strea
 from coordinator.rank_grid import MODEL_AXES, RankGrid
 from coordinator.setup.bootstrap import DEFAULT_TIMEOUT
 from coordinator.setup.launcher import Launch
-from coordinator.setup.settings import OPERATION_TIMEOUT
+from coordinator.setup.settings import OPERATION_TIMEOUT, Settings
 from coordinator.setup.topology import Topology
 from coordinator.stores.secret import launcher_secret
 from shm_broadcast import Deadline
@@ -262,18 +262,23 @@ def init(
         advice = "; start them by torchrun, or give rank= and world_size=" if alone else ""
         raise ValueError(f"{_needs(grid)}, not {launch.world_size}{advice}")
     deadline = Deadline.after(timeout)
+    settings = Settings.of(
+        backend,
+        launch.local_rank,
+        timeout=operation_timeout,
+        torch_only=torch_only,
+        checked=checked,
+        secret=launch.secret,
+    )
     with Closing() as undo:
         topology = Topology.meet(
             launch,
+            settings,
             undo,
             store=store,
             board=board,
             node_of=node_of,
-            backend=backend,
             timeout=deadline,
-            operation_timeout=operation_timeout,
-            torch_only=torch_only,
-            checked=checked,
             sizes={
                 **dict(reversed(grid.axes)),  # what was given before what follows from it
                 "dcp": dcp,

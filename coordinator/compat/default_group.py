@@ -13,6 +13,7 @@ from torch.distributed import FileStore, HashStore, PrefixStore
 
 from coordinator.setup import torch_groups
 from coordinator.setup.launcher import Launch
+from coordinator.setup.settings import Settings
 from coordinator.setup.topology import Topology
 from coordinator.stores.secret import launcher_secret
 
@@ -62,14 +63,16 @@ def meet_with_default_group(
                 f"torch's default group, which is there already, has {there[0]} ranks, and this is "
                 f"rank {there[1]}; asked for were {world_size} and {rank}"
             )
+        settings = Settings.of(backend, launch.local_rank, secret=launch.secret)
         return Topology.meet(
-            launch, closing, store=torch_groups.default_store(), backend=backend, timeout=deadline
+            launch, settings, closing, store=torch_groups.default_store(), timeout=deadline
         )
     launch = _launch(world_size, rank, method, local_rank)
     store = None
     if method.startswith("file://"):
         store = FileStore(method.removeprefix("file://"), launch.world_size)
-    topology = Topology.meet(launch, closing, store=store, backend=backend, timeout=deadline)
+    settings = Settings.of(backend, launch.local_rank, secret=launch.secret)
+    topology = Topology.meet(launch, settings, closing, store=store, timeout=deadline)
     where = HashStore() if topology.exchange is None else topology.exchange.store
     try:
         dist.init_process_group(

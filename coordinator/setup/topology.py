@@ -10,7 +10,6 @@ from coordinator.group import GroupCoordinator, own_group
 from coordinator.hosts.nodes import TellingWhy, find_nodes, known_nodes
 from coordinator.setup.bootstrap import DEFAULT_TIMEOUT, meet
 from coordinator.setup.link import alone, connect
-from coordinator.setup.settings import OPERATION_TIMEOUT, Settings
 from coordinator.setup.torch_groups import SocketChoice
 from coordinator.stores.authenticated import authenticated
 from shm_broadcast import Deadline
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from coordinator.hosts.nodes import Nodes
     from coordinator.setup.exchange import Exchange
     from coordinator.setup.launcher import Launch
+    from coordinator.setup.settings import Settings
     from shm_broadcast import Board
 
 
@@ -50,32 +50,26 @@ class Topology:
     def meet(
         cls,
         launch: Launch,
+        settings: Settings,
         closing: ExitStack,
         *,
         store: Store | None = None,
         board: Board | None = None,
         node_of: Sequence[int] | None = None,
-        backend: str | None = None,
         timeout: float | Deadline | None = DEFAULT_TIMEOUT,
-        operation_timeout: float | None = OPERATION_TIMEOUT,
-        torch_only: bool = False,
-        checked: bool = False,
         sizes: Mapping[str, object] = {},
     ) -> Topology:
         """Wait for all ranks and find out which share a host.
 
         Args:
             launch: this process's rank, and where to meet.
+            settings: of all groups; where gloo listens is found out.
             closing: closes what is made here.
             store: a store to meet in instead.
             board: this node's board, if a launcher made it: member i is rank i.
             node_of: for each rank the first rank on its node, if the launcher that made the boards
                 knows; None: the ranks find out.
-            backend: as for `Settings.of`.
             timeout: seconds for all set-up; None: for ever.
-            operation_timeout: seconds that an operation may take; None: for ever.
-            torch_only: as for `Settings`.
-            checked: as for `Settings`.
             sizes: what else all ranks have to be given alike, by name.
 
         Collective: yes, every rank.
@@ -84,15 +78,6 @@ class Topology:
             ValueError, SecretError: the ranks were given different things; names them.
             GroupTimeoutError: some ranks did not come in time; names them.
         """
-        settings = Settings.of(
-            backend,
-            launch.local_rank,
-            None,
-            operation_timeout,
-            torch_only=torch_only,
-            checked=checked,
-            secret=launch.secret,
-        )
         if launch.world_size == 1:
             nodes = None if board is None else known_nodes(board, (0,), (board.member or 0,))
             return cls(0, 1, settings, nodes, None)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from coordinator.compat.vllm.stateless_torch_groups import meet_at
 from coordinator.setup.launcher import Launch
+from coordinator.setup.settings import Settings
 from coordinator.setup.topology import Topology
 from coordinator.stores.secret import launcher_secret
 from device_comm import ReduceOp
@@ -76,7 +77,8 @@ class StatelessProcessGroup:
             store = meet_at(host, port, rank, listen_socket, timedelta(seconds=store_timeout))
         with Closing() as undo:
             launch = Launch(rank, world_size, 0, host, port, secret=launcher_secret(None))
-            topology = Topology.meet(launch, undo, store=store, backend="gloo", timeout=deadline)
+            settings = Settings.of("gloo", launch.local_rank, secret=launch.secret)
+            topology = Topology.meet(launch, settings, undo, store=store, timeout=deadline)
             with topology.telling_why():
                 group = topology.group("stateless", list(range(world_size)), deadline)
             undo.enter_context(group)
