@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store
 
+    from coordinator.setup.exchange import Exchange
     from shm_broadcast import Board
 
 PERIOD_SECONDS: Final = 0.25
@@ -53,26 +54,21 @@ class Heartbeat:
 
     def __init__(
         self,
-        store: Store,
+        exchange: Exchange,
         board: Board,
         hosts: Mapping[str, Sequence[int]],
         here: str,
-        *,
-        keeper: int | None,
-        where: str,
     ) -> None:
         """Prepare; `first_beat` and `start` follow.
 
         Args:
-            store: where the members have met, with a key prefix that nothing else uses.
+            exchange: of the members; the beats are in its store.
             board: this host's board.
             hosts: the members of each host, by the host's name.
             here: the name of this host, one of ``hosts``.
-            keeper: the member whose process hosts the store; None if no member's does.
-            where: the store's address, for messages.
         """
         others = {name: members for name, members in hosts.items() if name != here}
-        self._store = store
+        self._store, keeper = exchange.store, exchange.keeper
         self._board = board
         self._members = tuple(hosts[here])
         self._key = _key(self._members)
@@ -83,7 +79,9 @@ class Heartbeat:
         self._wanted = self._done = 0
         self._closing = False
         self._thread: threading.Thread | None = None
-        self.boards = RemoteBoards(board.ranks, others, keeper=keeper, store=where, swap=self._swap)
+        self.boards = RemoteBoards(
+            board.ranks, others, keeper=keeper, store=exchange.host, swap=self._swap
+        )
         board.hear(self.boards)
 
     def first_beat(self) -> None:

@@ -173,15 +173,13 @@ def _start_heartbeat(
         [exchange.decoded(_NAME_AND_ADDRESS, each, rank) for rank, each in enumerate(told)], node_of
     )
     heartbeat = Heartbeat(
-        exchange.store,
+        exchange,
         board,
         {
             name: [rank for rank, first in enumerate(node_of) if first == node]
             for node, name in names.items()
         },
         names[node_of[exchange.rank]],
-        keeper=exchange.keeper,
-        where=exchange.host,
     )
     exchange.ask(f"{exchange.name} first heartbeat", heartbeat.first_beat)
     exchange.all_gather("heartbeat")

@@ -94,7 +94,8 @@ def test_a_board_that_is_none_blames_whoever_offered_it() -> None:
 def test_a_heartbeat_that_has_no_thread_says_so_and_can_be_closed() -> None:
     with Board.create(2, 0) as board:
         hosts = {"a": [0], "b": [1]}
-        beat = Heartbeat(host_store(), board, hosts, "a", keeper=None, where="store:1")
+        exchange = Exchange(host_store(), 0, 2, "world", Deadline.after(30))
+        beat = Heartbeat(exchange, board, hosts, "a")
         with refusing_threads("heartbeat"), pytest.raises(RuntimeError, match="new thread"):
             beat.start()
         beat.close()
