@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.distributed import PrefixStore
 
+import coordinator
 from coordinator.compat.vllm import parallel_state
 from coordinator.hosts import remote_boards
 from shm_broadcast import (
@@ -77,6 +79,24 @@ def assert_documented(said: str) -> None:
     said = without_numbers(said)
     heard = re.sub(r", not heard of for 0 s| \(host-b \(ranks 0, 0\).*", "", said)
     assert {said, heard} & {*without_numbers(documented).splitlines()}
+
+
+# --- where they meet ---------------------------------------------------------------------
+
+
+def sum_in_a_part_of_a_store(rank: int, n: int, folder: str, hosts: Hosts) -> float:
+    move_to(folder, hosts, rank)
+    find = coordinator.host_store if rank == 0 else coordinator.connect_store
+    part = PrefixStore("2 ranks", find(hosts[0].address, 29400))
+    with coordinator.init(tp=n, rank=rank, local_rank=0, store=part) as groups:
+        total = groups.tp.all_reduce(X).mean().item()
+        all_here(beside(folder, n), n)
+    return total
+
+
+def test_a_part_of_a_store_is_enough_to_meet_in(tmp_path: Path) -> None:
+    with two_hosts("IPv4") as hosts:
+        assert run_ranks(2, sum_in_a_part_of_a_store, mkdtemp(dir=tmp_path), hosts) == [2.0, 2.0]
 
 
 # --- a member is killed ------------------------------------------------------------------
