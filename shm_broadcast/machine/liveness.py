@@ -15,12 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shm_broadcast.errors import SharedMemoryError
-from shm_broadcast.machine.system_calls import REFUSED
 
 _PF_EXITING = 0x4
-_NO_PROCESS = (errno.ESRCH, errno.EINVAL, errno.ENOENT)
-"""What pidfd_open raises for a pid that is free, or was given to a thread meanwhile."""
-
 NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 """What is raised where this process, or the machine, has no descriptor left."""
 
@@ -147,10 +143,8 @@ def _look_at(pid: int) -> tuple[bytes, int]:
 def _open_pidfd(process: ProcessId) -> int | None:
     try:
         pidfd = os.pidfd_open(process.pid)
-    except OSError as error:
-        if error.errno in (*_NO_PROCESS, *NO_DESCRIPTOR, *REFUSED):
-            return None
-        raise
+    except OSError:  # no process, no descriptor, or it is refused: /proc tells as well
+        return None
     with suppress(OSError):  # it has ended meanwhile, or this was the last free descriptor
         # Compared after opening: the pidfd is then known to be of the process that we mean.
         if ProcessId.of(process.pid) == process:

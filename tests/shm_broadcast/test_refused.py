@@ -67,8 +67,8 @@ def test_a_system_call_that_is_refused_is_named(name: str, number: int) -> None:
     assert told == f"cannot reserve 4096 bytes: {name} is refused here: {os.strerror(number)}"
 
 
-def lose_the_writer(rank: int, n: int, folder: str) -> int | None:
-    refuse(errno.EPERM, "pidfd_open")
+def lose_the_writer(rank: int, n: int, folder: str, number: int) -> int | None:
+    refuse(number, "pidfd_open")
     with joined(rank, n, folder, writer=1) as (_, queue):
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -79,5 +79,8 @@ def lose_the_writer(rank: int, n: int, folder: str) -> int | None:
     return caught.value.rank
 
 
-def test_without_pidfd_open_a_peer_that_ends_is_noticed_in_time(tmp_path: Path) -> None:
-    assert run_ranks(2, lose_the_writer, str(tmp_path), may_die=[1])[0] == 1
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EACCES, errno.ENOMEM])
+def test_without_pidfd_open_a_peer_that_ends_is_noticed_in_time(
+    number: int, tmp_path: Path
+) -> None:
+    assert run_ranks(2, lose_the_writer, str(tmp_path), number, may_die=[1])[0] == 1
