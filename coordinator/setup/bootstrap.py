@@ -30,6 +30,7 @@ from coordinator.setup.settings import enter_on_terms
 from coordinator.stores.asked_store import address_towards, behind_prefixes
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import GroupTimeoutError, MemberStatus
+from shm_broadcast.machine.liveness import NO_DESCRIPTOR
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -129,39 +130,47 @@ def connect_store(
 
     Raises:
         GroupTimeoutError: nobody answered in time, or what answers is no store.
+        OSError: this process may have no further file open.
+        RuntimeError: it may start no further thread.
     """
     deadline = Deadline.after(timeout)
     while True:
         try:
             host = who_listens(address, port, deadline.remaining(5.0))
-            return _connected(host, port, deadline)
         except OSError as error:
+            if error.errno in NO_DESCRIPTOR:
+                raise
             trouble = f"nobody answers at {address}:{port}: {error}"
-        except RuntimeError as error:
-            why = str(error).partition("\n")[0]
-            trouble = f"what listens at {address}:{port} is no store: {why}"
+        else:
+            found = _connected(host, port, deadline)
+            if isinstance(found, TCPStore):
+                return found
+            trouble = f"what listens at {address}:{port} is no store: {found}"
         time.sleep(deadline.remaining(at_most=0.05))
         if deadline.expired:  # one more look would have no time, and find less
             absent = (MemberStatus(0, 0, "absent"),)
             raise GroupTimeoutError("rendezvous", deadline.timeout, absent, trouble)
 
 
-def _connected(host: str, port: int, deadline: Deadline) -> TCPStore:
-    """A client of the store at ``host``, which accepts connections.
+def _connected(host: str, port: int, deadline: Deadline) -> TCPStore | str:
+    """A client of the store at ``host``, which accepts connections, or why that is no store.
 
     Torch waits without a limit for a host that accepts a connection and never answers. So it
     connects in a daemon thread, which is left behind at the deadline.
 
     Raises:
-        RuntimeError: what listens is not a store, or does not answer until the deadline.
+        RuntimeError: no thread can be started.
     """
     seconds = deadline.remaining(_STORE_TIMEOUT.total_seconds())
     patience = timedelta(seconds=max(seconds, 0.001))
     connect = partial(TCPStore, host, port, None, False, patience, wait_for_workers=False)
+    connecting = begin_apart(connect, "store-connect")
     try:
-        store = begin_apart(connect, "store-connect").result(seconds)
+        store = connecting.result(seconds)
     except TimeoutError:
-        raise RuntimeError("it accepts connections and does not answer") from None
+        return "it accepts connections and does not answer"
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
     store.set_timeout(_STORE_TIMEOUT)
     return store
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import socket
 import threading
@@ -21,7 +22,9 @@ from coordinator.stores import store_asker
 from shm_broadcast import GroupTimeoutError
 from tests.patience import STALL_SECONDS
 from tests.ranks import run_ranks
+from tests.refused_threads import refusing_threads
 from tests.shared_store import PythonStore
+from tests.shm_broadcast.leaks import no_descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -130,6 +133,18 @@ def test_no_host_answers() -> None:
             connect_store("127.0.0.1", port, timeout=0.3)
     assert [member.rank for member in caught.value.waiting_for] == [0]
     assert time.monotonic() - start < 0.3 + STALL_SECONDS
+
+
+def test_a_process_that_may_open_no_file_does_not_blame_the_host() -> None:
+    with no_descriptors(), pytest.raises(OSError, match="Too many open files") as caught:
+        connect_store("127.0.0.1", 1, timeout=STALL_SECONDS)
+    assert caught.value.errno == errno.EMFILE
+
+
+def test_a_process_that_may_start_no_thread_does_not_blame_the_host() -> None:
+    store = host_store()
+    with refusing_threads("store-connect"), pytest.raises(RuntimeError, match="new thread"):
+        connect_store("127.0.0.1", store.port, timeout=STALL_SECONDS)
 
 
 def test_a_socket_that_met_itself_is_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
