@@ -103,9 +103,22 @@ def is_done_within(future: Future[Any], deadline: Deadline) -> bool:
     """Wait for ``future``, but at most `SLICE_SECONDS`; whether it has a result or an error."""
     try:
         future.exception(deadline.remaining(SLICE_SECONDS))
-    except TimeoutError:
+    except TimeoutError as error:
+        if not is_the_future_s(error):
+            raise
         return False
     return True
+
+
+def is_the_future_s(error: TimeoutError) -> bool:
+    """Whether waiting for a future was over by ``error``, and no signal handler has raised it, nor
+    what the future is of.
+    """
+    where = error.__traceback__
+    while where is not None and where.tb_next is not None:
+        where = where.tb_next
+    waits = Future.result.__code__, Future.exception.__code__
+    return where is not None and where.tb_frame.f_code in waits
 
 
 def _carry_out(future: Future[T], do: Callable[[], T]) -> None:

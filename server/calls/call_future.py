@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+from coordinator.apart import is_the_future_s
 from shm_broadcast import Deadline
 
 from ..errors import PoolClosedError
@@ -116,10 +117,11 @@ class CallFuture(Future[Any]):
             )
         try:
             return outcome(timeout)
-        except TimeoutError:
+        except TimeoutError as error:
+            if not is_the_future_s(error):
+                raise
             late = self._late
-            # Done all the same: the call's own error is a TimeoutError, or it ended just now.
-            if self.done():
+            if self.done():  # it ended just now
                 return outcome(None)
             raise (TimeoutError() if late is None else late(timeout)) from None
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
 import time
 import weakref
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from functools import partial
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -18,9 +18,6 @@ from shm_broadcast import NEVER, Deadline
 from tests.forked import in_a_child
 from tests.patience import PATIENCE_SECONDS, until
 from tests.refused_threads import refusing_threads
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future
 
 NAME = "apart-in-test"
 
@@ -102,6 +99,19 @@ def test_what_waits_can_be_cancelled_and_what_is_under_way_cannot() -> None:
     assert apart.begin(lambda: made).result(PATIENCE_SECONDS) == []
     with pytest.raises(CancelledError):
         waits.result()
+
+
+def test_a_signal_handler_s_time_out_is_no_future_s() -> None:
+    def give_up(*_: object) -> None:
+        raise TimeoutError("by the handler")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        with pytest.raises(TimeoutError, match="by the handler"):
+            until(partial(is_done_within, Future(), NEVER))
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_a_forked_child_begins_anew() -> None:

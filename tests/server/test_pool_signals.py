@@ -15,6 +15,7 @@ import pytest
 
 import server
 import shm_broadcast
+from server.calls.call_future import CallFuture
 from server.calls.dispatcher import Dispatcher
 from server.calls.lateness import Lateness
 from server.calls.ledger import Ledger
@@ -58,6 +59,22 @@ def on_alarm() -> Iterator[Callable[[Callable[[], object]], None]]:
     yield arrange
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("timeout", [None, 600.0])
+@pytest.mark.parametrize("ask", [CallFuture.result, CallFuture.exception])
+def test_a_handler_s_time_out_is_not_taken_for_the_call_s(
+    on_alarm: Callable[[Callable[[], object]], None],
+    ask: Callable[[CallFuture, float | None], object],
+    timeout: float | None,
+) -> None:
+    def give_up() -> None:
+        raise TimeoutError("by the handler")
+
+    on_alarm(give_up)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    with pytest.raises(TimeoutError, match="by the handler"):
+        ask(CallFuture(), timeout)
 
 
 def test_an_interrupted_caller_leaves_the_pool_usable(pool: WorkerPool, tmp_path: Path) -> None:
