@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-import time
 from typing import TYPE_CHECKING
+
+from ..control.attentive_clock import AttentiveClock
 
 if TYPE_CHECKING:
     from .pending_call import PendingCall
@@ -14,7 +15,9 @@ class CallClock:
     """Times one call at a time. Not thread-safe.
 
     It is meant for the oldest call under way: ranks answer calls in order, so one that has not
-    answered a later call may still be busy with an earlier one, and is not late.
+    answered a later call may still be busy with an earlier one, and is not late. A time during
+    which all processes were stopped, as in a paused container, counts as a quarter of ``seconds``
+    at most.
 
     Attributes:
         call: the call that is timed; ``None`` if none is.
@@ -26,13 +29,14 @@ class CallClock:
     def __init__(self, seconds: float) -> None:
         self.call: PendingCall | None = None
         self._seconds = seconds
+        self._clock = AttentiveClock(seconds / 4)
         self._until = math.inf
 
     def watch(self, call: PendingCall | None) -> bool:
         """Time ``call``, from now on if it is another one than before; whether it is."""
         if call is self.call:
             return False
-        self._until = math.inf if call is None else time.monotonic() + self._seconds
+        self._until = math.inf if call is None else self._clock.look() + self._seconds
         self.call = call  # last: a signal handler may raise before
         return call is not None
 
@@ -43,11 +47,13 @@ class CallClock:
 
     def passed(self) -> PendingCall | None:
         """The call, if its time has passed; each one only once."""
-        if self.left() > 0:
+        if self._until > self._clock.look():
             return None
         self._until = math.inf
         return self.call
 
-    def left(self) -> float:
-        """Seconds that are left, 0 or less when they have passed; ``inf`` if no call is timed."""
-        return self._until - time.monotonic()
+    def next_look(self) -> float:
+        """Seconds until `passed` has to be called again; ``inf`` if no call is timed."""
+        if self._until == math.inf:
+            return math.inf
+        return min(self._until - self._clock.look(), self._seconds / 4)

@@ -389,8 +389,8 @@ class Ledger:
             self._stuck.watch(self.backlog.oldest)
             stuck = self._stuck.passed()
             late, next_look = self._lateness.look()
-            settling_left = math.inf if awaits_reason else self._settling.left()
-            left = min(settling_left, self._stuck.left(), next_look, self._look_seconds)
+            settling_left = math.inf if awaits_reason else self._settling.next_look()
+            left = min(settling_left, self._stuck.next_look(), next_look, self._look_seconds)
         if stuck is not None:
             actions.append(partial(self._hooks.stuck, stuck))
         if late:

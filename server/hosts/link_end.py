@@ -20,6 +20,8 @@ from shm_broadcast.remote.end import RemoteEnd
 from shm_broadcast.remote.keys import HANDSHAKE_NONCE_BYTES
 from shm_broadcast.remote.wake_fd import WakeFd
 
+from ..control.attentive_clock import AttentiveClock
+
 if TYPE_CHECKING:
     from shm_broadcast.remote.keys import CurveKey
 
@@ -46,23 +48,6 @@ def endpoint(address: str, port: int) -> str:
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
-class AttentiveClock:
-    """Counts the time during which its owner looked: the process may have been stopped itself, and
-    must not take another one's silence meanwhile for its end.
-    """
-
-    def __init__(self) -> None:
-        self._last = time.monotonic()
-        self._attended = 0.0
-
-    def look(self) -> float:
-        """The seconds so far; of a time without a look, not more than `PULSE_SECONDS` count."""
-        now = time.monotonic()
-        self._attended += min(now - self._last, PULSE_SECONDS)
-        self._last = now
-        return self._attended
-
-
 class LinkEnd(RemoteEnd):
     """One end; a subclass says what to do with messages. Call `begin`, and close it."""
 
@@ -70,7 +55,7 @@ class LinkEnd(RemoteEnd):
         # libzmq would close a silent link as if it had ended; here it says that it was silent.
         super().__init__(kind, key, silence=4 * silence, frame_bytes=_FRAME_BYTES, ipv6=ipv6)
         self._silence = silence
-        self._clock = AttentiveClock()
+        self._clock = AttentiveClock(PULSE_SECONDS)
         self._outbox: deque[Any] = deque()
         self._wake = WakeFd()
         self._poller.register(self._wake, zmq.POLLIN)
