@@ -19,7 +19,6 @@ from ..errors import CallDivergedError, StreamLostError, WorkerError, again, loc
 from ..spans import carried
 from .agreement import first_divergence
 from .call_future import CallFuture
-from .hooks import ignore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -168,7 +167,7 @@ class PendingCall:
             if self._ending is not None:
                 self._ending.release()
         future = self._future
-        return ignore if future is None else lambda: self._hand_out(future)
+        return _nothing if future is None else lambda: self._hand_out(future)
 
     def result(self) -> Any:
         """The result of a call that is done: the value of ``reply_rank``, or a list by rank.
@@ -239,3 +238,7 @@ class PendingCall:
                 future.set_exception(again(self.error))
             else:
                 future.set_result(self.result())
+
+
+def _nothing() -> None:
+    """Hand nothing out."""
