@@ -48,7 +48,8 @@ def worker_name(worker: type | str) -> str:
     if module == "__main__" and main_of(name) is None:
         raise ValueError(
             f"{worker.__qualname__} is defined where no other process can import it from "
-            "(a session, a command line, standard input, a __main__.py): put it into a module"
+            "(a session, a command line, standard input, a __main__.py, a program that another one "
+            "runs): put it into a module"
         )
     return name
 
@@ -56,11 +57,13 @@ def worker_name(worker: type | str) -> str:
 def main_of(name: str) -> dict[str, bytes] | None:
     """The data for `worker_class` about the driver's main module, if ``name`` is defined there.
 
-    ``None`` if it is defined elsewhere, or if no other process can load the main module.
+    ``None`` if it is defined elsewhere, or if no other process can load the main module, or find it
+    there: a profiler is the main module of the program that it runs.
     """
-    if not name.startswith("__main__:"):
-        return None
+    module, _, path = name.partition(":")
     main = sys.modules["__main__"]
+    if module != "__main__" or not hasattr(main, path.partition(".")[0]):
+        return None
     spec = getattr(main, "__spec__", None)
     if spec is not None:
         unnamed = spec.name.rpartition(".")[2] == "__main__"

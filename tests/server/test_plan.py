@@ -175,7 +175,7 @@ def test_a_class_that_no_other_process_can_import_is_refused() -> None:
 
 
 def test_a_class_of_a_session_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    session = type(sys)("__main__")
+    session: Any = type(sys)("__main__")
     monkeypatch.setitem(sys.modules, "__main__", session)
     typed = type("Typed", (), {"__module__": "__main__"})
     with pytest.raises(ValueError, match="Typed is defined where no other process"):
@@ -183,6 +183,9 @@ def test_a_class_of_a_session_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_pa
     script = tmp_path / "run.py"
     script.touch()
     session.__file__ = str(script)
+    with pytest.raises(ValueError, match="a program that another one runs"):
+        worker_name(typed)
+    session.Typed = typed
     assert worker_name(typed) == "__main__:Typed"
     assert main_of("__main__:Typed") == {"init_main_from_path": os.fsencode(script)}
 
