@@ -305,10 +305,13 @@ class WorkerPool:
         queued is not made, and the workers hear of one that they have (`WorkerContext.cancelled`).
 
         Raises:
+            RuntimeError: no loop of asyncio runs here, as under trio, where `call` can be made in a
+                thread. Nothing was sent.
             Exception: what `call` raises.
         """
-        future = self.submit(method, *args, timeout=timeout, retry=retry, **kwargs)
-        return await awaited(future)
+        return await awaited(
+            lambda: self.submit(method, *args, timeout=timeout, retry=retry, **kwargs)
+        )
 
     def stream(
         self, method: str, /, *args: Any, timeout: float | None = None, **kwargs: Any
@@ -347,7 +350,7 @@ class WorkerPool:
     ) -> AsyncGenerator[Any, None]:
         """As `stream`, for ``async for``. Leave it by ``aclose``, or by dropping it."""
         with self.stream(method, *args, timeout=timeout, **kwargs) as stream:
-            while stream.take(found := await awaited(stream.ask())):
+            while stream.take(found := await awaited(stream.ask)):
                 yield found[0]
 
     @property

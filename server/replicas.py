@@ -182,7 +182,7 @@ class Replicas:
 
     async def acall(self, method: str, /, *args: Any, **options: Any) -> Any:
         """As `submit`, awaited; see `pool.WorkerPool.acall`."""
-        return await awaited(self.submit(method, *args, **options))
+        return await awaited(lambda: self.submit(method, *args, **options))
 
     def stream(self, method: str, /, *args: Any, **options: Any) -> CallStream:
         """Iterate over what a generator of one replica yields; see `pool.WorkerPool.stream`.

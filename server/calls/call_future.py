@@ -130,8 +130,15 @@ class CallFuture(Future[Any]):
         self._late = self._withdraw = self._cancelled = None
 
 
-async def awaited(future: Future[Any]) -> Any:
-    """The result of ``future``; a task that is cancelled meanwhile cancels it."""
+async def awaited(begin: Callable[[], Future[Any]]) -> Any:
+    """The result of the future that ``begin`` returns; a task that is cancelled meanwhile cancels
+    it.
+
+    Raises:
+        RuntimeError: no loop of asyncio runs here, as under trio. Nothing was begun.
+        What ``begin`` raises, or the future.
+    """
     import asyncio  # noqa: PLC0415 - takes a third of this package's time, and few need it
 
-    return await asyncio.wrap_future(future)
+    loop = asyncio.get_running_loop()
+    return await asyncio.wrap_future(begin(), loop=loop)

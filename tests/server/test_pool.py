@@ -63,6 +63,14 @@ def test_one_reply_may_be_wanted(pool: WorkerPool) -> None:
         pool.collective_rpc("where", unique_reply_rank=2)
 
 
+def test_where_no_loop_of_asyncio_runs_nothing_is_sent(pool: WorkerPool) -> None:
+    """As under trio, which has loops of its own."""
+    for begun in (pool.acall("sleep", 0.5), anext(pool.astream("by_name_in_turn"))):
+        with pytest.raises(RuntimeError, match="no running event loop"):
+            begun.send(None)
+        assert pool.load == 0
+
+
 def test_a_workers_argument_may_have_the_name_of_one_of_the_pools(pool: WorkerPool) -> None:
     names = {"method": "int8", "args": 1, "kwargs": 2, "rank": 3}
 
