@@ -11,6 +11,7 @@
 #define PACE_MEASURED_NS 10000000u
 #define PACE_FORGOTTEN_NS 2000000000u
 #define PACE_TRUSTED_NS 1000000u
+#define PACE_MOST_TICKS 10u /* in a ns: the counter has jumped, as after a machine's suspension */
 #define PACE_CLOSE_TICKS 1000u /* between two looks at the counter, with the clock in the middle */
 
 typedef struct {
@@ -27,7 +28,7 @@ static inline uint64_t gc_pace_look(gc_pace *pace) {
     bool close = between < PACE_CLOSE_TICKS; /* no other process ran meanwhile */
     uint64_t passed = now - pace->base_ns, ticks = counter - pace->base_ticks;
     if (close && passed >= PACE_MEASURED_NS) {
-        bool usable = passed < PACE_FORGOTTEN_NS && ticks > 0 && ticks < UINT64_MAX / 2;
+        bool usable = passed < PACE_FORGOTTEN_NS && ticks > 0 && ticks / passed < PACE_MOST_TICKS;
         pace->scale = usable ? (passed << 32) / ticks : 0;
         pace->base_ns = now;
         pace->base_ticks = counter;
