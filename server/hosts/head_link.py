@@ -17,7 +17,7 @@ from shm_broadcast.remote.end import bind_socket
 from shm_broadcast.remote.keys import AllowList, writer_key
 
 from .link_end import ANY_HOST, LINK_NONCE, LinkEnd
-from .link_messages import FromHost, HostAdmitted, HostHello, HostRefused
+from .link_messages import FromHost, HostAdmitted, HostGaveUp, HostHello, HostRefused
 
 if TYPE_CHECKING:
     from ipaddress import IPv4Address, IPv6Address
@@ -107,7 +107,10 @@ class HeadLink(LinkEnd):
                 if node is not None:
                     self._lose(node, f"has sent what is no message: {error}")
                 continue
-            if node is not None:
+            if node is not None and isinstance(message, HostGaveUp):
+                silence = f"not heard of the head for {message.seconds:.1f} s"
+                self._lose(node, f"has ended its workers, having {silence}")
+            elif node is not None:
                 self._peers[node].heard_at = self._clock.look()
                 self._heeder.on_message(node, message)
             elif isinstance(message, HostHello):
@@ -156,7 +159,9 @@ class HeadLink(LinkEnd):
         node, message = posted
         peer = self._peers.get(node)
         if peer is not None and not self._tell(peer.identity, message):
-            self._lose(node, "has ended: the process that started its workers")
+            self._take_in()  # it may have said why
+            if self._peers.get(node) is peer:
+                self._lose(node, "has ended: the process that started its workers")
 
     def _send_pulse(self) -> None:
         pulse = self._heeder.pulse()

@@ -15,7 +15,7 @@ from shm_broadcast.remote.events import Connection
 from shm_broadcast.remote.keys import reader_key, writer_key
 
 from .link_end import ANY_HOST, LINK_NONCE, LinkEnd, endpoint
-from .link_messages import FromHead
+from .link_messages import FromHead, HostGaveUp
 
 if TYPE_CHECKING:
     from .link_messages import FromHost, HostHello, Pulse
@@ -110,8 +110,10 @@ class HostLink(LinkEnd):
             self._send(self._heeder.pulse())
 
     def _look_for_silence(self, now: float) -> None:
-        if self._heard_at is not None and now - self._heard_at > self._silence:
-            self._fail(f"the head has not been heard of for {now - self._heard_at:.1f} s")
+        if self._heard_at is not None and now - self._heard_at > self._silence and not self._lost:
+            seconds = now - self._heard_at
+            self._send(HostGaveUp(seconds))
+            self._fail(f"the head has not been heard of for {seconds:.1f} s")
 
     def _fail(self, why: str) -> None:
         if not self._lost:

@@ -1,6 +1,7 @@
 """What the head and the other hosts of a pool say to each other, over the link between them.
 
-host -> head    HostHello; then Pulse, OfWorker, WorkerEnded, WorkerStack, HostSees
+host -> head    HostHello; then Pulse, OfWorker, WorkerEnded, WorkerStack, HostSees; HostGaveUp at
+                the end, if the head was silent
 head -> host    HostAdmitted or HostRefused; then Pulse, BeginGeneration, ToWorker, SignalWorker,
                 MarkCall, LookAround; HostDismissed at the end
 """
@@ -172,7 +173,19 @@ class HostSees(msgspec.Struct, frozen=True, tag=True):
     boards: tuple[BoardSeen, ...]
 
 
-FromHost: TypeAlias = HostHello | Pulse | OfWorker | WorkerEnded | WorkerStack | HostSees
+class HostGaveUp(msgspec.Struct, frozen=True, tag=True):
+    """The host ends its workers, since it has not heard of the head; read by a head that goes on.
+
+    Attributes:
+        seconds: for how long.
+    """
+
+    seconds: float
+
+
+FromHost: TypeAlias = (
+    HostHello | Pulse | OfWorker | WorkerEnded | WorkerStack | HostSees | HostGaveUp
+)
 FromHead: TypeAlias = (
     HostAdmitted
     | HostRefused

@@ -141,6 +141,18 @@ def test_who_has_ended_while_it_waited_keeps_nobody_out(ends: Ends) -> None:
     assert len(ends.at_head.lost) == 1
 
 
+def test_a_head_that_was_stopped_hears_that_the_host_has_given_it_up(ends: Ends) -> None:
+    link, heard = ends.come(HELLO)
+    until(lambda: ends.step(link) or heard.heard)
+    until(lambda: link._step() or heard.lost)
+    link.close()
+    until(lambda: ends.step() or ends.at_head.lost)
+    (end,), (lost,) = heard.lost, ends.at_head.lost
+    seconds = end.removeprefix("the head has not been heard of for ")
+    told = f"host other ({HERE}) has ended its workers, having not heard of the head for {seconds}"
+    assert lost == told
+
+
 def test_a_link_that_has_no_thread_says_so_and_can_be_closed(ends: Ends) -> None:
     with refusing_threads("pool-hosts"), pytest.raises(RuntimeError, match="new thread"):
         ends.head.begin()
