@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import os
 import socket
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -43,6 +45,10 @@ DEFAULT_TIMEOUT = 60.0
 
 _STORE_TIMEOUT = timedelta(seconds=300)
 _BACKLOG = 4096
+_STORE_FILES = 12
+"""As many as a store opens by itself, and one more: where torch gets too few, it never answers, or
+ends the process.
+"""
 
 
 def meet(
@@ -97,7 +103,7 @@ def host_store(address: str = "127.0.0.1", port: int = 0) -> TCPStore:
 
     Raises:
         ValueError: the address is a wildcard, 0.0.0.0 or ::.
-        OSError: the port is in use, or the address cannot be resolved.
+        OSError: the port is in use, the address cannot be resolved, or too few files may be open.
     """
     try:
         listener = _listen(address, port)
@@ -198,19 +204,24 @@ def _listen(address: str, port: int) -> socket.socket:
     family, kind, protocol, _, bind_to = resolve(address, port, socket.SOCK_STREAM)
     if ipaddress.ip_address(bind_to[0]).is_unspecified:
         raise ValueError(f"a store listens at one address, not at all of this host's: {address!r}")
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with ExitStack() as undo:
         try:
-            listener.bind(bind_to)
+            listener = undo.enter_context(socket.socket(family, kind, protocol))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind(bind_to)
+            except OSError as error:
+                if error.errno != errno.EADDRNOTAVAIL:
+                    raise
+                listener.bind((own_address(address, port or 1), port))
+            listener.listen(_BACKLOG)
+            with ExitStack() as files:
+                for _ in range(_STORE_FILES):
+                    files.callback(os.close, os.dup(listener.fileno()))
         except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:
-                raise
-            listener.bind((own_address(address, port or 1), port))
-        listener.listen(_BACKLOG)
-    except OSError:
-        listener.close()
-        raise
+            why = f"no store can be hosted at {address}:{port}: {error.strerror or error}"
+            raise OSError(error.errno, why) from error
+        undo.pop_all()
     return listener
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import itertools
+import os
+import resource
 import socket
 import threading
 import time
@@ -24,7 +26,7 @@ from tests.patience import STALL_SECONDS
 from tests.ranks import run_ranks
 from tests.refused_threads import refusing_threads
 from tests.shared_store import PythonStore
-from tests.shm_broadcast.leaks import no_descriptors
+from tests.shm_broadcast.leaks import no_descriptors, open_descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -98,13 +100,37 @@ def test_a_store_is_not_bound_to_all_addresses(address: str) -> None:
 def test_a_taken_port_is_an_error_but_our_own_store_is_shared() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as other,
-        pytest.raises(OSError, match="in use"),
+        pytest.raises(OSError, match=r"hosted at 127.0.0.1:\d+: Address already in use"),
     ):
         host_store("127.0.0.1", other.getsockname()[1])
     first = host_store()
     second = host_store("127.0.0.1", first.port)
     first.set("key", "value")
     assert second.get("key") == b"value"
+
+
+def host_with(_: int, __: int, files: int) -> tuple[int | None, str, bool]:
+    """What comes of hosting a store where as many more files may be open."""
+    before = open_descriptors()
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = [os.dup(0) for _ in range(300)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(taken) + 1, hard))
+    for each in taken[:files]:
+        os.close(each)
+    with pytest.raises(OSError, match="no store") as caught:
+        host_store()
+    for each in taken[files:]:
+        os.close(each)
+    return caught.value.errno, str(caught.value), open_descriptors() == before
+
+
+@pytest.mark.parametrize("files", [1, 3, 6, 9])
+def test_a_process_that_may_open_too_few_files_hosts_no_store(files: int) -> None:
+    """Torch would abort the process, or wait for ever."""
+    ((number, told, same),) = run_ranks(1, host_with, files)
+    assert number == errno.EMFILE
+    assert "no store can be hosted at 127.0.0.1:0: Too many open files" in told
+    assert same
 
 
 def test_an_address_that_is_translated_on_the_way() -> None:
