@@ -12,7 +12,6 @@ process and the memory belong to this user and, where the members are known, the
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import mmap
 import os
@@ -37,14 +36,13 @@ from shm_broadcast.layout import (
     align,
 )
 from shm_broadcast.machine.liveness import NO_DESCRIPTOR, ProcessId, is_ending
-from shm_broadcast.machine.system_calls import system_call
+from shm_broadcast.machine.system_calls import system_call, why
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MADV_POPULATE_WRITE = 23
-_LIMITS = {errno.EFBIG: " (RLIMIT_FSIZE, ulimit -f)"}
 _CHANGED = "a member that changes its user (setuid) can share no new memory with the others"
 
 
@@ -100,10 +98,7 @@ class Segment:
             _require_free(size)
             fd, mapping = _reserve(size, label)
         except OSError as error:
-            limit = _LIMITS.get(error.errno or 0, "")
-            raise SharedMemoryError(
-                f"cannot reserve {size} bytes: {error.strerror}{limit}"
-            ) from error
+            raise SharedMemoryError(f"cannot reserve {size} bytes: {why(error)}") from error
         segment = cls(fd, mapping)
         segment._write_header(os.urandom(SEGMENT_NONCE_BYTES))
         return segment
@@ -135,7 +130,7 @@ class Segment:
         except OSError as error:
             if error.errno in NO_DESCRIPTOR:
                 raise SharedMemoryError(
-                    f"segment of pid {handle.pid} cannot be opened: {error.strerror}"
+                    f"segment of pid {handle.pid} cannot be opened: {why(error)}"
                 ) from error
             if isinstance(error, PermissionError):
                 raise SharedMemoryError(
@@ -196,7 +191,8 @@ class Segment:
         except OSError:  # this kernel frees no pages of a segment: they stay where they are
             return
         try:
-            os.posix_fallocate(self._open_fd(), begin, size)
+            with system_call("fallocate"):
+                os.posix_fallocate(self._open_fd(), begin, size)
         except OSError as error:
             raise SharedMemoryError(f"cannot reserve {size} bytes: {error.strerror}") from error
 
@@ -320,7 +316,8 @@ def _reserve(size: int, label: str) -> tuple[int, mmap.mmap]:
         with system_call("fallocate"):
             os.posix_fallocate(fd, 0, size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
-        return fd, mmap.mmap(fd, size)
+        with system_call("mmap"):
+            return fd, mmap.mmap(fd, size)
     except BaseException:
         os.close(fd)
         raise

@@ -11,6 +11,7 @@ _NUMBERS: Final = {
     "x86_64": {
         "memfd_create": 319,
         "pidfd_open": 434,
+        "eventfd2": 290,
         "fallocate": 285,
         "clone": 56,
         "fork": 57,
@@ -20,6 +21,7 @@ _NUMBERS: Final = {
     "aarch64": {
         "memfd_create": 279,
         "pidfd_open": 434,
+        "eventfd2": 19,
         "fallocate": 47,
         "clone": 220,
         "clone3": 435,

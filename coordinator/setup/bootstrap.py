@@ -33,6 +33,7 @@ from coordinator.stores.asked_store import address_towards, behind_prefixes
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import GroupTimeoutError, MemberStatus
 from shm_broadcast.machine.liveness import NO_DESCRIPTOR
+from shm_broadcast.machine.system_calls import why
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -219,8 +220,8 @@ def _listen(address: str, port: int) -> socket.socket:
                 for _ in range(_STORE_FILES):
                     files.callback(os.close, os.dup(listener.fileno()))
         except OSError as error:
-            why = f"no store can be hosted at {address}:{port}: {error.strerror or error}"
-            raise OSError(error.errno, why) from error
+            no_store = f"no store can be hosted at {address}:{port}: {why(error)}"
+            raise OSError(error.errno, no_store) from error
         undo.pop_all()
     return listener
 

@@ -126,7 +126,8 @@ def prctl(option: int, value: int | bytes) -> None:
         OSError: it cannot be set.
     """
     if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), f"prctl({option})")
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl({option}) is refused here: {os.strerror(number)}")
 
 
 def ignore_shown_warnings() -> None:

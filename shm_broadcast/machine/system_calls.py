@@ -1,4 +1,4 @@
-"""System calls that containers and old kernels refuse."""
+"""What is said of system calls that containers, old kernels and limits refuse."""
 
 from __future__ import annotations
 
@@ -9,13 +9,24 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-REFUSED: Final = (errno.EPERM, errno.ENOSYS)
+_REFUSED: Final = (errno.EPERM, errno.ENOSYS)
 """What is raised for a system call that a seccomp filter forbids, or that the kernel lacks."""
+
+
+_LIMITS: Final = {
+    errno.EFBIG: " (RLIMIT_FSIZE, ulimit -f)",
+    errno.EMFILE: " (RLIMIT_NOFILE, ulimit -n)",
+}
+
+
+def why(error: OSError) -> str:
+    """What the system says, and which limit that is of, if it is a limit of this process."""
+    return f"{error.strerror}{_LIMITS.get(error.errno or 0, '')}"
 
 
 @contextmanager
 def system_call(name: str) -> Iterator[None]:
-    """Where the one system call inside is refused, the error names it.
+    """Where the one system call inside fails, the error names it.
 
     Raises:
         OSError: as inside.
@@ -23,6 +34,5 @@ def system_call(name: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in REFUSED:
-            raise
-        raise OSError(error.errno, f"{name} is refused here: {error.strerror}") from error
+        says = " is refused here" if error.errno in _REFUSED else ""
+        raise OSError(error.errno, f"{name}{says}: {error.strerror}") from error

@@ -6,6 +6,8 @@ import os
 import weakref
 from contextlib import suppress
 
+from shm_broadcast.machine.system_calls import system_call
+
 
 class WakeFd:
     """Readable from `ring` until `clear`. Close it.
@@ -15,7 +17,8 @@ class WakeFd:
     """
 
     def __init__(self) -> None:
-        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        with system_call("eventfd"):
+            self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._release = weakref.finalize(self, os.close, self._fd)
         self._release.atexit = False  # threads may ring until the process has gone
         self._closed = False

@@ -47,11 +47,18 @@ def start(_: int, __: int, number: int, names: Sequence[str], fork: bool) -> tup
     return type(caught.value), caught.value.errno, str(caught.value), left
 
 
-@pytest.mark.parametrize("fork", [True, False], ids=["fork", "spawn"])
-def test_without_pidfd_open_a_pool_names_it(fork: bool) -> None:
-    ((_, number, told, left),) = run_ranks(1, start, errno.ENOSYS, ["pidfd_open"], fork)
+@pytest.mark.parametrize(
+    ("refused", "named", "fork"),
+    [
+        ("pidfd_open", "pidfd_open", True),
+        ("pidfd_open", "pidfd_open", False),
+        ("eventfd2", "eventfd", False),
+    ],
+)
+def test_without_a_system_call_a_pool_names_it(refused: str, named: str, fork: bool) -> None:
+    ((_, number, told, left),) = run_ranks(1, start, errno.ENOSYS, [refused], fork)
     assert number == errno.ENOSYS
-    assert "pidfd_open is refused here: Function not implemented" in told
+    assert f"{named} is refused here: Function not implemented" in told
     assert left == []
 
 

@@ -99,7 +99,8 @@ def test_no_memory_to_settle_in_is_an_error(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
-    with pytest.raises(SharedMemoryError, match="cannot reserve 4096 bytes: No space left"):
+    says = "cannot reserve 4096 bytes: fallocate: No space left"
+    with pytest.raises(SharedMemoryError, match=says):
         segment.settle(PAGE, 2 * PAGE)
 
 
@@ -314,7 +315,8 @@ def test_no_descriptor_for_it_is_an_error_too() -> None:
 
 
 def create_without_descriptors() -> None:
-    refused = pytest.raises(SharedMemoryError, match="cannot reserve 4096 bytes: Too many open")
+    says = r"cannot reserve 4096 bytes: Too many open files \(RLIMIT_NOFILE"
+    refused = pytest.raises(SharedMemoryError, match=says)
     with no_descriptors(), refused:
         Segment.create(PAGE, "test")
 
@@ -329,7 +331,8 @@ def test_the_system_s_refusal_is_an_error_too() -> None:
     before = open_descriptors()
     resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE, hard))
     try:
-        with pytest.raises(SharedMemoryError, match="cannot reserve 8192 bytes: File too large"):
+        says = r"cannot reserve 8192 bytes: fallocate: File too large \(RLIMIT_FSIZE"
+        with pytest.raises(SharedMemoryError, match=says):
             Segment.create(2 * PAGE, "test")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
