@@ -100,7 +100,8 @@ class Wire:
         try:
             return pickle.loads(data)
         except Exception as error:
-            raise MessageDecodeError(f"cannot restore an object: {error}") from error
+            why = f"{type(error).__name__}: {error}"
+            raise MessageDecodeError(f"cannot restore an object: {why}") from error
 
     def message(self, kind: Kind, payload: bytes, dst: int) -> Message:
         """The next message to ``dst``, a rank or `seal.EVERYONE`."""

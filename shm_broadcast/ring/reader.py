@@ -300,7 +300,8 @@ class RingReader:
             self.unfinished = None
             self.advance(record)
             writer = name_of(self._board.ranks[self._writer])
-            raise MessageDecodeError(f"message {record.sequence} of {writer}: {error}") from error
+            why = f"{type(error).__name__}: {error}"
+            raise MessageDecodeError(f"message {record.sequence} of {writer}: {why}") from error
 
     def _table(self, record: Record) -> tuple[int, ...]:
         return struct.unpack_from(f"<{record.n_buffers}Q", self._segment.memory, record.data)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import signal
 import sys
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shm_broadcast import PeerLostError, SharedMemoryError
+from shm_broadcast import MessageDecodeError, PeerLostError, SharedMemoryError
 from shm_broadcast.segment import Segment
 from tests.patience import STALL_SECONDS
 from tests.ranks import run_ranks
@@ -84,3 +85,24 @@ def test_without_pidfd_open_a_peer_that_ends_is_noticed_in_time(
     number: int, tmp_path: Path
 ) -> None:
     assert run_ranks(2, lose_the_writer, str(tmp_path), number, may_die=[1])[0] == 1
+
+
+def read_without_room(rank: int, n: int, folder: str) -> tuple[str, str] | None:
+    with joined(rank, n, folder, writer=1) as (_, queue):
+        if rank == 1:
+            queue.enqueue(b"x" * (256 << 20), timeout=LIMIT)
+            queue.enqueue("next", timeout=LIMIT)
+            return None
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + (128 << 20), hard))
+        with pytest.raises(MessageDecodeError) as caught:
+            queue.dequeue(timeout=LIMIT)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        return str(caught.value), queue.dequeue(timeout=LIMIT)
+
+
+def test_a_reader_without_room_for_a_message_says_so_and_reads_the_next(tmp_path: Path) -> None:
+    told, then = run_ranks(2, read_without_room, str(tmp_path))[0]
+    assert "message 1 of rank 1: MemoryError" in told
+    assert then == "next"
