@@ -15,6 +15,8 @@ from __future__ import annotations
 import copyreg
 import io
 import pickle
+import signal
+import traceback
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import msgspec
@@ -87,6 +89,8 @@ class PickleCodec:
         try:
             return pickle.loads(main, buffers=buffers)
         except Exception as error:
+            if _is_a_handler_s(error):
+                raise
             raise MessageDecodeError(f"cannot unpickle: {type(error).__name__}: {error}") from error
 
     def _new_pickler(self) -> pickle.Pickler:
@@ -132,6 +136,8 @@ class MsgpackCodec:
         try:
             return self._decoder.decode(main)
         except Exception as error:
+            if _is_a_handler_s(error):
+                raise
             raise MessageDecodeError(f"cannot decode: {type(error).__name__}: {error}") from error
 
 
@@ -142,6 +148,15 @@ Codec: TypeAlias = PickleCodec | MsgpackCodec
 be in several, and have buffers. One thread at a time encodes. What `decode` gives may refer to the
 memory of ``buffers``, never to that of ``main``.
 """
+
+
+def _is_a_handler_s(error: Exception) -> bool:
+    """Whether a signal handler has raised it, which runs wherever Python happens to be: the message
+    is not to blame.
+    """
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    codes = [getattr(handler, "__code__", None) for handler in handlers]  # a function's, a method's
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def codec_for(message_type: Any | None) -> Codec:

@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import pickle
 import re
+import signal
 import tracemalloc
 from contextlib import nullcontext
 from typing import Any
@@ -71,6 +72,13 @@ class Bomb:
 
 def explode() -> None:
     raise ZeroDivisionError("wanted")
+
+
+class Signalling:
+    """The process that makes it again gets a signal meanwhile."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return signal.raise_signal, (signal.SIGALRM,)
 
 
 def through(codec: PickleCodec, message: Any) -> Any:
@@ -285,6 +293,19 @@ def test_an_object_that_fails_as_it_is_made_again() -> None:
     with pytest.raises(MessageDecodeError, match="ZeroDivisionError: wanted"):
         through(codec, Bomb())
     assert through(codec, "good") == "good"
+
+
+@pytest.mark.parametrize("error", [ValueError, TimeoutError])
+def test_what_a_signal_handler_raises_is_not_the_message_s_fault(error: type[Exception]) -> None:
+    def give_up(*_: object) -> None:
+        raise error("by the handler")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    try:
+        with pytest.raises(error, match=r"^by the handler$"):
+            through(PickleCodec(), Signalling())
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_buffers_that_are_missing() -> None:
