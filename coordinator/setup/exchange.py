@@ -14,6 +14,7 @@ out. Now and then it looks at a second one, by which it sees that a member has l
 
 from __future__ import annotations
 
+import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _LONGEST_GROUP = 200
+_READ_SECONDS = 0.5
+"""How long who keeps the store stays when it gives up: those that wait look more often."""
 LEFT_FOR_NEXT = "left for the next"
 """The key by which those in a visit see that a member of theirs has not finished it, and is in its
 next one.
@@ -303,6 +306,8 @@ class Exchange(StoreAsker):
             raise  # others were told where this member has waited, or cannot be
         except (Exception, KeyboardInterrupt) as error:
             self.give_up(error)
+            if self.rank == self.keeper:  # the store may end with it, before the others have looked
+                time.sleep(_READ_SECONDS)
             raise
 
     def _gather(self, what: str, payload: bytes, left: str) -> list[bytes] | None:

@@ -21,9 +21,10 @@ from coordinator.setup.addresses import own_address
 from coordinator.setup.bootstrap import connect_store, host_store, meet
 from coordinator.setup.launcher import Launch
 from coordinator.stores import store_asker
-from shm_broadcast import GroupTimeoutError
+from shm_broadcast import CoordinatorError, GroupTimeoutError
 from tests.patience import STALL_SECONDS
 from tests.ranks import run_ranks
+from tests.refusals import refuse
 from tests.refused_threads import refusing_threads
 from tests.shared_store import PythonStore
 from tests.shm_broadcast.leaks import no_descriptors, open_descriptors
@@ -200,6 +201,25 @@ def test_a_part_of_a_store_is_at_its_address() -> None:
     exchange, address = meet(Launch(0, 1), PrefixStore("1 rank", store), timeout=10)
     assert exchange.host == f"127.0.0.1:{store.port}"
     assert address == "127.0.0.1"
+
+
+def lack_memory_and_end(rank: int, n: int, port: int) -> str:
+    """Rank 0, which hosts the store, gets no shared memory, and its process ends at once."""
+    if rank == 0:
+        refuse(errno.ENOSPC, "fallocate")
+    try:
+        coordinator.init(tp=n, rank=rank, master_addr="127.0.0.1", master_port=port)
+    except CoordinatorError as error:
+        if rank == 0:
+            os._exit(1)
+        return str(error)
+    raise AssertionError
+
+
+def test_why_the_one_that_hosts_the_store_gives_up_is_told_to_the_others() -> None:
+    with reserved_port() as port:
+        told = run_ranks(2, lack_memory_and_end, port, may_die=[0])[1]
+    assert "rank 0 reported: SharedMemoryError: cannot reserve" in told
 
 
 def say_who_hosts(rank: int, n: int, port: int) -> str:
