@@ -730,8 +730,8 @@ MUTANTS = (
     Mutant(
         "E1 who fails in a set-up tells why",
         "coordinator/setup/exchange.py",
-        "            self.give_up(error)\n            raise\n",
-        "            raise\n",
+        "            self.give_up(error)\n            if self.rank == self.keeper",
+        "            if self.rank == self.keeper",
         (f"{_EXCHANGE}::test_who_fails_in_a_set_up_tells_those_that_wait_why",),
     ),
     Mutant(
