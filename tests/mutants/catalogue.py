@@ -735,6 +735,16 @@ MUTANTS = (
         (f"{_EXCHANGE}::test_who_fails_in_a_set_up_tells_those_that_wait_why",),
     ),
     Mutant(
+        "E1 who fails in a set-up and keeps the store stays until that is read",
+        "coordinator/setup/exchange.py",
+        "time.sleep(_READ_SECONDS)",
+        "pass",
+        (
+            "tests/coordinator/test_bootstrap.py"
+            "::test_why_the_one_that_hosts_the_store_gives_up_is_told_to_the_others",
+        ),
+    ),
+    Mutant(
         "G1 a step that is padded writes nobody else's keys",
         "server/workers/decoder/step_arrangement.py",
         "padded = [*rows, *[rows[-1]] * lacking]",
