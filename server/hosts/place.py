@@ -25,8 +25,8 @@ from ..defaults import HEAD_PORT, HOST_SILENCE_SECONDS, LAUNCHERS
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_LONGEST_SILENCE = 86_400
-"""Seconds."""
+_LONGEST_SILENCE = 7.0
+"""Seconds. The pool's queues give up after 7.5, its groups after 10, and do not say which host."""
 
 
 class Summoner(Protocol):
@@ -60,7 +60,7 @@ class Hosts:
         secret: the launcher's secret, 16 bytes or more, the same on all hosts. ``None``: what is in
             the file that ``GROUP_COORDINATOR_SECRET_FILE`` names.
         silence_seconds: a host counts as lost when nothing was heard from it for this long, at
-            most a day.
+            most 7 seconds.
         facts: values by name that must be the same on all hosts that state them; versions are
             always compared.
         told_by: where these values come from, for messages.
@@ -94,7 +94,7 @@ class Hosts:
         if not 0 <= self.master_port < 1 << 16:
             raise ValueError(f"master_port must be below 65536; got {self.master_port}")
         if not 0 < self.silence_seconds <= _LONGEST_SILENCE:
-            wanted = f"silence_seconds must be more than 0, and {_LONGEST_SILENCE} at most"
+            wanted = f"silence_seconds must be more than 0, and {_LONGEST_SILENCE:g} at most"
             raise ValueError(f"{wanted}; got {self.silence_seconds!r}")
         secret = launcher_secret(self.secret)
         if secret is None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 PORT = 29411
 SECRET = b"known to both hosts, and to no one else"
-PATIENT = 20.0
+PATIENT = 7.0
 """Seconds of silence after which a host counts as lost, where a test is not about that: longer
 than the machine stalls."""
 

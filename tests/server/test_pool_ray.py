@@ -29,7 +29,7 @@ cluster_utils = pytest.importorskip("ray.cluster_utils")
 
 START_SECONDS = 120.0
 LINES = ["The harbour wakes before the sun does.", "", "short", "Ünïcödé ✓"]
-PATIENT = RayCluster(silence_seconds=20.0)
+PATIENT = RayCluster(silence_seconds=7.0)
 
 
 @pytest.fixture

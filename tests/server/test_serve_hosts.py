@@ -35,7 +35,7 @@ pytestmark = pytest.mark.namespaces
 
 LINES = ["The harbour wakes before the sun does.", "", "short", "Ünïcödé ✓"]
 FOUR = ("--tp", "2", "--pp", "2")
-PATIENT = ("--silence-timeout", "20")
+PATIENT = ("--silence-timeout", "7")
 """Longer than the machine stalls: these tests are not about that."""
 START_SECONDS = 90.0
 

@@ -117,7 +117,7 @@ def test_hosts_that_ray_finds_may_be_silent_for_as_long_as_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(read_hosts, "find_spec", str)
-    for given, expected in ({}, RAY_SILENCE_SECONDS), ({"silence_timeout": 9.0}, 9.0):
+    for given, expected in ({}, RAY_SILENCE_SECONDS), ({"silence_timeout": 6.5}, 6.5):
         plan: Any = serve.prepare(arguments(launcher="ray", **given))
         assert plan.pool["hosts"].silence_seconds == expected
 

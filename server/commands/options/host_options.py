@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--master-addr", metavar="HOST", help="the address of host 0, as the others reach it")
     add("--master-port", type=int, metavar="PORT", help=f"its port (default {HEAD_PORT})")
     add("--silence-timeout", type=float, metavar="S", help="seconds without a word after which "
-        "another host counts as lost; more where hosts stand still at times (default "
+        "another host counts as lost; up to 7 where hosts stand still at times (default "
         f"{HOST_SILENCE_SECONDS}, with Ray {RAY_SILENCE_SECONDS})")  # fmt: skip
     add("--headless", action="store_true", help="this host serves nothing, and runs workers for "
         "the one that does: as every host but 0")  # fmt: skip
