@@ -107,7 +107,7 @@ def is_gone(pid: int) -> bool:
 
 def note(folder: str, what: str, value: float) -> None:
     """Let other processes know a number; no cable leads there."""
-    part = Path(folder) / f"{what}.part"
+    part = Path(folder) / f"{what}.{os.getpid()}.part"  # several hosts may note the same
     part.write_text(repr(value))
     part.rename(Path(folder) / what)
 
