@@ -127,7 +127,7 @@ class Staff:
         seconds = self._plan.config.stack_seconds
         deadline = Deadline.after(seconds)
         if self.hosts is not None:
-            self.hosts.look_around()  # meanwhile
+            self.hosts.look_around()  # they look while the stacks come
         shown = {rank: self.workers[rank] for rank in ranks if rank in self.workers}
         greeted = {rank: worker for rank, worker in shown.items() if worker.greeted}
         stacks = worker_stacks(greeted, seconds)

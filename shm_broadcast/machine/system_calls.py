@@ -21,7 +21,7 @@ _LIMITS: Final = {
 
 def why(error: OSError) -> str:
     """What the system says, and which limit that is of, if it is a limit of this process."""
-    return f"{error.strerror}{_LIMITS.get(error.errno or 0, '')}"
+    return f"{error.strerror or error}{_LIMITS.get(error.errno or 0, '')}"
 
 
 @contextmanager

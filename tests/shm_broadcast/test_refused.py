@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from shm_broadcast import MessageDecodeError, PeerLostError, SharedMemoryError
+from shm_broadcast.machine.system_calls import why
 from shm_broadcast.segment import Segment
 from tests.patience import STALL_SECONDS
 from tests.ranks import run_ranks
@@ -66,6 +67,11 @@ def create(_: int, __: int, name: str, number: int) -> str:
 def test_a_system_call_that_is_refused_is_named(name: str, number: int) -> None:
     (told,) = run_ranks(1, create, name, number)
     assert told == f"cannot reserve 4096 bytes: {name} is refused here: {os.strerror(number)}"
+
+
+def test_an_error_without_a_number_says_its_text() -> None:
+    assert why(OSError("no route")) == "no route"
+    assert why(OSError(errno.EMFILE, "full")) == "full (RLIMIT_NOFILE, ulimit -n)"
 
 
 def lose_the_writer(rank: int, n: int, folder: str, number: int) -> int | None:
