@@ -21,8 +21,9 @@ Guarantees
   otherwise it breaks with that failure.
 - When a worker's process ends, the pool breaks within a second, with an error that names it.
 - A broken pool fails all its calls with the first failure, and ends its processes by itself.
-- With ``restart=``, a pool replaces what broke instead: the calls that the workers had fail, or are
-  made again if they may be (``retry=True``); all other calls wait, and then go on.
+- With ``restart=``, a pool replaces what broke instead. A call belongs to the generation of workers
+  for which it was accepted: when that ends, calls that are queued or with the workers fail, or are
+  made again if they may be (``retry=True``). Calls that are made meanwhile wait for the next one.
 - When the driver ends, for whatever reason, the workers and all that they have started end too.
 - A signal handler may raise at any moment of a call, ask for the status, or shut the pool down. If
   it raises, the call goes on without its caller, and no later call gets its answer; a reply for
@@ -141,7 +142,8 @@ class WorkerPool:
                 pool ends with `RestartLimitError`. ``None``: 5. Only for a pool that is restarted.
             window: seconds; ``None``: 60. Likewise.
             stuck_after: seconds after which the pool breaks if its oldest call is not answered; at
-                most a quarter more. ``None``: never. Longer than any call should take.
+                most a quarter more. Longer than any call should take. ``None``:
+                `PoolConfig.call_seconds` if the pool is restarted, else never. ``math.inf``: never.
             config: further settings.
 
         Raises:
@@ -218,8 +220,11 @@ class WorkerPool:
             args: positional arguments; picklable.
             kwargs: keyword arguments; picklable.
             unique_reply_rank: the only rank whose result is wanted; the others' are not sent.
-            retry: whether the call may be made again, twice at most, if the pool is restarted while
-                the workers have it.
+            retry: whether the call is made again if the pool is restarted before it is answered,
+                queued or not; the workers get it three times at most. The next generation holds
+                nothing that earlier calls have left, except what ``restore`` keeps or rebuilds. So
+                this is safe where workers are right for the call when they are fresh or were
+                rebuilt by ``restore``, and where a call may run twice.
 
         Returns:
             A list of the results by rank, or the result of ``unique_reply_rank``.
@@ -339,7 +344,11 @@ class WorkerPool:
 
         def step(stream: int, first: bool) -> Future[Any]:
             given = (args, kwargs) if first else ((), {})
-            pending = self._pending(method, *given, rank, timeout, stream, begins=first)
+            # New workers have no generator that could not be closed again.
+            closes = stream < 0
+            pending = self._pending(
+                method, *given, rank, timeout, stream, begins=first, retry=closes
+            )
             return self._crew.submit(pending)
 
         self._check_callable(method)
@@ -460,8 +469,8 @@ class WorkerPool:
         """For `replicas.Replicas`: when the pool breaks, let other pools of its shape have calls.
 
         Args:
-            move: called with calls that no worker has begun, or that may be made again. Moves them
-                by `adopt` of other pools, and returns those that stay.
+            move: called with the calls that wait. Moves those that may be made again by `adopt` of
+                other pools, and returns those that stay.
             opened: called when the pool has been restarted.
         """
         ledger = self._crew.ledger

@@ -56,7 +56,8 @@ class PoolConfig:
             calls are streamed through it.
         reply_capacity: bytes of shared memory per worker for replies, likewise.
         call_seconds: calls without a ``timeout`` fail when no call was answered for so many
-            seconds; ``math.inf``: never.
+            seconds; ``math.inf``: never. Also ``stuck_after`` of a pool that is restarted, unless
+            that is given.
         settle_seconds: how long the other ranks have to answer a call that one rank has failed,
             before the pool breaks. Where all that is known is that a rank has aborted a group, it
             has 5 seconds at least to say why, as long as it lives.

@@ -5,8 +5,8 @@
 
 Each call is computed by one replica: the one with the fewest calls at that moment, among those
 whose workers are running. All replicas belong to this process, so the counts are never out of date.
-When a replica breaks, the calls that its workers had not begun go to the others, and so do those
-that may be made again (``retry=True``). It gets calls again once it was restarted.
+When a replica breaks, its calls fail, or go to the others if they may be made again
+(``retry=True``). It gets calls again once it was restarted.
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ class Replicas:
             max_restarts: restarts of a replica within ``window`` before it is given up; ``None``:
                 5. Only for replicas that are restarted.
             window: seconds; ``None``: 60. Likewise.
-            stuck_after: seconds after which a replica breaks if its oldest call is not answered.
+            stuck_after: seconds after which a replica breaks if its oldest call is not answered;
+                ``None``: as for `pool.WorkerPool`.
             config: further settings, for each replica; ``bind`` is of all ranks of all replicas,
                 and ``name`` is ``replica`` with its number.
 
@@ -167,8 +168,8 @@ class Replicas:
     def call(self, method: str, /, *args: Any, **options: Any) -> Any:
         """Call ``method`` on one replica; return the result of the first rank of its last stage.
 
-        Arguments and errors are those of `pool.WorkerPool.call`; what breaks a replica is raised
-        if it had begun the call, and no replica is left to make it again or it may not be.
+        Arguments and errors are those of `pool.WorkerPool.call`; what breaks the replica is raised
+        unless the call may be made again (``retry=True``), and a replica is left to make it.
         """
         return self.submit(method, *args, **options).result()
 
@@ -301,7 +302,7 @@ class Replicas:
     def _move(self, broken: WorkerPool, calls: list[PendingCall]) -> list[PendingCall]:
         """Give calls of a replica that broke to others; returns those that stay there.
 
-        They stay if no other works, and this one is restarted; those of its streams always do.
+        Those that may be made again stay if no other works, and this one is restarted.
         """
         failure = broken.failure
         if failure is not None:  # nobody may hear of it, as the others answer the calls
@@ -310,7 +311,8 @@ class Replicas:
             _log.error(told, self.pools.index(broken), left, of, with_notes(failure))
         staying = []
         for call in calls:
-            if call.stream or (not self._working() and broken.failure is None):
+            may_move = call.retry and not call.stream
+            if not may_move or (not self._working() and broken.failure is None):
                 staying.append(call)
                 continue
             try:

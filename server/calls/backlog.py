@@ -32,7 +32,6 @@ class Backlog:
         self.last = 0
         self.last_settled = ""
         self._under_way: dict[int, PendingCall] = {}
-        self._failing: dict[int, None] = {}
         self._settling: dict[PendingCall, None] = {}
         self._queued: deque[PendingCall] = deque()
 
@@ -113,14 +112,6 @@ class Backlog:
         if not (self._queued and self._queued[0].is_void):
             self._queued.appendleft(call.void())
 
-    def fail(self, call: PendingCall) -> None:
-        """Note that some ranks have failed ``call``, and others not answered it: these may hang in
-        it, and what is sent behind it would be lost with it. So only a void call follows.
-        """
-        if call.number not in self._failing:
-            self._failing[call.number] = None
-            self.follow_up(call)
-
     @property
     def answered(self) -> list[PendingCall]:
         """The calls under way that every rank has answered."""
@@ -136,30 +127,28 @@ class Backlog:
         if not call.is_void:
             self.last_settled = call.method
         self._settling[call] = None
-        self._failing.pop(call.number, None)
         self._under_way.pop(call.number, None)  # or has left: a signal handler has called the pool
 
     def settled(self, call: PendingCall) -> None:
         """Note that all has been done that is due after `settle` or `lose`. Any thread may call."""
         self._settling.pop(call, None)
 
-    def lose(self, error: BaseException, *, all_of_them: bool) -> None:
-        """Leave no call under way, because of ``error``: those that are to be made again go back to
-        the queue's head, the others fail.
+    def lose(self, error: BaseException, *, again: bool) -> None:
+        """Fail all calls because of ``error``, and queue those that are to be made again.
 
         Args:
             error: what broke the pool.
-            all_of_them: whether no call is made again, and the queued ones fail as well.
+            again: whether any is.
         """
-        calls = list(self._under_way.values())
-        again = [] if all_of_them else [call for call in calls if call.take_back()]
-        for call in [*calls, *(self._queued if all_of_them else ())]:
-            if call not in again:
+        queued: deque[PendingCall] = deque()
+        for call in (*self._under_way.values(), *self._queued):
+            if again and call.take_back():
+                queued.append(call)
+            else:
                 call.lose(error)
                 self._settling[call] = None
-        queued = deque([*again, *(() if all_of_them else self._queued)])
         # Both at once: a signal handler raises before it, and this is done again, or after it.
-        self._under_way, self._failing, self._queued = {}, {}, queued
+        self._under_way, self._queued = {}, queued
 
     def withdraw_all(self) -> list[PendingCall]:
         """Empty the queue; returns what was in it, in order, without void calls."""
@@ -173,4 +162,4 @@ class Backlog:
 
     @property
     def _has_room(self) -> bool:
-        return len(self._under_way) < self._in_flight and not self._failing
+        return len(self._under_way) < self._in_flight

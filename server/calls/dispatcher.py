@@ -1,7 +1,7 @@
 """Sends a pool's calls to the workers and takes their replies; the ledger decides what to do.
 
-Each generation of workers has its own dispatcher. A call that outlives it, because it is queued or
-is made again, is waited for through its future.
+Each generation of workers has its own dispatcher. A call that outlives it, because it is made
+again, is waited for through its future.
 
 One thread at a time listens for replies, and takes the replies to all calls. A caller that waits
 for its own call listens itself if no other thread does: switching to another thread would cost more

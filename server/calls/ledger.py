@@ -18,9 +18,11 @@ Guarantees
 - A rank that has failed a call is told to go on when every rank has answered that call, under the
   same condition. The pool breaks if that takes longer than ``settle_seconds``, counted from when
   all earlier calls were answered.
-- The first failure that breaks the pool fails all its calls, and is raised from every later one.
-  If the pool is restarted, it fails only those calls that the workers had; the others, and those
-  that may be made again, wait for the next generation of workers.
+- A call belongs to the generation of workers for which it was accepted. The first failure that
+  breaks the pool fails all its calls, queued ones too, and is raised from every later one. If the
+  pool is restarted, calls that may be made again, and later ones, wait for the next generation.
+- The error of a call that may be made again waits for the answers to the calls before it: one of
+  these may be the cause, and breaks the pool then.
 
 Locking: one lock guards all state. Hooks and futures' callbacks are collected as "actions" under
 the lock and run after it was released: they write to sockets, wake threads and run users' code,
@@ -354,14 +356,11 @@ class Ledger:
                 call.fail(rank, error, failed)
                 # The caller gets the error at once. One that only says that another rank has failed
                 # is kept back: that rank's own report is the better one.
-                if not failed.consequence:
+                if not (failed.consequence or call.retry):
                     actions.append(call.finish(self._name))
                 actions += self._clock()
                 if not final:
                     actions += self._settle(call)
-                    if not call.settled:
-                        self.backlog.fail(call)
-                        self._to_send.notify_all()
                 elif not failed.consequence or (call.settled and not self.reason_due()):
                     actions += self._break_with(call)
             actions.append(self._hooks.wake)
@@ -496,10 +495,15 @@ class Ledger:
             self._idle.notify_all()
 
     def _clock(self) -> Actions:
-        """Time the oldest call if a rank has failed it; ask for a `tick` if its time begins now."""
+        """Time the oldest call if a rank has failed it; ask for a `tick` if its time begins now.
+        No call before it is the cause: its caller gets the error.
+        """
         oldest = self.backlog.oldest
         failed = oldest if oldest is not None and oldest.failed else None
-        return [self._hooks.clock] if self._settling.watch(failed) else []
+        actions = [self._hooks.clock] if self._settling.watch(failed) else []
+        if failed is not None and failed.error is not None:
+            actions.append(failed.finish(self._name))
+        return actions
 
     def _awaits_reason(self) -> bool:
         """Whether all that is known of the failed call is hearsay, and the reason may follow."""
@@ -527,7 +531,7 @@ class Ledger:
         return [self._hooks.clock] if in_main_thread() else self._break()
 
     def _break(self) -> Actions:
-        """Let what the workers had fail, or go back to the queue, if the pool was to be broken.
+        """Let all calls fail, or wait for the next generation, if the pool was to be broken.
 
         If it is closed, by a thread that a signal handler interrupts, the next one goes on here.
         """
@@ -535,7 +539,7 @@ class Ledger:
         if error is None:
             return []
         moving = self.move is not None and not state.closed
-        self.backlog.lose(error, all_of_them=state.ended is not None and not moving)
+        self.backlog.lose(error, again=state.ended is None or moving)
         waiting = self._withdraw_all() if moving else []
         self._stuck.watch(None)
         # Wakes `next_to_send`, `wait_until_over` and `wait_until_idle`, which look at what changed.

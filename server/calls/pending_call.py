@@ -56,7 +56,7 @@ class PendingCall:
         since: when it was made, in seconds of ``time.monotonic()``.
         stream: as in `control.protocol.Call`.
         begins: as in `control.protocol.Call`.
-        retry: whether to make the call again when the pool is restarted.
+        retry: whether to make the call again, on the next generation, when the pool is restarted.
         trace: as in `control.protocol.Call`: that of whoever makes this object.
     """
 
@@ -209,15 +209,20 @@ class PendingCall:
         return future.set_running_or_notify_cancel()
 
     def take_back(self) -> bool:
-        """Whether the call, whose workers are lost, is to be made again: if so it is as if new."""
-        self._tries += 1
+        """Whether the call, whose workers are lost, is to be made again: if so it is as if new.
+
+        One that was queued may be made as often as before.
+        """
+        self._tries += self.number > 0
         if self.done or not self.retry or self._tries >= MOST_TRIES:
             return False
         self._forget_answers()
         return True
 
     def lose(self, error: BaseException) -> None:
-        """Note that its workers are lost because of ``error``: none of them waits any more."""
+        """Note that the workers for which it was accepted are lost because of ``error``: none of
+        them waits any more.
+        """
         self.error = self.error or error
         self.failed = []
 

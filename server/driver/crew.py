@@ -111,7 +111,7 @@ class Crew(Watcher):
                 self._resume, self._wake, self._clock, self._broke, self._expire, self._expose
             ),
             name=plan.config.name,
-            stuck_seconds=math.inf if plan.stuck_after is None else plan.stuck_after,
+            stuck_seconds=plan.stuck_after,
             restartable=plan.restart != "never",
         )
         self.ledger.reason_due = self._reason_due

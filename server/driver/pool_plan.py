@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -44,7 +45,8 @@ class PoolPlan:
         devices: each rank's device.
         start_timeout: seconds for all workers to be ready; ``None``: for ever.
         on_progress: called with ``(rank, done, total, what)``.
-        restart, max_restarts, window, stuck_after: as for `pool.WorkerPool`.
+        restart, max_restarts, window: as for `pool.WorkerPool`.
+        stuck_after: likewise; ``math.inf``: never.
         config: the other settings.
         bound: the cores that the workers on this host are bound to.
         hosts: the hosts of the pool; ``None``: this one only.
@@ -83,8 +85,8 @@ class PoolPlan:
         self.on_progress = optional(function)("on_progress", on_progress) or ignore
         self.restart = restart
         self.max_restarts, self.window = _restart_limits(restart, max_restarts, window)
-        self.stuck_after = optional(some_seconds)("stuck_after", stuck_after)
         self.config = config
+        self.stuck_after = _stuck_after(stuck_after, restart, config)
         device = checked_device(device)
         self.worker, self.worker_kwargs = worker_name(worker), _pickled(worker_kwargs)
         self.main = main_of(self.worker)
@@ -153,6 +155,12 @@ def _restart_limits(
         if restart == "never" and given is not None:
             raise ValueError(f"{what} is for pools that are restarted; got restart='never'")
     return max_restarts or MAX_RESTARTS, window or RESTART_WINDOW
+
+
+def _stuck_after(given: float | None, restart: str, config: PoolConfig) -> float:
+    if given is not None:
+        return some_seconds("stuck_after", given)
+    return math.inf if restart == "never" else config.call_seconds
 
 
 def _hosts(

@@ -61,8 +61,10 @@ class Book:
             self.clocked = False
             self.ledger.tick()
 
-    def send(self, method: str = "embed", reply_rank: int | None = None) -> PendingCall:
-        call = PendingCall(method, (), {}, 2, reply_rank)
+    def send(
+        self, method: str = "embed", reply_rank: int | None = None, *, retry: bool = False
+    ) -> PendingCall:
+        call = PendingCall(method, (), {}, 2, reply_rank, retry=retry)
         self.ledger.accept(call, self.ledger.state.generation)
         return call
 

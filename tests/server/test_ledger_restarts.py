@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from server.errors import CallDivergedError, RestartLimitError, WorkerLostError
+from server.errors import CallDivergedError, RestartLimitError, WorkerError, WorkerLostError
 from shm_broadcast import MessageDecodeError
 from tests.server.book import Book, a_call
 
@@ -25,16 +25,17 @@ def test_a_divergence_breaks_no_later_generation() -> None:
     assert book.ledger.state.restarting is None
 
 
-def test_a_pool_that_is_restarted_fails_what_the_workers_had_and_keeps_the_rest() -> None:
+def test_a_pool_that_is_restarted_fails_all_calls_but_those_that_may_be_made_again() -> None:
     book = Book(in_flight=3, restartable=True)
     had, again, third = (a_call(retry=retry) for retry in (False, True, True))
     for call in (had, again, third):
         assert book.ledger.accept(call, 1)
-    queued = book.send()
+    not_sent, queued = book.send(), book.send(retry=True)
     book.lose_worker()
     assert book.asked == [("broke", WorkerLostError)]
-    with pytest.raises(WorkerLostError):
-        had.result()
+    for lost in (had, not_sent):
+        with pytest.raises(WorkerLostError, match="rank 1"):
+            lost.result()
     assert not (again.done or third.done or queued.done)
     assert isinstance(book.ledger.state.restarting, WorkerLostError)
     assert book.ledger.state.restarts == 0
@@ -86,6 +87,45 @@ def test_a_call_is_made_three_times_at_most() -> None:
         call.result()
 
 
+def test_only_the_times_that_workers_had_a_call_count() -> None:
+    book = Book(in_flight=1, restartable=True)
+    before, queued = a_call(retry=True), a_call(retry=True)
+    for call in (before, queued):
+        book.ledger.queue(call)
+    for generation in (1, 2, 3):
+        assert book.ledger.next_to_send(generation) is before
+        book.lose_worker()
+        book.ledger.open(generation + 1, book.cancelled.mark)
+    assert before.done
+    assert book.ledger.next_to_send(4) is queued
+    book.answer(4, "a", "b")
+    assert queued.result() == ["a", "b"]
+
+
+def test_the_error_of_a_call_that_may_be_made_again_waits_for_the_calls_before_it() -> None:
+    """One of them may be the cause: then the call is made again."""
+    for breaks in (False, True):
+        book = Book(in_flight=3, restartable=True)
+        first, unasked, again = book.send(), book.send(), book.send(retry=True)
+        for call in (unasked, again):
+            book.fail(1, call.number)
+        assert (unasked.done, again.done) == (True, False)
+        for rank in (0, 1):
+            book.reply(rank, first.number, operations=rank if breaks else 0)
+        assert not again.done
+        if breaks:
+            assert book.asked == [("broke", CallDivergedError)]
+            book.ledger.open(2, book.cancelled.mark)
+            assert book.ledger.next_to_send(2) is again
+            book.answer(again.number, "a", "b")
+            assert again.result() == ["a", "b"]
+        else:
+            book.reply(0, unasked.number)
+            assert again.done
+            with pytest.raises(WorkerError, match="rank 1 failed"):
+                again.result()
+
+
 def test_a_future_survives_its_generation_and_can_then_not_be_cancelled() -> None:
     book = Book(restartable=True)
     call = a_call(retry=True)
@@ -102,12 +142,12 @@ def test_a_future_survives_its_generation_and_can_then_not_be_cancelled() -> Non
 
 def test_a_pool_that_is_not_restarted_any_more_fails_what_waits() -> None:
     book = Book(restartable=True)
-    waiting = book.send()
+    had = book.send()
     book.lose_worker()
-    queued = book.send()
+    waiting = book.send()
     book.ledger.end(RestartLimitError(5, 60.0, "lost"))
     with pytest.raises(WorkerLostError):
-        waiting.result()
-    for refused in (queued.result, book.ledger.state.check):
+        had.result()
+    for refused in (waiting.result, book.ledger.state.check):
         with pytest.raises(RestartLimitError, match="after 5 restarts within 60 s"):
             refused()

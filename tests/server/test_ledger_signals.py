@@ -44,9 +44,9 @@ def interrupted(
 def at_work(
     prepare: Callable[[Book], object] = ignore, *, restartable: bool
 ) -> tuple[Book, list[PendingCall]]:
-    """Three calls under way, of which the last may be made again, and one that is queued."""
+    """Three calls under way, and one that is queued; the last two may be made again."""
     book = Book(in_flight=3, restartable=restartable, ticks=False)
-    calls = [book.send(), book.send(), a_call(retry=True), a_call()]
+    calls = [book.send(), book.send(), a_call(retry=True), a_call(retry=True)]
     assert book.ledger.accept(calls[2], 1)
     book.ledger.queue(calls[3])
     for call in calls:

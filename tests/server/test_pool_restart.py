@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import signal
 import threading
@@ -37,10 +38,11 @@ from shm_broadcast import DivergenceError
 from tests.patience import PATIENCE_SECONDS, STALL_SECONDS, until
 from tests.server.lean_model import Lean
 from tests.server.tiny_bert import make_model
-from tests.server.workers import Gate, Restored, Unlucky, Unrestorable, Worker, pids_of
+from tests.server.workers import Gate, Rebuilt, Restored, Unlucky, Unrestorable, Worker, pids_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from concurrent.futures import Future
     from pathlib import Path
 
 PATIENT = PoolConfig(leave_seconds=PATIENCE_SECONDS)
@@ -124,30 +126,68 @@ def test_a_failure_that_leaves_a_group_divided_ends_no_process(
         assert pids_of(pool) == before
 
 
-def test_a_call_behind_one_that_has_failed_on_a_rank_is_not_lost_with_it() -> None:
-    """The others hang in the first: who calls when it has failed is not told of its error."""
+def test_calls_behind_one_that_leaves_a_group_divided_fail_with_it_or_are_made_again() -> None:
+    """The others hang in the first, and the pool breaks only when they had time to answer."""
     with WorkerPool(
         *(Worker,), tp=2, restart="worker", config=PoolConfig(in_flight=3, settle_seconds=0.5)
     ) as pool:
         with pytest.raises(WorkerError, match="not me"):
             pool.call("fail_in_group", [0])
-        assert pool.call("total", 3.0) == 6.0
+        behind = [pool.submit("total", 3.0, retry=retry) for retry in (False, True)]
+        with pytest.raises(WorkerError, match=r"rank 0 failed in fail_in_group.*not me"):
+            behind[0].result(PATIENCE_SECONDS)
+        assert behind[1].result(PATIENCE_SECONDS) == 6.0
         assert pool.restarts == 1
 
 
-def test_calls_that_the_workers_had_fail_and_the_others_go_on(tmp_path: Path) -> None:
-    gate = Gate(tmp_path)
-    with WorkerPool(Worker, tp=2, restart="worker", config=PATIENT) as pool:
-        held = pool.submit("hold", gate, [0])
-        until(lambda: gate.reached(0))
-        had, again = pool.submit("echo", "had"), pool.submit("echo", "again", retry=True)
-        queued = [pool.submit("echo", turn) for turn in range(5)]
-        os.kill(pool.status()[1].pid, signal.SIGKILL)
-        for future in (held, had):
-            assert isinstance(future.exception(PATIENCE_SECONDS), WorkerLostError)
-        gate.open()
-        assert again.result(PATIENCE_SECONDS) == "again"
-        assert [future.result(PATIENCE_SECONDS) for future in queued] == list(range(5))
+def lose_in_the_second_of_five(pool: WorkerPool, gate: Gate, *, retry: bool) -> list[Future[Any]]:
+    """Queue five calls of `append`; kill rank 1 in the second, in which rank 0 waits for it."""
+    pid = pool.status()[1].pid
+    calls = [pool.submit("append", 1)]
+    calls.append(pool.submit("append", 2, gate, retry=retry))
+    calls += [pool.submit("append", number, retry=retry) for number in (3, 4, 5)]
+    until(lambda: gate.reached(1))
+    until(lambda: "all_reduce" in pool.status()[0].operation)
+    os.kill(pid, signal.SIGKILL)
+    gate.open()
+    return calls
+
+
+def test_queued_calls_fail_with_the_workers_that_they_were_accepted_for(tmp_path: Path) -> None:
+    """Else calls 4 and 5 run on a rank that lacks what calls 1 and 2 have left on the other."""
+    with WorkerPool(Restored, tp=2, restart="worker", config=PATIENT) as pool:
+        first, *lost = lose_in_the_second_of_five(pool, Gate(tmp_path), retry=False)
+        assert first.result(PATIENCE_SECONDS) == [1]
+        for call in lost:
+            with pytest.raises(WorkerLostError, match=r"rank 1 .*SIGKILL"):
+                call.result(PATIENCE_SECONDS)
+        assert pool.collective_rpc("note", args=(6,)) == [[1, 2, 6], [6]]
+        assert pool.generation == 2
+
+
+def test_calls_that_may_be_made_again_run_in_order_on_workers_that_were_rebuilt(
+    tmp_path: Path,
+) -> None:
+    with WorkerPool(Rebuilt, tp=2, restart="worker", config=PATIENT) as pool:
+        first, *again = lose_in_the_second_of_five(pool, Gate(tmp_path), retry=True)
+        answers = [call.result(PATIENCE_SECONDS) for call in again]
+        assert first.result(0) == [1]
+        assert answers == [[2], [2, 3], [2, 3, 4], [2, 3, 4, 5]]
+        assert pool.collective_rpc("note", args=(6,)) == [[2, 3, 4, 5, 6]] * 2
+
+
+def test_calls_that_may_be_made_again_outlive_what_their_neighbour_breaks() -> None:
+    """Rank 0 waits in a collective that rank 1 leaves out, and meets there the next call's."""
+    with WorkerPool(Worker, tp=2, restart="worker", max_restarts=100, config=PATIENT) as pool:
+        for turn in range(1, 6):
+            before = [pool.submit("total", float(number), retry=True) for number in range(3)]
+            slip = pool.submit("skip_group", 1)
+            after = [pool.submit("total", float(number), retry=True) for number in range(3, 9)]
+            with pytest.raises((CallDivergedError, WorkerError)):
+                slip.result(PATIENCE_SECONDS)
+            answers = [call.result(PATIENCE_SECONDS) for call in (*before, *after)]
+            assert answers == [2.0 * number for number in range(9)]
+            assert pool.restarts == turn
 
 
 def test_a_call_waiting_in_its_own_thread_is_made_again(tmp_path: Path) -> None:
@@ -193,6 +233,27 @@ def test_a_rank_that_hangs_is_replaced_and_its_peers_stay(
     if hang is hang_in_python:
         assert "in hold_python" in raised.value.stacks[1]
         assert any("in hold_python" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("stuck_after", [None, math.inf])
+def test_a_pool_that_is_restarted_does_not_stay_with_a_rank_that_hangs(
+    stuck_after: float | None,
+) -> None:
+    """Without ``stuck_after`` it has `PoolConfig.call_seconds`; with infinity it has for ever."""
+    config = PoolConfig(call_seconds=1.0)
+    with WorkerPool(Worker, tp=2, restart="worker", stuck_after=stuck_after, config=config) as pool:
+        with pytest.raises(CallTimeoutError, match=r"timed out after 1 s.*rank 1"):
+            pool.call("sleep", 600.0, [1])
+        if stuck_after is None:
+            until(lambda: pool.generation == 2)
+            assert pool.call("total", 2.0, timeout=PATIENCE_SECONDS) == 4.0
+            assert pool.last_failure is not None
+            assert isinstance(pool.last_failure[1], CallStuckError)
+        else:
+            with pytest.raises(CallTimeoutError, match=r"timed out after 1 s.*rank 1"):
+                pool.call("total", 2.0)
+            assert (pool.generation, pool.last_failure) == (1, None)
+            pool.shutdown(0.5)
 
 
 def test_a_stuck_pool_that_is_not_restarted_breaks() -> None:

@@ -475,6 +475,22 @@ class Restored(Worker):
     def holds(self) -> list[str]:
         return self.held
 
+    def append(self, number: int, gate: Gate | None = None) -> list[int]:
+        """Add to the state of every rank, then meet; rank 1 comes to the gate before, if any."""
+        self.seen.append(number)
+        if gate is not None:
+            self.hold(gate, [1])
+        self.total(1.0)
+        return list(self.seen)
+
+
+class Rebuilt(Restored):
+    """As a fresh one, when the pool is restarted around it."""
+
+    def restore(self, context: WorkerContext) -> None:
+        super().restore(context)
+        self.seen = []
+
 
 class OneIsLate(Worker):
     """Of two pools that are restarted, one waits for the first gate and one for the second."""

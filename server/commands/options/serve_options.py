@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-restarts", type=int, metavar="N", help="with --restart: restarts within a minute "
         f"before the service ends (default {MAX_RESTARTS})")  # fmt: skip
     add("--stuck-after", type=float, metavar="S", help="seconds for a batch after which its "
-        "workers count as lost (default: never)")  # fmt: skip
+        "workers count as lost (default: 300 with --restart, else never)")  # fmt: skip
     add("--start-timeout", type=float, default=300.0, metavar="S", help="seconds for the workers "
         "to start (default 300)")  # fmt: skip
     add("--request-timeout", type=float, default=60.0, metavar="S", help="seconds for a request's "

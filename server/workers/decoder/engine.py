@@ -6,7 +6,8 @@ each has slots of its own and one step under way, so that no stage is idle while
 
 The workers' only state is keys and values. If they are lost and the pool is restarted, each
 sequence starts again with all the tokens it has so far, and continues where it was: readers see a
-pause. The driver draws the random numbers, so no token is drawn twice.
+pause. (The same step, which ``retry=True`` of the pool makes again, would find no keys and values.)
+The driver draws the random numbers, so no token is drawn twice.
 """
 
 from __future__ import annotations
