@@ -20,6 +20,7 @@ def test_the_files(tmp_path: Path) -> None:
         "mlp.py": block_of("docs/tutorial.md", "# mlp.py\n"),
         "stages.py": block_of("docs/tutorial.md", "# stages.py\n"),
         "failing.py": block_of("docs/tutorial.md", "# failing.py\n"),
+        "cache.py": block_of("docs/tutorial.md", "# cache.py\n"),
         "calls.py": block_of("docs/pools.md", "# calls.py\n"),
         "updates.py": block_of("docs/pools.md", "# updates.py\n"),
         "chain.py": block_of("docs/pools.md", "# chain.py\n"),
