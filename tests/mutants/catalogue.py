@@ -358,7 +358,37 @@ MUTANTS = (
         "if self.done or",
         (
             "tests/server/test_ledger_restarts.py::"
-            "test_a_pool_that_is_restarted_fails_what_the_workers_had_and_keeps_the_rest",
+            "test_a_pool_that_is_restarted_fails_all_calls_but_those_that_may_be_made_again",
+        ),
+    ),
+    Mutant(
+        "F7 queued calls fail with the generation for which they were accepted",
+        "server/calls/backlog.py",
+        "if again and call.take_back():",
+        "if again and (not call.number or call.take_back()):",
+        (
+            "tests/server/test_pool_restart.py::"
+            "test_queued_calls_fail_with_the_workers_that_they_were_accepted_for",
+        ),
+    ),
+    Mutant(
+        "F7 calls that wait move to another replica only if they may be made again",
+        "server/replicas.py",
+        "may_move = call.retry and not call.stream",
+        "may_move = not call.stream",
+        (
+            "tests/server/test_replicas.py::"
+            "test_while_none_works_calls_that_may_move_wait_for_the_first_that_does",
+        ),
+    ),
+    Mutant(
+        "F7 calls that may be made again outlive what their neighbour breaks",
+        "server/calls/ledger.py",
+        "if not (failed.consequence or call.retry):",
+        "if not failed.consequence:",
+        (
+            "tests/server/test_ledger_restarts.py::"
+            "test_the_error_of_a_call_that_may_be_made_again_waits_for_the_calls_before_it",
         ),
     ),
     Mutant(

@@ -87,7 +87,8 @@ def test_replicas_are_pools_of_their_own_that_share_the_cores() -> None:
         assert (replicas.failure, replicas.restarting, replicas.restarts) == (None, None, 0)
 
 
-def test_while_none_works_calls_wait_for_the_first_that_does(tmp_path: Path) -> None:
+def test_while_none_works_calls_that_may_move_wait_for_the_first_that_does(tmp_path: Path) -> None:
+    """The others wait for the replica that has accepted them."""
     gates = [Gate(tmp_path / name) for name in ("late", "early")]
     for gate in gates:
         gate.folder.mkdir()
@@ -96,11 +97,16 @@ def test_while_none_works_calls_wait_for_the_first_that_does(tmp_path: Path) -> 
         for pid in [pids_of(pool)[0] for pool in replicas.pools]:
             os.kill(pid, signal.SIGKILL)
         until(lambda: all(gate.reached(0) for gate in gates))
+        stays = [replicas.submit("echo") for _ in replicas.pools]
         waiting = [replicas.submit("echo", number, retry=True) for number in range(6)]
+        assert [pool.load for pool in replicas.pools] == [4, 4]
         early.open()
         assert [future.result(PATIENCE_SECONDS) for future in waiting] == [*range(6)]
         assert [pool.restarting is None for pool in replicas.pools].count(False) == 1
+        assert [future.done() for future in stays].count(False) == 1
         late.open()
+        for future in stays:
+            future.result(PATIENCE_SECONDS)
         until(lambda: len(replicas._working()) == 2)
         for pid in [pids_of(pool)[0] for pool in replicas.pools]:
             os.kill(pid, signal.SIGKILL)
