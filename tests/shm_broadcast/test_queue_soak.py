@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import mmap
 import multiprocessing
+import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING
 
 import pytest
 
-from benchmarks.soak_kills import kill_at_random
+from benchmarks.soak_kills import kill_at_random, named_memory
 from benchmarks.soak_messages import stress
 from shm_broadcast import Board, MessageQueue
 from shm_broadcast.queue.handle import SMALLEST_CAPACITY
@@ -42,10 +46,24 @@ def test_checksummed_messages(
 
 
 def test_kills_at_random_moments(context: ForkServerContext) -> None:
-    # The promise is one second; the rest is for machines that run other tests at the same time.
-    shown = kill_at_random(context, rounds=20, seed=7, say=lambda _: None, limit=5)
+    with ExitStack() as beside:
+
+        def make_named_memory(_: str) -> None:
+            """As another program may at any time."""
+            beside.enter_context(NamedTemporaryFile(dir="/dev/shm"))
+
+        # The promise is one second; the rest is for machines that run other tests meanwhile.
+        shown = kill_at_random(context, rounds=20, seed=7, say=make_named_memory, limit=5)
     assert shown.wrong == []
     assert shown.rounds == 20
+
+
+def test_the_soak_sees_named_memory_of_a_process() -> None:
+    with NamedTemporaryFile(dir="/dev/shm") as file:
+        file.truncate(mmap.PAGESIZE)
+        assert named_memory(os.getpid()) == set()
+        with mmap.mmap(file.fileno(), mmap.PAGESIZE):
+            assert named_memory(os.getpid()) == {file.name}
 
 
 def create_many(rank: int, n: int) -> int:
