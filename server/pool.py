@@ -142,7 +142,8 @@ class WorkerPool:
                 pool ends with `RestartLimitError`. ``None``: 5. Only for a pool that is restarted.
             window: seconds; ``None``: 60. Likewise.
             stuck_after: seconds after which the pool breaks if its oldest call is not answered; at
-                most a quarter more. Longer than any call should take. ``None``:
+                most a quarter more. So does a start in which a worker is stopped, or waits in a
+                group for one that has started. Longer than any call should take. ``None``:
                 `PoolConfig.call_seconds` if the pool is restarted, else never. ``math.inf``: never.
             config: further settings.
 

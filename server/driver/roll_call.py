@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+from ..control.attentive_clock import AttentiveClock
 from ..control.protocol import Failed, Ready, WorkProgress
 from ..control.worker_failure import rebuild
 from ..errors import WorkerStartError
 from .supervisor import REASON_SECONDS, Watcher
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Set as AbstractSet
 
     from shm_broadcast import Deadline, QueueHandle
 
     from ..control.protocol import FromWorker
     from .held_up_by import Sight
+    from .pool_plan import PoolPlan
     from .supervisor import Supervisor
+
+_LOOK_SECONDS: Final = 1.0
+"""How often to look at most whether a worker cannot finish its start: a look takes 10 ms."""
+_log = logging.getLogger(__name__)
 
 
 class RollCall(Watcher):
@@ -28,11 +37,10 @@ class RollCall(Watcher):
 
     Args:
         ranks: all workers of the pool.
-        on_progress: called with ``(rank, done, total, what)``; what it raises ends the start.
+        plan: the pool's; what its ``on_progress`` raises ends the start.
         show: called with the ranks that are not ready yet, again and again.
         look: looks what workers do that are late.
-        patience: seconds to wait for the real cause when a worker reports only that another one
-            has failed (hearsay).
+        stuck: says why some of the ranks that it is given cannot finish their start.
         may_say_why: whether a worker may still tell the real cause; it is waited for up to
             `REASON_SECONDS` then.
     """
@@ -40,16 +48,22 @@ class RollCall(Watcher):
     def __init__(
         self,
         ranks: Iterable[int],
-        on_progress: Callable[[int, int, int, str], None],
+        plan: PoolPlan,
         show: Callable[[Iterable[int]], None],
         look: Callable[[Iterable[int]], Sight],
-        patience: float,
+        stuck: Callable[[AbstractSet[int]], Mapping[int, str]],
         may_say_why: Callable[[], bool],
     ) -> None:
-        self._on_progress = on_progress
+        self._on_progress = plan.on_progress
         self._show = show
         self._look = look
-        self._patience = patience
+        self._stuck = stuck
+        self._stuck_after = math.inf if plan.stuck_after is None else plan.stuck_after
+        self._clock = AttentiveClock(self._stuck_after / 4)
+        self._look_seconds = min(_LOOK_SECONDS, self._stuck_after / 4)
+        self._look_at = time.monotonic() + self._look_seconds
+        self._stuck_since: dict[tuple[int, str], float] = {}
+        self._patience = plan.config.stack_seconds  # for the real cause, behind hearsay
         self.replies: dict[int, QueueHandle] = {}
         self._absent = set(ranks)
         self._failure: WorkerStartError | None = None
@@ -72,13 +86,33 @@ class RollCall(Watcher):
         """
         while self._absent:
             self._show(sorted(self._absent))
-            supervisor.step(self, min(deadline.remaining(), self._hearsay_remaining(), tick()))
+            pause = min(deadline.remaining(), self._hearsay_remaining(), tick())
+            supervisor.step(self, min(pause, max(self._look_at - time.monotonic(), 0.0)))
             if self._failure is not None:
                 raise self._failure
             if self._hearsay is not None and not self._hearsay_remaining():
                 raise self._hearsay
+            if self._look_at <= time.monotonic():
+                self._look_for_stuck()
             if deadline.expired and self._absent:
                 raise self._late(deadline)
+
+    def _look_for_stuck(self) -> None:
+        """Name workers that cannot finish their start, once each.
+
+        Raises:
+            WorkerStartError: one could not for as long as a call may take.
+        """
+        stuck, now = self._stuck(self._absent), self._clock.look()
+        for rank, why in sorted(stuck.items() - self._stuck_since.keys()):
+            _log.warning("the worker of rank %d does not start: %s", rank, why)
+        self._stuck_since = {each: self._stuck_since.get(each, now) for each in stuck.items()}
+        for (rank, why), since in self._stuck_since.items():
+            if now - since >= self._stuck_after:
+                stacks = self._look([rank]).stacks
+                reason = f"stuck for {self._stuck_after:g} s: {why}"
+                raise WorkerStartError(rank, reason, stacks.get(rank, ""))
+        self._look_at = time.monotonic() + self._look_seconds
 
     def on_message(self, rank: int, message: FromWorker) -> None:
         """Note a worker's message; called by the supervisor."""

@@ -12,12 +12,13 @@ from shm_broadcast import Deadline, GroupTimeoutError
 from ..control.meeting import WorkerMeeting
 from ..errors import WorkerStartError
 from ..launchers.local import end, launch, worker_stacks
-from .held_up_by import Sight, held_up_by, verdicts
+from .held_up_by import Sight, held_up_by, stuck_in_start, verdicts
 from .roll_call import RollCall
 from .supervisor import Supervisor, Watcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from collections.abc import Set as AbstractSet
 
     from shm_broadcast import Failure
     from shm_broadcast.onlooker.blame import Verdict
@@ -113,10 +114,10 @@ class Staff:
                 raise WorkerStartError(worker.rank, f"it took nothing in: {error}") from error
         roll_call = RollCall(
             self.workers,
-            plan.on_progress,
+            plan,
             show,
             self.look,
-            plan.config.stack_seconds,
+            self._stuck_in_start,
             lambda: self.may_say_why(links.board.aborted),
         )
         roll_call.wait(self.supervisor, deadline, tick)
@@ -139,6 +140,12 @@ class Staff:
             self.hosts.look_around()
         elsewhere = self._seen_elsewhere(Deadline.after(self._plan.config.stack_seconds))
         return verdicts(elsewhere)
+
+    def _stuck_in_start(self, starting: AbstractSet[int]) -> dict[int, str]:
+        if self.hosts is not None:
+            self.hosts.look_around()
+        elsewhere = self._seen_elsewhere(Deadline.after(self._plan.config.stack_seconds))
+        return stuck_in_start(self.workers, starting, elsewhere)
 
     def _seen_elsewhere(self, deadline: Deadline) -> list[HostSeen]:
         return [] if self.hosts is None else self.hosts.seen(deadline)

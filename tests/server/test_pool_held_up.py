@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from typing import TYPE_CHECKING
 from unittest.mock import Mock
 
+import psutil
 import pytest
 
 from server.driver.held_up_by import held_up_by
-from server.errors import CallTimeoutError, WorkerStartError
+from server.errors import CallTimeoutError, WorkerLostError, WorkerStartError
 from server.hosts.distant_worker import DistantWorker
+from server.launchers.local import LocalWorker
 from server.pool import WorkerPool
+from server.pool_config import PoolConfig
 from shm_broadcast import MessageQueue
 from shm_broadcast.onlooker.own import own_verdicts
-from tests.patience import until
-from tests.server.workers import Gate, Worker
+from tests.patience import PATIENCE_SECONDS, until
+from tests.server.workers import Gate, Restored, Worker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from server.control.protocol import Start
     from server.worker import WorkerContext
+    from shm_broadcast import Deadline
+
+
+PATIENT = PoolConfig(leave_seconds=PATIENCE_SECONDS)
+"""Survivors have time to leave."""
 
 
 @pytest.fixture
@@ -152,6 +162,9 @@ class Meeting(Worker):
             self.groups.world.barrier()
         elif how == "sleeps":
             time.sleep(600)
+        elif how == "comes late":
+            time.sleep(1.5)
+            self.groups.world.barrier()
         elif how == "is stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -174,6 +187,103 @@ def test_a_start_names_who_holds_it_up(how: str, late: str, why: str) -> None:
     if how == "sleeps":
         assert "in __init__" in raised.value.traceback
         assert "barrier" not in raised.value.traceback
+
+
+def without_number(text: str) -> str:
+    """A text without the number of an operation: what its rank did before is not tested."""
+    return re.sub(r" #\d+", "", text)
+
+
+def test_a_start_that_takes_longer_than_stuck_after_succeeds_while_a_rank_works() -> None:
+    given = {"late": 2, "how": "comes late"}
+    with WorkerPool(Meeting, tp=3, stuck_after=0.3, worker_kwargs=given) as pool:
+        assert pool.call("echo", 1) == 1
+
+
+@pytest.mark.parametrize(
+    ("how", "rank", "why"),
+    [
+        ("is stopped", 2, "its process is stopped, by a signal or a debugger"),
+        ("takes no part", 0, "it waits in world barrier for rank 2, which has started"),
+    ],
+)
+def test_a_first_start_that_cannot_go_on_fails_after_stuck_after(
+    how: str, rank: int, why: str
+) -> None:
+    given = {"late": 2, "how": how}
+    with pytest.raises(WorkerStartError) as raised:
+        WorkerPool(Meeting, tp=3, stuck_after=0.5, worker_kwargs=given)
+    reason = without_number(raised.value.reason)
+    assert (raised.value.rank, reason) == (rank, f"stuck for 0.5 s: {why}")
+
+
+def test_a_start_without_stuck_after_names_at_once_who_cannot_go_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    given = {"late": 2, "how": "takes no part"}
+    with pytest.raises(WorkerStartError, match="not ready after 4 s"):
+        WorkerPool(Meeting, tp=3, start_timeout=4.0, worker_kwargs=given)
+    told = [without_number(record.getMessage()) for record in caplog.records]
+    for rank in (0, 1):
+        why = "it waits in world barrier for rank 2, which has started"
+        assert told.count(f"the worker of rank {rank} does not start: {why}") == 1
+
+
+class Rejoining(Restored):
+    """A replacement of the second generation stops itself, or meets those that do not meet it."""
+
+    def __init__(self, context: WorkerContext, how: str) -> None:
+        super().__init__(context)
+        if context.generation > 1 and how == "meets":
+            self.total(1.0)
+        elif context.generation == 2 and how == "is stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("is stopped", "its process is stopped, by a signal or a debugger"),
+        ("meets", "it waits in world all_reduce for rank 0, which has started"),
+    ],
+)
+def test_a_replacement_that_cannot_go_on_is_replaced_after_stuck_after(
+    how: str, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = {"how": how}
+    with WorkerPool(
+        Rejoining, tp=2, worker_kwargs=given, restart="worker", stuck_after=0.5, config=PATIENT
+    ) as pool:
+        with pytest.raises(WorkerLostError):
+            pool.call("exit", [1], 3)
+        assert pool.call("total", 2.0, timeout=PATIENCE_SECONDS) == 4.0
+        assert pool.generation == 3
+    told = [without_number(record.getMessage()) for record in caplog.records]
+    assert f"the worker of rank 1 does not start: {why}" in told
+    failed = f"the worker of rank 1 did not start: stuck for 0.5 s: {why}"
+    assert any(failed in each for each in told)
+
+
+def test_a_replacement_that_is_stopped_before_it_has_sent_anything_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    really_start, stopped = LocalWorker.start, []
+
+    def start(worker: LocalWorker, told: Start, deadline: Deadline) -> None:
+        if told.generation == 2 and worker.rank == 1:
+            assert not worker.greeted
+            until(psutil.Process(worker.pid).children)
+            stopped.append(psutil.Process(worker.pid).children()[0])
+            stopped[0].suspend()
+        really_start(worker, told, deadline)
+
+    with WorkerPool(Worker, tp=2, restart="worker", stuck_after=0.5) as pool:
+        monkeypatch.setattr(LocalWorker, "start", start)
+        with pytest.raises(WorkerLostError):
+            pool.call("exit", [1], 3)
+        assert pool.call("total", 2.0, timeout=PATIENCE_SECONDS) == 4.0
+        assert pool.generation == 3
+        assert not stopped[0].is_running()
 
 
 class Aided(Worker):
