@@ -13,6 +13,7 @@
 #define PACE_TRUSTED_NS 1000000u
 #define PACE_MOST_TICKS 10u /* in a ns: the counter has jumped, as after a machine's suspension */
 #define PACE_CLOSE_TICKS 1000u /* between two looks at the counter, with the clock in the middle */
+#define PACE_LOOKS 3 /* the first one after a switch of processes is slow before or after the clock */
 
 typedef struct {
     uint64_t ns, ticks;           /* the clock and the counter at one moment */
@@ -23,20 +24,27 @@ typedef struct {
 } gc_pace;
 
 static inline uint64_t gc_pace_look(gc_pace *pace) {
-    uint64_t before = __builtin_ia32_rdtsc(), now = gc_now_ns();
-    uint64_t between = __builtin_ia32_rdtsc() - before, counter = before + between / 2;
-    bool close = between < PACE_CLOSE_TICKS; /* no other process ran meanwhile */
-    uint64_t passed = now - pace->base_ns, ticks = counter - pace->base_ticks;
+    uint64_t closest = PACE_CLOSE_TICKS, last = 0;
+    for (int look = 0; look < PACE_LOOKS; look++) {
+        uint64_t before = __builtin_ia32_rdtsc();
+        last = gc_now_ns();
+        uint64_t between = __builtin_ia32_rdtsc() - before;
+        if (between >= PACE_CLOSE_TICKS) break; /* another process ran meanwhile */
+        if (between >= closest) continue;
+        closest = between;
+        pace->ns = last;
+        pace->ticks = before + between / 2;
+    }
+    bool close = closest < PACE_CLOSE_TICKS;
+    uint64_t passed = pace->ns - pace->base_ns, ticks = pace->ticks - pace->base_ticks;
     if (close && passed >= PACE_MEASURED_NS) {
         bool usable = passed < PACE_FORGOTTEN_NS && ticks > 0 && ticks / passed < PACE_MOST_TICKS;
         pace->scale = usable ? (passed << 32) / ticks : 0;
-        pace->base_ns = now;
-        pace->base_ticks = counter;
+        pace->base_ns = pace->ns;
+        pace->base_ticks = pace->ticks;
     }
-    pace->ns = now;
-    pace->ticks = counter;
     pace->trusted = close && pace->scale ? ((uint64_t)PACE_TRUSTED_NS << 32) / pace->scale : 0;
-    if (now > pace->latest) pace->latest = now;
+    if (last > pace->latest) pace->latest = last;
     return pace->latest;
 }
 
