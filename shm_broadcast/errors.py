@@ -59,7 +59,7 @@ class MemberStatus:
         operation: the operation it is in, or was in last; ``""`` if none yet.
         sequence: how many operations it has begun.
         age: seconds since its last progress; ``None`` if it made none.
-        host: the name of its host; ``""`` if it is this host.
+        host: the name of its host, at a queue's end its address; ``""`` if it is this host.
         silence: seconds since its host was last heard of; 0 while heartbeats come on time.
         collective: the number of the group's collective that it is in, where these are counted:
             1, 2, ..., the same on all members; 0: not known.

@@ -83,6 +83,7 @@ class RemoteReader(RemoteEnd):
             raise ValueError(f"rank must be one of {handle.readers}; got {rank}")
         self.rank = rank
         self._writer = handle.writer
+        self._writer_at = handle.address.removeprefix("tcp://")
         self._writer_pid = 0
         self._heard_at: float | None = None
         self._state = "absent"
@@ -248,8 +249,10 @@ class RemoteReader(RemoteEnd):
     def _status(self) -> MemberStatus:
         age = None if self._heard_at is None else time.monotonic() - self._heard_at
         operation = "enqueue" if self._ledger.messages else ""
+        messages = self._ledger.messages
         return MemberStatus(
-            self._writer, self._writer_pid, self._state, operation, self._ledger.messages, age
+            *(self._writer, self._writer_pid, self._state, operation, messages, age),
+            self._writer_at,
         )
 
     def _tell(self, frame: ReaderHello | Credit | Closed) -> None:

@@ -33,12 +33,14 @@ class RemoteLink:
     Attributes:
         rank: the reader's rank.
         identity: the routing id that zmq gave its connection; empty while it is absent.
+        host: the address that its connection comes from; empty while it is absent.
         window: its byte credits.
     """
 
     def __init__(self, rank: int, credit_bytes: int) -> None:
         self.rank = rank
         self.identity = b""
+        self.host = ""
         self.window = CreditWindow(credit_bytes)
         self._state = "absent"
         self._pid = 0
@@ -114,7 +116,8 @@ class RemoteLink:
         """What is known of it; ``sequence`` is the number of messages it has reported as taken."""
         age = None if self._heard_at is None else time.monotonic() - self._heard_at
         operation = "dequeue" if self.identity else ""
-        return MemberStatus(self.rank, self._pid, self._state, operation, self.window.messages, age)
+        messages = self.window.messages
+        return MemberStatus(self.rank, self._pid, self._state, operation, messages, age, self.host)
 
     def _handle(self, identity: bytes, frame: ReaderHello | Credit | object) -> Welcome | None:
         self._heard_at = time.monotonic()

@@ -249,6 +249,8 @@ class RemoteWriter(RemoteEnd):
                 identity, *frames = received
                 link = self._links[int(frames[0].get("User-Id"))]
                 reply = link.take(identity.bytes, [frame.buffer for frame in frames])
+                if link.identity == identity.bytes:
+                    link.host = str(frames[0].get("Peer-Address"))
                 heard = reply is None or self._send_to(identity.bytes, [encode(reply)])
                 if not heard and link.identity == identity.bytes:
                     gone.append(link)

@@ -80,13 +80,15 @@ def part(rank: int, _n: int, folder: str, hosts: tuple[Host, Host], silence: flo
             for host in hosts:
                 host.unplug()
             put(folder, "unplugged", unplugged)
-            with pytest.raises(PeerLostError, match="lost rank 1"):
+            lost_reader = rf"lost rank 1 \(pid \d+ on {hosts[1].address}\)"
+            with pytest.raises(PeerLostError, match=lost_reader):
                 fill(writer)
             return time.monotonic() - unplugged
     with make_reader(folder, rank) as reader:
         assert bytes(reader.recv(LIMIT)[0]) == b"before"
         put(folder, "read", True)
-        with pytest.raises(PeerLostError, match="lost rank 0"):
+        lost_writer = rf"lost rank 0 \(pid \d+ on {hosts[0].address}:\d+\)"
+        with pytest.raises(PeerLostError, match=lost_writer):
             reader.recv(LIMIT)
         lost = time.monotonic()
         return lost - float(get(folder, "unplugged"))
