@@ -54,18 +54,20 @@ VERSIONED void add_bfloat16(const uint16_t *a, const uint16_t *b, uint16_t *to, 
     }
 }
 
-/* Moves the exponent's bits into place, then rescales by 2^112, which is exact and makes subnormal
- * halves normal. Infinities and NaNs get the largest exponent. */
+/* Subnormal halves are converted as integers: where a thread flushes subnormal floats, no
+ * intermediate value may be one, or its elements would differ from those that vectors convert. */
 static inline float from_float16(uint16_t half) {
     uint32_t magnitude = half & 0x7fffu;
-    word scaled = {.bits = magnitude << 13};
-    scaled.value *= 0x1p112f;
+    uint32_t subnormal = (word){.value = (float)(int32_t)magnitude * 0x1p-24f}.bits;
     uint32_t special = 0x7f800000u | (magnitude << 13);
-    uint32_t bits = magnitude >= 0x7c00u ? special : scaled.bits;
+    uint32_t normal = (magnitude << 13) + (112u << 23);
+    uint32_t finite = magnitude < 0x400u ? subnormal : normal;
+    uint32_t bits = magnitude >= 0x7c00u ? special : finite;
     return (word){.bits = bits | ((uint32_t)(half & 0x8000u) << 16)}.value;
 }
 
-/* A subnormal half is rounded by adding a number whose last bit weighs as much as the half's. */
+/* A subnormal half is rounded by adding a number whose last bit weighs as much as the half's. A NaN
+ * keeps what fits of its payload, as in vectors. */
 static inline uint16_t to_float16(float value) {
     uint32_t bits = (word){.value = value}.bits;
     uint32_t sign = bits >> 31;
@@ -74,7 +76,7 @@ static inline uint16_t to_float16(float value) {
     word shifted = {.bits = bits};
     shifted.value += 0.5f;
     uint32_t subnormal = shifted.bits - 0x3f000000u;
-    uint32_t special = bits > 0x7f800000u ? 0x7e00u : 0x7c00u;
+    uint32_t special = bits > 0x7f800000u ? 0x7e00u | (bits >> 13 & 0x3ffu) : 0x7c00u;
     uint32_t finite = bits < 0x38800000u ? subnormal : normal;
     return (uint16_t)((bits >= 0x47800000u ? special : finite) | (sign << 15));
 }

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
 from torch import Tensor
 
 from device_comm import ReduceOp, _native
@@ -21,6 +24,9 @@ from device_comm.shm.layout import GroupLayout
 from device_comm.shm.signature import DTYPE_CODES, sign, signature_text
 from shm_broadcast import Board, Segment
 from tests.device_comm.oracle import REDUCED, ops_for, reduced, same, values
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 N = 2
 SMALL = GroupLayout(N, 128, 1024, 3 * 1024, 256)
@@ -307,6 +313,36 @@ def test_halves_of_every_bit_pattern_add_like_torch(dtype: torch.dtype) -> None:
         assert torch.equal(output.isnan(), expected.isnan())
         finite = ~expected.isnan()
         assert torch.equal(output[finite], expected[finite])
+
+
+@pytest.fixture(params=[False, True], ids=["as they are", "flushed"])
+def flushed(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Whether this thread's arithmetic takes subnormal numbers for zero."""
+    assert torch.set_flush_denormal(request.param)
+    yield request.param
+    torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MAX])
+@pytest.mark.parametrize("together", [1 << 16, 7], ids=["in vectors", "one by one"])
+def test_halves_of_every_bit_pattern_keep_their_bits(
+    together: int, op: ReduceOp, flushed: bool
+) -> None:
+    patterns = np.arange(1 << 16, dtype=np.uint16)
+    is_nan = (patterns & 0x7FFF) > 0x7C00
+    expected = np.where(is_nan, patterns | 0x0200, patterns)  # a NaN becomes a quiet one
+    every = torch.from_numpy(patterns.view(np.float16))
+    neutral = torch.full_like(every, -0.0 if op is ReduceOp.SUM else -float("inf"))
+    ends = Ends((True, True))
+    outputs = [torch.empty_like(every) for _ in range(N)]
+    for begin in range(0, 1 << 16, together):
+        here = slice(begin, begin + together)
+        for rank, x in enumerate((every, neutral)):
+            made = ends.all_reduce(rank, outputs[rank][here], x[here], op)
+            ends.steps[rank].begin(made, 0)
+        ends.finish()
+    for output in outputs:
+        assert_array_equal(output.numpy().view(np.uint16), expected)
 
 
 @pytest.mark.parametrize("native", [True, False])
