@@ -154,6 +154,7 @@ static void comm_dealloc(PyObject *object) {
     PyMem_Free((void *)self->steps.parts);
     PyMem_Free(self->steps.scratch);
     Py_XDECREF(self->tensor_type);
+    Py_XDECREF(self->is_neg);
     Py_XDECREF(self->reduce_op_type);
     Py_XDECREF(self->pipe_type);
     Py_XDECREF(self->allocate);
@@ -276,8 +277,10 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSE
     self->tensor_type = Py_NewRef(tensor_type);
     self->reduce_op_type = Py_NewRef(reduce_op);
     self->allocate = Py_NewRef(allocate);
+    self->is_neg = PyObject_GetAttrString(tensor_type, "is_neg");
     self->pipe_type = PyObject_GetAttrString(PyType_GetModule(type), "Pipe");
-    if (self->pipe_type == NULL || PyObject_GetBuffer(group, &self->group, PyBUF_WRITABLE) < 0 ||
+    if (self->is_neg == NULL || self->pipe_type == NULL ||
+        PyObject_GetBuffer(group, &self->group, PyBUF_WRITABLE) < 0 ||
         PyObject_GetBuffer(board, &self->board, PyBUF_WRITABLE) < 0 ||
         read_group(self, (size_t)rank) < 0 || make_room(&self->steps) < 0 ||
         read_doorbells(self, doorbells) < 0 || read_operations(self, operations) < 0 ||

@@ -30,7 +30,7 @@ typedef struct {
     steps steps;
     size_t slot;                             /* of this rank's process on the board */
     char operations[OPERATIONS][OPERATION_BYTES]; /* what each is called there */
-    PyObject *tensor_type, *reduce_op_type, *pipe_type;
+    PyObject *tensor_type, *is_neg, *reduce_op_type, *pipe_type;
     PyObject *allocate;                      /* gives room for large results */
     const tensor_reader *reader;             /* NULL: no direct calls */
     PyObject *source, *result;               /* of a direct call that is blocked */

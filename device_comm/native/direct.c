@@ -18,7 +18,8 @@ bool direct_callable(const Comm *self, Py_ssize_t given, Py_ssize_t wanted) {
 }
 
 bool direct_describe(const Comm *self, PyObject *object, tensor *described) {
-    return tensor_read(self->reader, self->tensor_type, object, described);
+    return tensor_read(self->reader, self->tensor_type, self->is_neg, object, described) &&
+           !comm_under_way(self); /* another thread may have begun a call meanwhile */
 }
 
 bool direct_read_op(const Comm *self, PyObject *object, const tensor *x, int *op) {
@@ -151,7 +152,8 @@ static PyObject *make_large(Comm *self, PyObject *x, shape wanted, char **data) 
     if (sizes == NULL) return NULL;
     PyObject *made = PyObject_CallFunctionObjArgs(self->allocate, sizes, x, NULL);
     Py_DECREF(sizes);
-    if (made != NULL && !direct_describe(self, made, &described)) {
+    if (made != NULL &&
+        !tensor_read(self->reader, self->tensor_type, self->is_neg, made, &described)) {
         PyErr_SetString(PyExc_TypeError, "the result's memory is not plain");
         Py_CLEAR(made);
     }

@@ -78,15 +78,16 @@ static int dtype_of(const dl_tensor *view) {
     }
 }
 
-static bool is_negated(PyObject *object) {
-    PyObject *answer = PyObject_CallMethod(object, "is_neg", NULL);
+static bool is_negated(PyObject *is_neg, PyObject *object) {
+    PyObject *answer = PyObject_CallFunctionObjArgs(is_neg, object, NULL);
     bool negated = answer != Py_False;
     Py_XDECREF(answer);
     PyErr_Clear();
     return negated;
 }
 
-bool tensor_read(const tensor_reader *reader, PyObject *type, PyObject *object, tensor *described) {
+bool tensor_read(const tensor_reader *reader, PyObject *type, PyObject *is_neg, PyObject *object,
+                 tensor *described) {
     if ((PyObject *)Py_TYPE(object) != type) return false;
     dl_tensor view;
     if (reader->view(object, &view) != 0) {
@@ -102,8 +103,8 @@ bool tensor_read(const tensor_reader *reader, PyObject *type, PyObject *object, 
         numel *= (uint64_t)view.shape[dim];
     }
     if (numel != 0 && view.data == NULL) return false; /* zeros of autograd, wrappers of functorch */
-    /* The imaginary part of a conjugated number is negated lazily; more of them are strided. */
-    if (numel == 1 && is_negated(object)) return false;
+    /* As the imaginary part of a conjugated tensor is; DLPack does not tell. */
+    if (is_negated(is_neg, object)) return false;
     *described = (tensor){.data = (char *)view.data + view.byte_offset,
                           .dtype = dtype,
                           .code = view.dtype.code,

@@ -33,9 +33,11 @@ typedef struct tensor_reader tensor_reader;
 const tensor_reader *tensor_reader_of(PyObject *type);
 
 /* Describes `object` if it is of exactly the reader's type, on the CPU, dense, contiguous to the
- * letter, of a dtype that can be reduced, and not empty. Otherwise false, with no error set. The
- * description is valid while the object is not changed. */
-bool tensor_read(const tensor_reader *reader, PyObject *type, PyObject *object, tensor *described);
+ * letter, of a dtype that can be reduced, not negated lazily (which the type's method `is_neg`
+ * tells), and not empty. Otherwise false, with no error set. The description is valid while the
+ * object is not changed. Other threads may run meanwhile. */
+bool tensor_read(const tensor_reader *reader, PyObject *type, PyObject *is_neg, PyObject *object,
+                 tensor *described);
 
 /* A new tensor of a shape, of the dtype of its model; `data` is where it lies. Returns a new
  * reference, or NULL with an error set. For small tensors: the memory comes from malloc. */

@@ -54,9 +54,9 @@ EXPECTED: dict[str, list[torch.Tensor | None]] = {
 }
 
 
-def calls(comm: Communicator) -> dict[str, Callable[..., Any]]:
-    """Every verb with a short way, on this rank's input."""
-    x = INPUTS[comm.rank].clone()
+def calls(comm: Communicator, x: torch.Tensor | None = None) -> dict[str, Callable[..., Any]]:
+    """Every verb with a short way, on this rank's input, or on ``x``."""
+    x = INPUTS[comm.rank].clone() if x is None else x
     root = comm.rank == ROOT
     return {
         "all_reduce": lambda **form: comm.all_reduce(x, **form),
@@ -177,6 +177,45 @@ def out_of_the_ordinary(rank: int, n: int, path: str, board: BoardHandle, late: 
 @pytest.mark.parametrize("late", [0, 2])
 def test_strides_and_timeouts_are_not_in_the_way(late: int, store_path: str) -> None:
     run_ranks(N, out_of_the_ordinary, store_path, NEW_BOARD, late)
+
+
+def lazily(x: torch.Tensor) -> torch.Tensor:
+    """``x`` by its negative in memory, and a flag."""
+    negated = torch._neg_view(x.neg())
+    assert negated.is_contiguous()
+    assert negated.is_neg()
+    return negated
+
+
+def negated(rank: int, n: int, path: str, board: BoardHandle) -> None:
+    """Every verb, with inputs and outputs whose memory holds their negatives."""
+    with make_comm(rank, board, path) as comm:
+        plain = calls(comm)
+        for verb, call in calls(comm, lazily(INPUTS[rank])).items():
+            expected = EXPECTED[verb][rank]
+            if expected is None:
+                assert call() is None
+                assert plain[verb]() is None
+                continue
+            same(call(), expected)
+            out = lazily(torch.zeros_like(expected))
+            assert plain[verb](out=out) is out
+            same(out, expected)
+        x = lazily(INPUTS[rank])
+        assert comm.all_reduce(x, out=x) is x
+        same(x, TOTAL)
+        x = torch.arange(1.0, 4.0)
+        for _ in range(2):  # the first message makes the pipe, the second goes the short way
+            if rank == 0:
+                comm.send(lazily(x), dst=1)
+            elif rank == 1:
+                out = lazily(torch.zeros(3))
+                assert comm.recv(out=out, src=0) is out
+                same(out, x)
+
+
+def test_what_is_negated_lazily_keeps_its_sign(store_path: str) -> None:
+    run_ranks(N, negated, store_path, NEW_BOARD)
 
 
 def results(rank: int, n: int, path: str, board: BoardHandle) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from device_comm import ReduceOp, _native
 from device_comm.begun import VERBS, Begun
@@ -26,7 +27,7 @@ from shm_broadcast import Board, Segment
 from tests.device_comm.oracle import REDUCED, ops_for, reduced, same, values
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 N = 2
 SMALL = GroupLayout(N, 128, 1024, 3 * 1024, 256)
@@ -147,6 +148,29 @@ def test_two_calls_at_a_time_are_refused(ends: Ends) -> None:
     first.begin(ends.planners[0].barrier(sign("barrier")), 0)
     with pytest.raises(RuntimeError, match="another thread is in a call of this group"):
         first.begin(ends.planners[0].barrier(sign("barrier")), 0)
+
+
+class Begins(TorchFunctionMode):
+    """Begins a call as soon as torch is asked something, as another thread may."""
+
+    def __init__(self, begin: Callable[[], object]) -> None:
+        super().__init__()
+        self.begin = begin
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.begin()
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_call_that_begins_while_another_reads_its_tensor_is_not_overwritten() -> None:
+    ends = Ends((True, True))
+    first, barrier = ends.steps[0], ends.planners[0].barrier(sign("barrier"))
+    assert isinstance(first, _native.Comm)
+    x = torch.ones(4)
+    with Begins(lambda: first.begin(barrier, 0)):
+        assert first.all_reduce(x, ReduceOp.SUM, None) is NotImplemented
+    ends.steps[1].begin(barrier, 0)
+    ends.finish()
 
 
 def test_a_root_may_run_two_steps_ahead_and_no_more(ends: Ends) -> None:
