@@ -7,7 +7,8 @@ rank's caller comes back.
 
 Guarantees
 - The tasks of a lane end in the order of `Lane.perform`; one that fails ends all tasks behind it.
-- A task that need not wait ends within `Lane.perform`, on the caller's thread.
+- A task of little work that need not wait ends within `Lane.perform`, on the caller's thread.
+- However much work a task is, its waits end at their deadline or an abort.
 - The background thread sleeps on the board's doorbell. It starts with the first task that waits.
 
 Assumes: the board outlives the lanes; one thread at a time calls `Lane.perform` of a lane.
@@ -46,7 +47,9 @@ class Task(Protocol):
         """Its name, for error messages."""
 
     def advance(self, spin_ns: int) -> bool:
-        """Go on as far as possible, spinning up to ``spin_ns`` for peers; whether it is done.
+        """Go on, spinning up to ``spin_ns`` for peers; whether it is done.
+
+        It returns after some milliseconds of work, even if it is `ready` to go on.
 
         Raises:
             CoordinatorError: the operation failed.
@@ -165,14 +168,20 @@ class Lane:
             CoordinatorError: the task failed.
         """
         began = time.monotonic_ns()
+        over = False  # one that is ready all the time would never see the end of its wait
+
+        def ready() -> bool:
+            return not over and task.ready()
+
         while True:
-            self.board.wait(task.ready, deadline, task.operation, task.missing, spin=0)
+            self.board.wait(ready, deadline, task.operation, task.missing, spin=0)
             if task.advance(self._spin.window_ns):
                 self._spin.observe(time.monotonic_ns() - began)
                 return
+            over = deadline.expired or self.board.aborted is not None
 
     def push(self) -> None:
-        """Advance the first task as far as possible, then the next ones.
+        """Advance the first task, then the next ones. One with more work has this process woken.
 
         Waits for another thread that is pushing this lane, rather than return at once: the caller
         then sees what that thread has received, and does not take a peer for lost that has left
@@ -184,7 +193,7 @@ class Lane:
             group is aborted: nobody knows how far the task has come.
         """
         failure: CoordinatorError | None = None
-        ended = False
+        ended = more = False
         with self._pushing:
             if self._advancing:
                 return
@@ -193,6 +202,7 @@ class Lane:
                 while self.tickets and self.tickets[0].task.advance(0):
                     self.tickets.popleft().settle()
                     ended = True
+                more = bool(self.tickets) and self.tickets[0].task.ready()
             except CoordinatorError as error:
                 failure = error
             except BaseException as error:
@@ -202,7 +212,7 @@ class Lane:
             self._advancing = failure is not None
         if failure is not None:
             self.fail(failure)
-        elif ended:
+        elif ended or more:
             self._progress.wake()
 
     @property

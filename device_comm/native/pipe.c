@@ -60,8 +60,9 @@ static void write_chunk(const shm_pipe *m, uint64_t posted, const message *x, ui
 
 uint64_t pipe_push(const shm_pipe *m, message x, uint64_t sent, uint64_t patience_ns) {
     uint64_t posted = gc_load64(m->memory, PIPE_POSTED), taken = gc_load64(m->memory, PIPE_TAKEN);
+    uint64_t until = smaller(x.total, sent + PIPE_AT_ONCE_BYTES);
     gc_spin spin = gc_spin_for(patience_ns, false);
-    while (sent < x.total) {
+    while (sent < until) {
         uint64_t left = x.total - sent, used = smaller(left, PIPE_PIECE_BYTES);
         uint64_t reserved = left <= PIPE_SMALL_BYTES ? 0 : PIPE_RESERVED_BYTES;
         if (PIPE_RING_BYTES - (posted - taken) < size_of_chunk(used) + reserved) {
@@ -95,8 +96,9 @@ static uint64_t read_chunk(const shm_pipe *m, uint64_t taken, const message *x, 
 uint64_t pipe_pull(const shm_pipe *m, message x, uint64_t received, uint64_t spin_ns) {
     uint64_t taken = gc_load64(m->memory, PIPE_TAKEN), posted = taken;
     copier copy = x.total >= LARGE_BYTES ? stream_copy : plain_copy;
+    uint64_t until = smaller(x.total, received + PIPE_AT_ONCE_BYTES);
     gc_spin spin = gc_spin_for(spin_ns, false);
-    while (received < x.total) {
+    while (received < until) {
         if (taken == posted) {
             posted = gc_load64(m->memory, PIPE_POSTED);
             if (taken != posted)

@@ -13,6 +13,7 @@
 #define PIPE_PIECE_BYTES (64 << 10)
 #define PIPE_RESERVED_BYTES (16 << 10)
 #define PIPE_SMALL_BYTES 192
+#define PIPE_AT_ONCE_BYTES (16 << 20)
 #define PIPE_HEADER_BYTES 64
 #define PIPE_INSIDE 1
 
@@ -31,6 +32,9 @@ typedef struct {
 
 /* One of the two below. */
 typedef uint64_t (*mover)(const shm_pipe *m, message x, uint64_t done, uint64_t wait_ns);
+
+/* Both below return after PIPE_AT_ONCE_BYTES: between two calls Python looks at deadlines and aborts,
+ * and runs signal handlers. */
 
 /* Posts what there is room for, from byte `sent` on; gives up when there is none and the receiver
  * has taken nothing for `patience_ns`. Returns how many bytes are sent. */

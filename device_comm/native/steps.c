@@ -10,7 +10,13 @@
 #include "share.h"
 #include "stream.h"
 
+/* After so many bytes steps_run returns: between its calls Python looks at deadlines and aborts, and
+ * runs signal handlers. */
+#define AT_ONCE (16 << 20)
+
 static uint64_t smaller(uint64_t a, uint64_t b) { return a < b ? a : b; }
+
+static bool moved_enough(const steps *s) { return s->moved >= AT_ONCE; }
 
 static char *slot(const steps *s, uint64_t step, size_t rank) {
     uint64_t index = step % BUFFERS * s->n + rank;
@@ -117,6 +123,7 @@ static void put(steps *s, uint64_t chunk) {
         share_copy(to + rank * s->piece, give.address + begin,
                    part_of(give.size, begin, s->piece));
     }
+    s->moved += s->stride;
     publish(s, step, chunk);
 }
 
@@ -166,6 +173,7 @@ static void take(steps *s, uint64_t chunk) {
         take_reduced(s, chunk);
     else
         take_copied(s, chunk);
+    s->moved += s->n * s->piece;
     finish(s, s->first + chunk);
 }
 
@@ -173,10 +181,12 @@ static void take(steps *s, uint64_t chunk) {
 static steps_status run_exchange(steps *s) {
     while (s->taken < s->chunks) {
         if (s->put < s->chunks && s->put <= s->taken + 1 && may_write(s, s->first + s->put)) {
+            if (moved_enough(s)) return block(s, s->first + s->put, true);
             put(s, s->put++);
             continue;
         }
         if (s->put == s->taken) return block(s, s->first + s->put, true);
+        if (moved_enough(s)) return block(s, s->first + s->taken, false);
         steps_status status = meet(s, s->first + s->taken);
         if (status != STEPS_DONE) return status;
         take(s, s->taken++);
@@ -235,6 +245,7 @@ static steps_status run_all_reduce(steps *s) {
     for (; s->put <= s->chunks + 1; s->put++, s->taken = 0) {
         uint64_t i = s->put, step = s->first + i;
         if (i > 0 && s->taken == 0) {
+            if (moved_enough(s)) return block(s, step - 1, false);
             steps_status status = meet(s, step - 1);
             if (status != STEPS_DONE) return status;
             s->taken = 1; /* met; what is left of this step cannot be blocked by an arrival */
@@ -247,6 +258,7 @@ static steps_status run_all_reduce(steps *s) {
         }
         if (i > 1) collect_parts(s, i - 2);
         if (i > 0) finish(s, step - 1);
+        s->moved += 2 * s->stride;
     }
     return STEPS_DONE;
 }
@@ -301,6 +313,7 @@ void steps_put_first(steps *s) {
 }
 
 steps_status steps_run(steps *s, uint64_t spin_ns) {
+    s->moved = 0;
     steps_status status = run(s);
     if (status != STEPS_BLOCKED || spin_ns == 0) return status;
     gc_spin spin = gc_spin_for(spin_ns, s->crowded);
@@ -309,11 +322,12 @@ steps_status steps_run(steps *s, uint64_t spin_ns) {
         status = run(s);
         if (status != STEPS_BLOCKED) return status;
         spin = gc_spin_for(spin_ns, s->crowded);
-    } while (gc_spin_again(&spin));
+    } while (!moved_enough(s) && gc_spin_again(&spin));
     return STEPS_BLOCKED;
 }
 
 steps_status steps_run_briefly(steps *s) {
+    s->moved = 0;
     steps_status status = run(s);
     int looks = s->crowded ? 0 : GC_PAUSES;
     for (int look = 0; status == STEPS_BLOCKED && look < looks; look++) {

@@ -47,6 +47,7 @@ typedef struct {
     uint64_t straight;     /* steps before the plan begins its rings anew */
     uint64_t lap;          /* steps until it does so again */
     uint64_t put, taken;   /* chunks so far */
+    uint64_t moved;        /* bytes that were copied or reduced in this call of steps_run */
     size_t met;            /* ranks below this one have arrived at the step that is met */
     bool at_gate;          /* blocked before writing, not before reading */
     uint64_t blocked_step; /* that cannot be written, or has not arrived */
@@ -64,7 +65,8 @@ void steps_begin(steps *s);
 /* Puts the first chunk if that needs no waiting. */
 void steps_put_first(steps *s);
 
-/* Goes on until done, or until nothing has come for `spin_ns`. Without the GIL, if need be. */
+/* Goes on until done, until nothing has come for `spin_ns`, or until AT_ONCE bytes are moved: then
+ * it is blocked in name only, and `steps_ready` at once. Without the GIL, if need be. */
 steps_status steps_run(steps *s, uint64_t spin_ns);
 
 /* As steps_run, for about a microsecond of looking; for one look where ranks share cores. */

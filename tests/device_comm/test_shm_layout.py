@@ -62,7 +62,7 @@ def test_the_extension_was_built_and_agrees() -> None:
     assert native.RECYCLED_BYTES == RECYCLED_BYTES
     for name in ("POSTED", "TAKEN", "RING", "INSIDE"):
         assert getattr(native, f"PIPE_{name}") == getattr(pipe, name)
-    for name in ("RING", "PIECE", "RESERVED", "SMALL", "HEADER"):
+    for name in ("RING", "PIECE", "RESERVED", "SMALL", "HEADER", "AT_ONCE"):
         assert getattr(native, f"PIPE_{name}_BYTES") == getattr(pipe, f"{name}_BYTES")
 
 

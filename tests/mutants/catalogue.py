@@ -33,11 +33,33 @@ _STOPPED_ELSEWHERE = (
     "::test_a_stopped_worker_on_another_host_is_named_and_nobody_else"
 )
 _OTHER_HOSTS = "tests/shm_broadcast/test_other_hosts.py::test_a_process_of_another_host"
+_LARGE = "tests/device_comm/test_shm_large.py"
 _EXCHANGE = "tests/coordinator/test_exchange.py"
 _DECODER = "tests/server/test_decoder_model.py"
 _DIVERGE = "tests/coordinator/test_divergence.py::test_members_that_diverge_are_told"
 
 MUTANTS = (
+    Mutant(
+        "F5 a large collective ends at its deadline",
+        "device_comm/native/steps.c",
+        "#define AT_ONCE (16 << 20)",
+        "#define AT_ONCE UINT64_MAX",
+        (f"{_LARGE}::test_a_deadline_that_passes_while_much_is_moved_ends_the_group",),
+    ),
+    Mutant(
+        "F5 a large message ends at its deadline",
+        "device_comm/native/pipe.c",
+        "uint64_t until = smaller(x.total, received + PIPE_AT_ONCE_BYTES);",
+        "uint64_t until = x.total;",
+        (f"{_LARGE}::test_a_deadline_that_passes_while_much_is_moved_ends_the_group[recv]",),
+    ),
+    Mutant(
+        "F5 what is ready all the time ends at its deadline",
+        "shm_broadcast/progress.py",
+        "over = deadline.expired or self.board.aborted is not None",
+        "over = False",
+        (f"{_LARGE}::test_a_deadline_that_passes_while_much_is_moved_ends_the_group",),
+    ),
     Mutant(
         "Q1 a killed peer is named",
         "shm_broadcast/board/members.py",

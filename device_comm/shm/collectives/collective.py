@@ -50,7 +50,7 @@ class Collective:
         self._call = call
 
     def advance(self, spin_ns: int) -> bool:
-        """Go on as far as possible; whether all is done.
+        """Go on as far as possible, or for a few MiB; whether all is done.
 
         Raises:
             DivergenceError: another rank is in another operation.

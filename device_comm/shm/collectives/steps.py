@@ -24,7 +24,10 @@ class Steps(Protocol):
         """Take on a plan, in the call of that number; the one before is done."""
 
     def advance(self, spin_ns: int, /) -> int:
-        """Go on as far as possible, and look ``spin_ns`` for more: a `Status`."""
+        """Go on, and look ``spin_ns`` for more: a `Status`.
+
+        It is blocked too, and `ready` at once, when it has moved a few MiB.
+        """
 
     def ready(self) -> bool:
         """Whether `advance` would get further, after it was blocked."""

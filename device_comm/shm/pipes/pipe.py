@@ -49,6 +49,8 @@ PIECE_BYTES: Final = 64 << 10
 RESERVED_BYTES: Final = 16 << 10
 SMALL_BYTES: Final = 192
 HEADER_BYTES: Final = 64
+AT_ONCE_BYTES: Final = 16 << 20
+"""After so many, `Mover.push` and `Mover.pull` return: for deadlines, aborts and handlers."""
 
 INSIDE: Final = 1
 SPILL: Final = 2
@@ -104,8 +106,8 @@ class Mover(Protocol):
         """Sender: post what is at ``address`` of a tensor, from byte ``sent`` on.
 
         Returns:
-            How many of ``total`` bytes are sent: all, or what there was room for; then the receiver
-            has taken nothing for ``patience_ns``.
+            How many of ``total`` bytes are sent: all, about `AT_ONCE_BYTES` more, or what
+            there was room for; then the receiver has taken nothing for ``patience_ns``.
         """
 
     def pull(
@@ -114,8 +116,9 @@ class Mover(Protocol):
         """Receiver: put what has come of a tensor to ``address``, from byte ``received`` on.
 
         Returns:
-            How many of ``total`` bytes are received: all, or what came before nothing did for
-            ``spin_ns``, or before a chunk of another transfer or about a spill.
+            How many of ``total`` bytes are received: all, about `AT_ONCE_BYTES` more, or
+            what came before nothing did for ``spin_ns``, or before a chunk of another transfer or
+            about a spill.
         """
 
 
@@ -133,7 +136,8 @@ class PythonMover:
         self, address: int, total: int, dtype: int, call: int, sent: int, patience_ns: int, /
     ) -> int:
         """As `Mover.push`."""
-        while sent < total:
+        until = min(total, sent + AT_ONCE_BYTES)
+        while sent < until:
             posted, taken = self._words.load64(POSTED), self._words.load64(TAKEN)
             used = min(total - sent, PIECE_BYTES)
             if RING_BYTES - (posted - taken) < wanted_room(total - sent):
@@ -152,7 +156,8 @@ class PythonMover:
         self, address: int, total: int, dtype: int, call: int, received: int, spin_ns: int, /
     ) -> int:
         """As `Mover.pull`."""
-        while received < total:
+        until = min(total, received + AT_ONCE_BYTES)
+        while received < until:
             taken = self._words.load64(TAKEN)
             chunk = peek(self._segment)
             if chunk is None:

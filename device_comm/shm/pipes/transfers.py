@@ -10,7 +10,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from device_comm.call_number import naming_call
-from device_comm.shm.pipes.pipe import HEADER_BYTES, INSIDE, SMALL_BYTES, SPILL, Chunk
+from device_comm.shm.pipes.pipe import (
+    AT_ONCE_BYTES,
+    HEADER_BYTES,
+    INSIDE,
+    SMALL_BYTES,
+    SPILL,
+    Chunk,
+)
 from device_comm.shm.signature import DTYPE_CODES
 from device_comm.span import copy_bytes
 from shm_broadcast.errors import DivergenceError, PeerLostError, SharedMemoryError
@@ -51,7 +58,7 @@ class SendTask:
         self._ahead = False
 
     def advance(self, spin_ns: int) -> bool:
-        """Send what there is room for; whether all is sent.
+        """Send what there is room for, about `AT_ONCE_BYTES` at most; whether all is sent.
 
         Raises:
             GroupClosedError: there is no room, and the receiver has closed the group.
@@ -60,11 +67,14 @@ class SendTask:
             return self._send_empty() or self._waits()
         patience, spare = PATIENCE_NS if self._left > SMALL_BYTES else spin_ns, 0
         while True:
+            before = self._sent
             self._sent = self._end.mover.push(
                 self._address, self._total, self._dtype, self._call, self._sent, patience
             )
             if self._sent == self._total:
                 return True
+            if self._sent - before >= AT_ONCE_BYTES:
+                return False
             if self._may_spill():
                 self._ahead = True
                 spill = self._spills.take(self._left, spare)
@@ -153,7 +163,7 @@ class ReceiveTask:
             self._received = received
 
     def advance(self, spin_ns: int) -> bool:
-        """Take what has come; whether that is all.
+        """Take what has come, about `AT_ONCE_BYTES` at most; whether that is all.
 
         Raises:
             DivergenceError: the sender sent another dtype or size, or in another call.
@@ -162,10 +172,15 @@ class ReceiveTask:
             SharedMemoryError: this process has no descriptor left to map that, or may not map it:
                 one of the two has changed its user.
         """
+        moved = 0
         try:
             while not self._filled or self._take_next():
+                before = self._received
                 if self._pull(spin_ns):
                     continue
+                moved += self._received - before
+                if moved >= AT_ONCE_BYTES:
+                    return False
                 chunk = self._end.peek()
                 if chunk is None:
                     if not self._end.ended:
