@@ -135,9 +135,11 @@ bench: $(PEERS_STAMP)
 	$(BIN)/python -m benchmarks --peers $(PEERS)
 
 # The pages as a site, with a reference from the docstrings: build/site. Any warning is an error.
+# docs/reference.md, which a test compares with the code, is written anew.
 docs: $(STAMP)
+	$(BIN)/python -m docs.signatures
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 
 mutants: $(STAMP)
 	$(BIN)/python -m tests.mutants

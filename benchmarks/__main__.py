@@ -35,8 +35,8 @@ STEPS = {
     "growth": 180.0,
 }
 """How many seconds each benchmark may take: 40 minutes in all, less half a minute."""
-BY_HAND = ("between_hosts",)
-"""What needs root: its last figures are taken."""
+BY_HAND = ("between_hosts", "decoder")
+"""What needs root, and what takes minutes: their last figures are taken."""
 DRAWN = ("collectives", "growth")
 END_SECONDS = 30.0
 """How long one may take to end its processes when its time is up."""

@@ -1,21 +1,31 @@
-"""SmolLM2-135M at tp=2 over shared memory beside torch's gloo, and through a pool and the engine:
-python -m benchmarks.decoder [--quick].
+"""SmolLM2-135M at tp=2, over shared memory beside torch's gloo: python -m benchmarks.decoder.
 
-Two ranks hold a half of every layer each (6 and 3 of 9 heads) and compute a token of 1 and of 8
-sequences in a step; the same worker, once with each transport. Then, through `Engine` and
-`WorkerPool`, tokens a second, and the share of the time that no worker computes a step: calls,
-replies, scheduling.
+Both transports take turns in two measurements:
+
+- *decoder step*: the worker alone. Two ranks hold a half of every layer (6 and 3 of 9 heads) and
+  compute a token of 1 and of 8 sequences.
+- *engine*: the whole loop, `Engine` on a `WorkerPool`, one call for each step, 1 and 8 answers
+  under way. Pool, engine and calls are the same; only the collectives of the layers differ. The
+  notes have the tokens a second, and the share of the time in which no worker computes: calls,
+  replies, scheduling.
 """
 
 from __future__ import annotations
 
 import os
 import statistics
+import tempfile
 import time
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch.distributed as dist
+
+import coordinator
 from benchmarks.beside_gloo import REPEATS, Model, TimedGroup, compare_transports
-from benchmarks.harness import Report, machine, parser
+from benchmarks.harness import Figure, Report, machine, parser
 from server.pool import WorkerPool
 from server.workers.decoder import DecoderWorker, Engine, Sampling, smollm2
 from server.workers.decoder.kv_cache import Row
@@ -29,6 +39,7 @@ if TYPE_CHECKING:
     from coordinator import GroupCoordinator
     from server.worker import WorkerContext
 
+STEP, LOOP = "decoder step", "engine, ms a token"
 SEQUENCES = (1, 8)
 PROMPT = 32
 """Tokens that a sequence has when its steps are timed."""
@@ -94,6 +105,18 @@ class TimedWorker(DecoderWorker):
         return seconds
 
 
+class OverGloo(TimedWorker):
+    """Adds up over torch's gloo."""
+
+    def __init__(self, context: WorkerContext, path: str, **arguments: Any) -> None:
+        rank = context.groups.world.rank_in_group
+        store = dist.FileStore(path, 2)
+        groups = coordinator.init(
+            tp=2, rank=rank, world_size=2, store=store, backend="gloo", torch_only=True
+        )
+        super().__init__(replace(context, groups=groups), **arguments)
+
+
 def through_a_pool(engine: Engine, pool: WorkerPool, size: int, count: int) -> tuple[float, float]:
     """Seconds for a token of each of ``size`` answers, and the share that no worker computes."""
     asked = [
@@ -112,37 +135,53 @@ def through_a_pool(engine: Engine, pool: WorkerPool, size: int, count: int) -> t
     return seconds / count, 1 - max(pool.collective_rpc("spent")) / seconds
 
 
-def tell(
-    report: Report, engine: Engine, pool: WorkerPool, label: str, size: int, count: int
-) -> None:
-    """Put what a pool of `TimedWorker` achieves into ``report``, under ``label``."""
-    found = [through_a_pool(engine, pool, size, count) for _ in range(REPEATS)]
-    seconds, share = (statistics.median(each) for each in zip(*found, strict=True))
-    told = {
-        "ms/token": 1e3 * seconds,
-        "tokens/s": size / seconds,
-        "share outside of steps": share,
-    }
-    print(f"{label}:", *(f"{key} {value:.3g}" for key, value in told.items()), flush=True)
-    report.notes[label] = told
+class Loop:
+    """An engine on a pool of two workers, and the shares of the time in which none computes."""
+
+    def __init__(self, stack: ExitStack, kind: type[TimedWorker], **arguments: Any) -> None:
+        given = {"model": str(smollm2()), "threads": 1, **arguments}
+        self._pool = stack.enter_context(WorkerPool(kind, tp=2, worker_kwargs=given))
+        self._engine = stack.enter_context(Engine(self._pool))
+        self.shares: list[float] = []
+
+    def measure(self, size: int, count: int) -> list[float]:
+        """Measure the seconds of a token, with ``size`` answers of ``count`` tokens under way."""
+        seconds, share = through_a_pool(self._engine, self._pool, size, count)
+        self.shares.append(share)
+        return [seconds / size]
+
+
+def compare_loops(report: Report, loops: dict[str, Loop], size: int, count: int) -> None:
+    """Measure the engine over both transports, in turns."""
+    label = f"{size} answers, tp=2"
+    asks = {name: partial(loop.measure, size, count) for name, loop in loops.items()}
+    report.measure(Figure(LOOP, label, asks, unit="ms", repeats=REPEATS))
+    for row in report.rows[-len(loops) :]:
+        share = statistics.median(loops[row.system].shares)
+        loops[row.system].shares.clear()
+        told = {"tokens/s": 1e3 / row.median, "share outside of steps": share}
+        print(f"  {row.system}:", *(f"{key} {value:.3g}" for key, value in told.items()))
+        report.notes[f"engine, {label}, {row.system}"] = told
 
 
 def main() -> None:
     options = parser(__doc__ or "").parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     smollm2()
     report = Report(machine())
     count = 10 if options.quick else 60
     works = dict.fromkeys(SEQUENCES, count)
-    compare_transports(report, Decoder, "decoder step", "{size} sequences, 2 ranks", works)
-    arguments = {"model": str(smollm2()), "threads": 1}
-    with (
-        WorkerPool(TimedWorker, tp=2, worker_kwargs=arguments) as pool,
-        Engine(pool) as engine,
-    ):
+    if options.only in STEP:
+        compare_transports(report, Decoder, STEP, "{size} sequences, 2 ranks", works)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        loops = {
+            "ours": Loop(stack, TimedWorker),
+            "gloo": Loop(stack, OverGloo, path=f"{folder}/store"),
+        }
         for size in SEQUENCES:
-            label = f"through a pool, {size} sequences, 2 ranks"
-            tell(report, engine, pool, label, size, count)
+            if options.only in f"{LOOP} {size} answers":
+                compare_loops(report, loops, size, count)
     report.finish(options)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from benchmarks.page import spoken, table
+from benchmarks.harness import UNITS
+from benchmarks.page import figure, spread, table
 from benchmarks.targets import Figure
 
 if TYPE_CHECKING:
@@ -45,7 +46,12 @@ LINES: Final = {
     ),
     "a call of two workers, one after another": Figure("pool", _RPC, "back to back"),
     "a call of two workers, once in 20 ms": Figure("pool", _RPC, "every 20 ms"),
+    "SmolLM2 on a pool with tp=2, 8 answers under way": Figure(
+        "decoder", "engine, ms a token", "8 answers, tp=2"
+    ),
 }
+RATES: Final = {"SmolLM2 on a pool with tp=2, 8 answers under way": "tokens/s"}
+"""Lines that show how many a second there are, not how long one takes."""
 
 
 def front(reports: Mapping[str, Sequence[Row]]) -> str:
@@ -53,10 +59,16 @@ def front(reports: Mapping[str, Sequence[Row]]) -> str:
     return table(
         ("", *COLUMNS),
         [
-            (what, *(spoken(line.of(*systems).find(reports)) for systems in COLUMNS.values()))
+            (what, *(_cell(what, line.of(*systems).find(reports)) for systems in COLUMNS.values()))
             for what, line in LINES.items()
         ],
     )
+
+
+def _cell(what: str, row: Row | None) -> str:
+    if row is None or what not in RATES:
+        return figure(row)
+    return f"{UNITS[row.unit] / row.median:.3g} {RATES[what]} {spread(row)}"
 
 
 def rewrite(page: Path, shown: str) -> None:

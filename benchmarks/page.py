@@ -82,7 +82,12 @@ def _work(work: str, rows: Sequence[Row]) -> str:
 
 def figure(row: Row | None) -> str:
     """A median with its unit and spread; nothing for no row."""
-    return "" if row is None else f"{spoken(row)} ±{50 * row.spread:.0f} %"
+    return "" if row is None else f"{spoken(row)} {spread(row)}"
+
+
+def spread(row: Row) -> str:
+    """Half of the distance between the quickest and the slowest repeat."""
+    return f"±{50 * row.spread:.0f} %"
 
 
 def spoken(row: Row | None) -> str:

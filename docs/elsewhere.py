@@ -1,7 +1,7 @@
-"""Gives MkDocs what lies outside docs/: the README, which is the first page, and all that pages
-link to.
+"""Give MkDocs the files outside docs/ (the README is the first page), and the full reference.
 
-Where the repository is read, such links begin with ``../``; in the site all lies together.
+In the repository, links to such files begin with ``../``; in the site all files lie together. The
+reference is a list of signatures in the repository; in the site each part is a directive.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mkdocs.structure.files import File
+
+from docs.signatures import directives
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -47,7 +49,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Make links out of docs/ links within the site."""
+    """Make links out of docs/ links within the site, and lists of signatures directives."""
     if "/" in page.file.src_uri:
         return markdown
+    if page.file.src_uri == "reference.md":
+        return directives(markdown)
     return OUTSIDE.sub(r"](\1", markdown)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.front import BEGIN, COLUMNS, END, LINES, front, rewrite
+from benchmarks.front import BEGIN, COLUMNS, END, LINES, RATES, front, rewrite
 from benchmarks.harness import Row
 
 ROOT = Path(__file__).parents[2]
@@ -20,8 +20,16 @@ def row(system: str, median: float, unit: str = "us") -> Row:
 def test_a_cell_is_the_quickest_of_its_column() -> None:
     rows = [row("ours", 10.16), row("ours (typed)", 7.0), row("vLLM", 31), row("vLLM (arena)", 30)]
     _, _, line, *others = front({"message_queue": rows}).splitlines()
-    assert line == "| queue: a dict to a reader, and back | 10.2 µs | 30 µs |  |  |  |  |"
+    assert line == "| queue: a dict to a reader, and back | 10.2 µs ±5 % | 30 µs ±5 % |  |  |  |  |"
     assert others == [f"| {what} |  |  |  |  |  |  |" for what in [*LINES][1:]]
+
+
+def test_a_rate_is_shown_a_second() -> None:
+    (what,) = RATES
+    work, params = LINES[what].work, LINES[what].params
+    rows = [Row(work, params, name, ms, ms, 0.2, "ms") for name, ms in (("ours", 8), ("gloo", 20))]
+    last = front({"decoder": rows}).splitlines()[-1]
+    assert last == f"| {what} | 125 tokens/s ±10 % |  |  | 50 tokens/s ±10 % |  |  |"
 
 
 def test_the_readme_has_the_figures_of_the_last_run() -> None:

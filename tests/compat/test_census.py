@@ -51,7 +51,7 @@ def resolves(engine: Engine, inner: str, name: str) -> bool:
 def excused(name: str) -> set[str]:
     """The names that the docs list as not there."""
     text = (DOCS / f"from-{name}.md").read_text()
-    section = re.split(r"^## ", text.partition("## What does not resolve")[2], flags=re.M)[0]
+    section = re.split(r"^## ", text.partition("## Names that do not resolve")[2], flags=re.M)[0]
     return set(re.findall(r"`(\w+)`", section))
 
 

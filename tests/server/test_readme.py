@@ -1,4 +1,4 @@
-"""What README.md shows works as it stands there, but for the port."""
+"""Code blocks of README.md, and of pages on groups, queues, serving, run as they are."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def output(*command: str) -> str:
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     """What the first line of the block starts."""
-    command, _, _ = block_of("README.md", "group-coordinator serve").partition("\n")
+    command, _, _ = block_of("docs/serving.md", "group-coordinator serve").partition("\n")
     options = shlex.split(command)
     assert options[:2] == [".venv/bin/group-coordinator", "serve"]
     at = options.index("--http")
@@ -55,13 +55,13 @@ def at_its_port(code: str, served: Served) -> str:
 
 
 def test_the_curl_line(served: Served) -> None:
-    _, _, curl = block_of("README.md", "group-coordinator serve").partition("\n")
+    _, _, curl = block_of("docs/serving.md", "group-coordinator serve").partition("\n")
     answer = json.loads(output("bash", "-c", at_its_port(curl, served)))
     assert [len(entry["embedding"]) for entry in answer["data"]] == [384, 384]
 
 
 def test_the_official_client(served: Served) -> None:
-    code = block_of("README.md", "from openai import")
+    code = block_of("docs/serving.md", "from openai import")
     (expected,) = re.findall(r"# (\[.*\])", code)
     assert output(sys.executable, "-c", at_its_port(code, served)).strip() == expected
 
@@ -103,7 +103,7 @@ def test_the_groups(name: str, n: int, tmp_path: Path) -> None:
 
 def test_the_queue(tmp_path: Path) -> None:
     script = tmp_path / "readme.py"
-    script.write_text(block_of("README.md", "MessageQueue(n_reader=2"))
+    script.write_text(block_of("docs/queues.md", "MessageQueue(n_reader=2"))
     message = {"step": 1, "tokens": [1, 2, 3]}
     found = sorted(output(sys.executable, str(script)).splitlines())
     assert found == [f"{rank} {message}" for rank in (0, 1)]
