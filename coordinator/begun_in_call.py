@@ -1,7 +1,7 @@
-"""Counts the group operations that this process begins in a call, for each of its groups.
+"""The group operations that this process begins in a call, for each of its groups.
 
-`device_comm.begun` does the counting. A group is identified by its name, its ranks, and the number
-of groups with the same name and ranks before it: all members make them in the same order.
+`device_comm.begun` makes their fingerprints. A group is identified by its name, its ranks, and the
+number of groups with the same name and ranks before it: all members make them in the same order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CALLER_BYTES: Final = 16
 
 BegunInGroup: TypeAlias = tuple[str, tuple[int, ...], int, bytes]
 """A group's name, its members' global ranks, its number among groups that have the same of both,
-and the counts, encoded by `device_comm.begun`."""
+and the fingerprint of what was begun there, encoded by `device_comm.begun`."""
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class Entry:
     closed: bool = False
 
     def close(self) -> None:
-        """Drop the entry; in a call, once its counts were taken."""
+        """Drop the entry; in a call, once its fingerprint was taken."""
         self.closed = True
         if not call_number() and self in _entries:
             _entries.remove(self)
@@ -83,7 +83,7 @@ def forget_groups() -> None:
 
 
 def take_begun() -> tuple[BegunInGroup, ...]:
-    """The counts since the last call, of the groups that have begun anything. Collective: no."""
+    """Fingerprints since the last call, of the groups that began anything. Collective: no."""
     taken = []
     for entry in tuple(_entries):
         counted = entry.begun.take()

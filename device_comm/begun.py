@@ -1,14 +1,23 @@
-"""Counts the operations that a rank begins in a pool's call, so that the driver can compare ranks.
+"""Fingerprints the operations that a rank begins in a pool's call; the driver compares the ranks.
 
-In a correct call all ranks of a group begin the same collectives, and every message is both sent
-and received. The counts show a difference even where the transport carries no call numbers
-(`device_comm.call_number`).
+In a correct call all ranks of a group begin the same collectives in the same order, and every
+message is both sent and received. A rank keeps the number of its collectives in the call, a rolling
+checksum of their signatures (`device_comm.shm.signature`), and the last few signatures. Number
+and checksum show a difference of verb, dtype, shape, reduction, root or order whatever the
+transport, over hosts as well; the signatures name it.
+
+    checksum 0 = 0     checksum n = mix(checksum n - 1, hash of the n-th signature)
+
+`mix` is a bijection of the checksum, so ranks that differ once differ from there on. A send is no
+recv: messages are counted, for each pair of ranks and direction.
 """
 
 from __future__ import annotations
 
+import struct
 from array import array
-from typing import Final
+from functools import lru_cache
+from typing import Final, NamedTuple
 
 from device_comm.call_number import call_number
 from shm_broadcast.layout import DID_NAMES
@@ -16,53 +25,132 @@ from shm_broadcast.layout import DID_NAMES
 VERBS: Final = DID_NAMES[1 : DID_NAMES.index("send")]
 """The collectives. The place in this tuple is a collective's code in all that ranks compare."""
 
-_CODES: Final = {verb: code for code, verb in enumerate(VERBS)}
-_ITEM: Final = "I"
+BEGUN_KEPT: Final = 8
+"""How many of its last collectives a rank reports."""
+
+BEGUN_COUNT: Final = 0
+BEGUN_CHECKSUM: Final = 1
+BEGUN_LAST: Final = 2
+SIGNATURE_WORDS: Final = 7
+BEGUN_FACTOR: Final = 0x9E3779B97F4A7C15
+BEGUN_SENT: Final = BEGUN_LAST + BEGUN_KEPT * SIGNATURE_WORDS
+_ITEM: Final = "Q"
+_SIZE: Final = 8
+_SIGNATURE_BYTES: Final = SIGNATURE_WORDS * _SIZE
+_HEAD: Final = struct.Struct("=QQ")
+
+_U64: Final = (1 << 64) - 1
+
+
+class Did(NamedTuple):
+    """What one rank began in one group, decoded from what `Begun.take` returned.
+
+    Attributes:
+        count: the number of collectives.
+        checksum: that of their signatures, in order.
+        last: the signatures of the last ones, by number; the first collective of a call is 1.
+        sent: the messages sent to each rank.
+        received: the messages received from each rank.
+    """
+
+    count: int
+    checksum: int
+    last: dict[int, bytes]
+    sent: list[int]
+    received: list[int]
 
 
 class Begun:
-    """Counts one rank's operations in one group since the last `take`.
+    """The fingerprint of one rank's operations in one group since the last `take`.
 
     Only operations of a thread that is in a call are counted; one such thread at a time.
 
     Attributes:
-        words: u32 counters: one per verb, in the order of `VERBS`, then the messages sent to each
-            rank, then those received from each rank. The C extension writes them, too.
+        words: u64: how many collectives, their checksum, the signatures of the last ones, then the
+            messages sent to each rank, then those received from each rank. The C extension writes
+            them, too.
     """
 
     __slots__ = ("_nothing", "_world_size", "words")
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        self.words = array(_ITEM, [0]) * (len(VERBS) + 2 * world_size)
+        self.words = array(_ITEM, [0]) * (BEGUN_SENT + 2 * world_size)
         self._nothing = self.words.tobytes()
 
-    def count(self, verb: str) -> None:
-        """Count a collective; other verbs are ignored."""
-        if call_number() and verb in _CODES:
-            self.words[_CODES[verb]] += 1
+    def add(self, signature: bytes) -> None:
+        """Count a collective, and take its signature into the checksum."""
+        if call_number():
+            words = self.words
+            count = words[BEGUN_COUNT]
+            at = BEGUN_LAST + count % BEGUN_KEPT * SIGNATURE_WORDS
+            words[at : at + SIGNATURE_WORDS] = array(_ITEM, signature)
+            words[BEGUN_CHECKSUM] = _mixed(words[BEGUN_CHECKSUM], _hashed(signature))
+            words[BEGUN_COUNT] = count + 1
 
     def count_sent(self, rank: int) -> None:
         """Count a message to ``rank``, if that is a rank of the group."""
         if call_number() and 0 <= rank < self._world_size:
-            self.words[len(VERBS) + rank] += 1
+            self.words[BEGUN_SENT + rank] += 1
 
     def count_received(self, rank: int) -> None:
         """Count the receipt of a message from ``rank``, if that is a rank of the group."""
         if call_number() and 0 <= rank < self._world_size:
-            self.words[len(VERBS) + self._world_size + rank] += 1
+            self.words[BEGUN_SENT + self._world_size + rank] += 1
 
     def take(self) -> bytes:
-        """Return the counters and reset them; ``b""`` if nothing was counted."""
-        counted = self.words.tobytes()
-        if counted == self._nothing:
+        """Return the fingerprint and begin a new one; ``b""`` if nothing was counted.
+
+        Equal if ranks began the same collectives, except for the messages at the end.
+        """
+        words = self.words
+        taken = words.tobytes()
+        if taken == self._nothing:
             return b""
-        self.words[:] = array(_ITEM, self._nothing)
-        return counted
+        count, head = words[BEGUN_COUNT], BEGUN_LAST * _SIZE
+        words[:] = array(_ITEM, self._nothing)
+        signatures, messages = taken[head : BEGUN_SENT * _SIZE], taken[BEGUN_SENT * _SIZE :]
+        if count <= BEGUN_KEPT:
+            signatures = signatures[: count * _SIGNATURE_BYTES]
+        else:  # the oldest first
+            oldest = count % BEGUN_KEPT * _SIGNATURE_BYTES
+            signatures = signatures[oldest:] + signatures[:oldest]
+        if messages == self._nothing[BEGUN_SENT * _SIZE :]:
+            messages = b""
+        return taken[:head] + signatures + messages
 
 
-def counts_of(counted: bytes, world_size: int) -> tuple[list[int], list[int], list[int]]:
-    """Decode what `Begun.take` returned: counts of collectives, messages sent, and received."""
-    words = array(_ITEM, counted or bytes(4 * (len(VERBS) + 2 * world_size))).tolist()
-    sent = len(VERBS)
-    return words[:sent], words[sent : sent + world_size], words[sent + world_size :]
+def has_messages(begun: bytes) -> bool:
+    """Whether what `Begun.take` returned counts messages."""
+    return bool(begun) and len(begun) > _size_of_head(begun)
+
+
+def did_of(begun: bytes, world_size: int) -> Did:
+    """Decode what `Begun.take` returned."""
+    if not begun:
+        return Did(0, 0, {}, [0] * world_size, [0] * world_size)
+    count, checksum = _HEAD.unpack_from(begun)
+    head, size = _size_of_head(begun), _SIGNATURE_BYTES
+    signatures = [begun[at : at + size] for at in range(_HEAD.size, head, size)]
+    first = count - len(signatures) + 1
+    counts = array(_ITEM, begun[head:] or bytes(2 * world_size * _SIZE)).tolist()
+    last = {first + index: signature for index, signature in enumerate(signatures)}
+    return Did(count, checksum, last, counts[:world_size], counts[world_size:])
+
+
+def _size_of_head(begun: bytes) -> int:
+    count, _ = _HEAD.unpack_from(begun)
+    return _HEAD.size + int(min(count, BEGUN_KEPT)) * _SIGNATURE_BYTES
+
+
+@lru_cache(maxsize=1024)
+def _hashed(signature: bytes) -> int:
+    hashed = 0
+    for word in array(_ITEM, signature):
+        hashed = _mixed(hashed, word)
+    return hashed
+
+
+def _mixed(checksum: int, word: int) -> int:
+    product = (checksum ^ word) * BEGUN_FACTOR & _U64
+    return product ^ product >> 32

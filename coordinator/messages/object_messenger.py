@@ -36,6 +36,7 @@ from coordinator.messages.transport import MessageTransport
 from coordinator.messages.wire import why_refused
 from device_comm import Joined, Work
 from device_comm.call_number import naming_call
+from device_comm.shm.signature import sign
 from shm_broadcast import (
     CoordinatorError,
     DivergenceError,
@@ -85,7 +86,7 @@ class ObjectMessenger(MessageTransport):
         Raises:
             GroupTimeoutError: it took too long; the group has been aborted.
         """
-        self.cpu.begun.count("broadcast")
+        self.cpu.begun.add(sign("broadcast"))
         ours = self.wire.call()
         deadline = self._deadline(timeout)
         try:

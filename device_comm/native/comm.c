@@ -235,7 +235,7 @@ static int make_room(steps *s) {
 
 static int read_begun(Comm *self, PyObject *begun) {
     if (PyObject_GetBuffer(begun, &self->begun, PyBUF_WRITABLE) < 0) return -1;
-    if (self->begun.len >= (Py_ssize_t)(VERBS * sizeof(uint32_t))) return 0;
+    if (self->begun.len >= (Py_ssize_t)(BEGUN_SENT * sizeof(uint64_t))) return 0;
     PyErr_SetString(PyExc_ValueError, "too few counters");
     return -1;
 }

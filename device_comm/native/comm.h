@@ -21,7 +21,7 @@ enum { OPERATION_SEND = VERBS, OPERATION_RECV, OPERATIONS };
 typedef struct {
     PyObject_HEAD
     Py_buffer group, board; /* keep the memory below alive */
-    Py_buffer begun;        /* u32: how many of each verb; see device_comm/begun.py */
+    Py_buffer begun;        /* u64: their fingerprint; see device_comm/begun.py */
     Py_buffer numbers;      /* u32: see device_comm/recorder.py */
     char *history;          /* of this rank's process on the board; NULL if none is kept */
     gc_entry about;         /* of the operation that begins; the group is filled in for good */

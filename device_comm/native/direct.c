@@ -161,6 +161,22 @@ static PyObject *make_large(Comm *self, PyObject *x, shape wanted, char **data) 
     return made;
 }
 
+static uint64_t mixed(uint64_t checksum, uint64_t word) {
+    uint64_t product = (checksum ^ word) * BEGUN_FACTOR;
+    return product ^ product >> 32;
+}
+
+/* As Begun.add. */
+static void add_to_begun(Comm *self) {
+    uint64_t *words = self->begun.buf, count = words[BEGUN_COUNT], hashed = 0;
+    uint64_t *last = words + BEGUN_LAST + count % BEGUN_KEPT * SIGNATURE_WORDS;
+    memcpy(last, self->steps.plan.signature, SIGNATURE_COMPARED);
+    last[SIGNATURE_WORDS - 1] = 0;
+    for (size_t i = 0; i < SIGNATURE_WORDS; i++) hashed = mixed(hashed, last[i]);
+    words[BEGUN_CHECKSUM] = mixed(words[BEGUN_CHECKSUM], hashed);
+    words[BEGUN_COUNT] = count + 1;
+}
+
 void direct_start(Comm *self, int verb) {
     const plan *p = &self->steps.plan;
     uint32_t place;
@@ -169,11 +185,11 @@ void direct_start(Comm *self, int verb) {
     self->about.dtype = p->signature[SIGNATURE_DTYPE];
     self->about.number = ++((uint32_t *)self->numbers.buf)[0];
     uint64_t bytes = p->addressed && p->puts ? p->length * self->steps.n : p->length;
-    if (comm_call(self) != 0) ((uint32_t *)self->begun.buf)[verb]++;
     uint64_t begin = gc_pace_now(&self->pace);
     steps_begin(&self->steps);
     steps_put_first(&self->steps);
     /* Behind what the others wait for: while they come there is time. */
+    if (comm_call(self) != 0) add_to_begun(self);
     self->blocked = direct_stamp(self, verb, bytes, begin, 0);
 }
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 import struct
+import zlib
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
@@ -85,6 +86,15 @@ def signature_of(operation: Operation) -> bytes:
         operation.op if verb in REDUCTIONS else None,
         operation.peer if verb in ROOTED else operation.dim,
     )
+
+
+def signature_with_sizes(operation: Operation) -> bytes:
+    """As `signature_of`, with a checksum of the sizes that all ranks give alike as its chunk."""
+    signature = signature_of(operation)
+    sizes = operation.output_sizes or operation.source_sizes
+    if sizes is None or operation.verb == "all_to_all":
+        return signature
+    return with_chunk(signature, zlib.crc32(repr(list(sizes)).encode()) or 1)
 
 
 def with_chunk(signature: bytes, chunk: int) -> bytes:

@@ -9,6 +9,7 @@ from torch.compiler import is_compiling
 from torch.profiler import record_function
 
 from device_comm.call_number import call_number
+from device_comm.shm.signature import sign, signature_with_sizes
 from device_comm.verbs.checks import (
     check_apart,
     check_dim,
@@ -142,6 +143,9 @@ class Runner:
         given, backend = operation.timeout, self.backend
         operation.timeout = backend.timeout if given is None else Deadline.after(given)
         operation.name = self._enter(operation.verb)
+        if call_number() and operation.verb not in ("send", "recv"):
+            for each in (operation, *more):
+                self._begun.add(signature_with_sizes(each))
         entries = [self._recorder.begin(operation)]
         try:
             pending = self._start(operation)
@@ -186,6 +190,7 @@ class Runner:
     def skip(self, verb: Verb, result: Any, async_op: bool) -> Any:
         """Return ``result`` of an operation of one rank, or of no tensors."""
         self._watch.ended(self._recorder.begin_nothing(verb, self._enter(verb)))
+        self._begun.add(sign(verb))
         self._watch.idle()
         return Work(result) if async_op else result
 
@@ -199,7 +204,7 @@ class Runner:
         return self.skip(verb, x if out is None else out, async_op)
 
     def _enter(self, verb: Verb) -> str:
-        """Check that ``verb`` may begin, and count it; what it is called on the board.
+        """Check that ``verb`` may begin; what it is called on the board.
 
         Raises:
             NotImplementedError: the backend does not have it.
@@ -213,8 +218,6 @@ class Runner:
         if self.backend.closed:
             raise GroupClosedError(f"{name}: this communicator was closed")
         self._watch.check(name)
-        if call_number():
-            self._begun.count(verb)
         return name
 
     def part(self, x: Tensor, dim: int, index: int) -> Tensor:

@@ -1,25 +1,25 @@
 """Compares what the ranks did in a call: the group operations that each of them began.
 
-In a correct call all members of a group begin the same collectives, and every message is both sent
-and received. If not, an operation is left half done, and the next call's operations would be
-matched with it: one request's data would end up in another's answer. Pure functions here;
-`coordinator.begun_in_call` does the counting in each rank.
+In a correct call all members of a group begin the same collectives in the same order, and every
+message is both sent and received. If not, an operation is left half done, and the next call's
+operations would be matched with it: one request's data would end up in another's answer; or the
+data of an operation are wrong, where the transport does not compare what the ranks call. Pure
+functions here; `device_comm.begun` fingerprints the operations in each rank.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
-from device_comm.begun import VERBS, counts_of
+from device_comm.begun import BEGUN_KEPT, did_of, has_messages
 from shm_broadcast.errors import counted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from coordinator.begun_in_call import BegunInGroup
-
-
-_COLLECTIVES_END = 4 * len(VERBS)
+    from device_comm.begun import Did
 
 
 class Difference(NamedTuple):
@@ -27,7 +27,7 @@ class Difference(NamedTuple):
 
     Attributes:
         group: the group's name.
-        ranks: the two global ranks.
+        ranks: the two global ranks; most ranks did as the first, if there are more.
         did: what each of them began in the group, as text.
     """
 
@@ -62,16 +62,18 @@ def _compare(
 ) -> tuple[tuple[int, int], tuple[str, str]] | None:
     # The bytes first: nearly always they are equal, and no point-to-point message was sent.
     one = next(iter(known.values()))
-    if all(did == one for did in known.values()) and not any(one[_COLLECTIVES_END:]):
+    if all(begun == one for begun in known.values()) and not has_messages(one):
         return None
-    counts = {rank: counts_of(begun, len(ranks)) for rank, begun in known.items()}
-    first = next(iter(counts))
-    for rank, (collectives, _, _) in counts.items():
-        if collectives != counts[first][0]:
-            return (first, rank), _unlike(counts[first][0], collectives)
-    for sender, (_, sent, _) in counts.items():
-        for receiver, (_, _, received) in counts.items():
-            out, taken = sent[ranks.index(receiver)], received[ranks.index(sender)]
+    did = {rank: did_of(begun, len(ranks)) for rank, begun in known.items()}
+    most = Counter((each.count, each.checksum) for each in did.values()).most_common(1)[0][0]
+    first = next(rank for rank, each in did.items() if (each.count, each.checksum) == most)
+    for rank, theirs in did.items():
+        if (theirs.count, theirs.checksum) != most:
+            return (first, rank), _unlike(did[first], theirs)
+    for sender in did:
+        for receiver in did:
+            out = did[sender].sent[ranks.index(receiver)]
+            taken = did[receiver].received[ranks.index(sender)]
             if out != taken:
                 return (sender, receiver), (
                     f"sent {_messages(out)} to rank {receiver}",
@@ -80,14 +82,25 @@ def _compare(
     return None
 
 
-def _unlike(ours: Sequence[int], theirs: Sequence[int]) -> tuple[str, str]:
-    """For two ranks, a text of the operations that they began a different number of times."""
-    unlike = [code for code, verb in enumerate(VERBS) if ours[code] != theirs[code]]
+def _unlike(ours: Did, theirs: Did) -> tuple[str, str]:
+    """For two ranks, what the first collective was that is known to differ."""
+    for number in sorted(ours.last.keys() | theirs.last.keys()):
+        here, there = (_collective(each, number) for each in (ours, theirs))
+        if here and there and ours.last.get(number) != theirs.last.get(number):
+            return here, f"{there}, of other sizes" if here == there else there
+    did = f"began {ours.count} collectives", f"began {theirs.count} others"
+    return did[0], f"{did[1]}: they differ before the last {BEGUN_KEPT}"
 
-    def told(counts: Sequence[int]) -> str:
-        return "began " + " and ".join(f"{counts[code] or 'no'} {VERBS[code]}" for code in unlike)
 
-    return told(ours), told(theirs)
+def _collective(did: Did, number: int) -> str:
+    """What a rank's collective of that number was; ``""``: it is not kept."""
+    if number > did.count:
+        return f"began {counted(did.count, 'collective') if did.count else 'no collective'}"
+    if number not in did.last:
+        return ""
+    from device_comm.shm.signature import signature_text, with_chunk  # noqa: PLC0415 - loads torch
+
+    return f"began {signature_text(with_chunk(did.last[number], 0))} (collective {number})"
 
 
 def _messages(count: int) -> str:

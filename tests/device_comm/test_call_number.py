@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
+import zlib
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from device_comm import Communicator, ReduceOp
-from device_comm.begun import VERBS, Begun, counts_of
+from device_comm.begun import BEGUN_KEPT, Begun, did_of
 from device_comm.call_number import call_number, set_call_number
+from device_comm.shm.signature import sign, with_chunk
 from shm_broadcast import BoardHandle, DivergenceError, GroupAbortedError
 from tests.calls import in_call
 from tests.device_comm.shm_ranks import make_comm
@@ -42,21 +44,45 @@ def test_numbers_have_32_bits() -> None:
 
 def test_what_is_begun_outside_of_calls_does_not_count() -> None:
     begun = Begun(N)
-    begun.count("all_reduce")
+    begun.add(sign("all_reduce"))
     begun.count_sent(1)
     assert begun.take() == b""
     with in_call(1):
-        for verb in ("all_reduce", "barrier", "all_reduce", "send"):
-            begun.count(verb)
+        for verb in ("all_reduce", "barrier", "all_reduce"):
+            begun.add(sign(verb))
         begun.count_sent(1)
         begun.count_received(0)
-    collectives, sent, received = counts_of(begun.take(), N)
-    assert {v: n for v, n in zip(VERBS, collectives, strict=True) if n} == {
-        "barrier": 1,
-        "all_reduce": 2,
-    }
-    assert (sent, received) == ([0, 1], [1, 0])
+    did = did_of(begun.take(), N)
+    assert did.last == {1: sign("all_reduce"), 2: sign("barrier"), 3: sign("all_reduce")}
+    assert (did.count, did.sent, did.received) == (3, [0, 1], [1, 0])
     assert begun.take() == b""
+
+
+def test_the_last_collectives_are_kept_in_order() -> None:
+    begun = Begun(N)
+    signatures = [sign("all_reduce", torch.float32, (n,)) for n in range(20)]
+    with in_call(1):
+        for signature in signatures:
+            begun.add(signature)
+    did = did_of(begun.take(), N)
+    assert did.last == {n + 1: signatures[n] for n in range(20 - BEGUN_KEPT, 20)}
+
+
+def test_the_checksum_of_two_barriers() -> None:
+    """By hand: xor, multiply by the factor, fold the upper half onto the lower one."""
+
+    def mixed(checksum: int, word: int) -> int:
+        product = (checksum ^ word) * 0x9E3779B97F4A7C15 % (1 << 64)
+        return product ^ product // (1 << 32)
+
+    hashed = 0
+    for word in (0xFF00, 0, 0, 0, 0, 0, 0):  # verb 0, no reduction
+        hashed = mixed(hashed, word)
+    begun = Begun(N)
+    with in_call(1):
+        begun.add(sign("barrier"))
+        begun.add(sign("barrier"))
+    assert did_of(begun.take(), N).checksum == mixed(mixed(0, hashed), hashed)
 
 
 def _verbs(comm: Communicator) -> None:
@@ -75,20 +101,76 @@ def _verbs(comm: Communicator) -> None:
     comm.barrier()
 
 
-def _count(rank: int, _n: int, handle: BoardHandle, path: str, use_native: bool) -> list[int]:
+def _begun(rank: int, _n: int, handle: BoardHandle, path: str, use_native: bool) -> bytes:
     with make_comm(rank, handle, path, use_native=use_native) as comm:
         _verbs(comm)
         assert comm.begun.take() == b""
         with in_call(5):
             _verbs(comm)
-        return counts_of(comm.begun.take(), N)[0]
+        return comm.begun.take()
 
 
-@pytest.mark.parametrize("use_native", [True, False])
-def test_every_collective_counts_once_each_way(tmp_path: Path, use_native: bool) -> None:
-    expected = [2 if verb == "all_reduce" else 1 for verb in VERBS]
-    counted = run_ranks(N, _count, NEW_BOARD, str(tmp_path / "comm"), use_native)
-    assert counted == [expected, expected]
+def test_every_collective_counts_once_each_way(tmp_path: Path) -> None:
+    """The short way through C, and the one through Python, make the same fingerprint."""
+    expected = Begun(N)
+    shape, dtype = (4,), torch.float32
+    with in_call(5):
+        expected.add(sign("all_reduce", dtype, shape, ReduceOp.SUM))
+        expected.add(sign("all_reduce", dtype, shape, ReduceOp.MAX))
+        expected.add(sign("all_gather", dtype, shape))
+        expected.add(sign("reduce_scatter", dtype, shape, ReduceOp.SUM))
+        expected.add(sign("all_to_all", dtype, shape))
+        expected.add(sign("broadcast", dtype, shape, None, 1))
+        expected.add(sign("reduce", dtype, shape, ReduceOp.SUM, 1))
+        expected.add(sign("gather", dtype, shape, None, 0))
+        expected.add(sign("scatter", dtype, (2,), None, 0))
+        sizes = zlib.crc32(b"[4, 4]"), zlib.crc32(b"[1, 3]")
+        expected.add(with_chunk(sign("all_gatherv", dtype, (-1,)), sizes[0]))
+        expected.add(with_chunk(sign("reduce_scatterv", dtype, (-1,), ReduceOp.SUM), sizes[1]))
+        expected.add(sign("barrier"))
+    wanted = expected.take()
+    for use_native in (True, False):
+        path = str(tmp_path / f"comm {use_native}")
+        assert run_ranks(N, _begun, NEW_BOARD, path, use_native) == [wanted, wanted]
+
+
+def _uneven(comm: Communicator) -> None:
+    """All that ranks may give differently, or in another form, or know only in part."""
+    x, rank = torch.ones(2 + comm.rank, 3), comm.rank
+    comm.all_gatherv(x, sizes=[2, 3])
+    comm.all_gatherv([x, x.to(torch.int32)], sizes=[2, 3])
+    comm.all_gatherv([])
+    comm.reduce_scatterv(torch.ones(5), dim=0, sizes=[2, 3])
+    gives, takes = ([1, 3], [1, 2]) if rank == 0 else ([2, 1], [3, 1])
+    comm.all_to_all(torch.ones(sum(gives)), input_sizes=gives, output_sizes=takes)
+    strided = torch.ones(3, 4).t() if rank else torch.ones(4, 3)
+    comm.all_reduce(strided)
+    comm.all_gather(strided, dim=rank - 2 if rank == 0 else 0)
+    comm.all_reduce(torch.ones(()), async_op=bool(rank)).wait() if rank else comm.all_reduce(
+        torch.ones(())
+    )
+    comm.broadcast_(torch.ones(4), src=1)
+    comm.reduce_(torch.ones(4), dst=0)
+    comm.gather_(torch.ones(4 if rank == 0 else 2), dst=0)
+    comm.scatter_(torch.ones(4 if rank == 0 else 2), src=0)
+    comm.all_reduce(torch.ones(1, 1, 1, 2, 2, 2, 2))
+    comm.all_reduce(torch.ones(0, 3))
+
+
+def _begun_unevenly(
+    rank: int, _n: int, handle: BoardHandle, path: str, natives: tuple[bool, bool]
+) -> bytes:
+    with make_comm(rank, handle, path, use_native=natives[rank]) as comm, in_call(5):
+        _uneven(comm)
+        return comm.begun.take()
+
+
+@pytest.mark.parametrize("natives", [(True, True), (True, False), (False, False)])
+def test_what_ranks_may_do_differently_differs_in_no_fingerprint(
+    tmp_path: Path, natives: tuple[bool, bool]
+) -> None:
+    one, other = run_ranks(N, _begun_unevenly, NEW_BOARD, str(tmp_path / "comm"), natives)
+    assert one == other != b""
 
 
 VERBS_OF_PAIRS = ("all_reduce", "broadcast", "recv", "barrier")

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from device_comm import ReduceOp
+from device_comm import ReduceOp, begun
 from device_comm.begun import VERBS
 from device_comm.operation import ROOTED
 from device_comm.shm import layout, signature
@@ -43,6 +43,9 @@ def test_the_extension_was_built_and_agrees() -> None:
     assert signature.SIGNATURE.size == native.SIGNATURE_BYTES
     assert native.SIGNATURE_COMPARED == native.SIGNATURE_CHUNK == signature.COMPARED
     assert native.SIGNATURE_CALL == signature.CALL
+    for name in ("COUNT", "CHECKSUM", "LAST", "KEPT", "SENT"):
+        assert getattr(native, f"BEGUN_{name}") == getattr(begun, f"BEGUN_{name}")
+    assert native.SIGNATURE_WORDS * 8 == begun.SIGNATURE_WORDS * 8 == signature.SIGNATURE.size
     assert (native.SHAPE_DIMS, native.NO_OP) == (signature.SHAPE_DIMS, signature.NO_OP)
     assert (native.STATE_IDLE, native.STATE_BUSY) == (
         board_layout.STATE_IDLE,

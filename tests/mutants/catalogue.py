@@ -374,6 +374,17 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "R1 ranks that differ in a dtype alone get no answer, whatever the transport",
+        "device_comm/shm/signature.py",
+        "        0 if dtype is None else DTYPE_CODES.get(dtype, 0),",
+        "        0,",
+        (
+            "tests/server/test_pool_slips.py::test_a_slip_over_torch_is_never_answered",
+            "tests/server/test_agreement.py::"
+            "test_a_collective_of_another_kind_is_named_with_the_odd_rank",
+        ),
+    ),
+    Mutant(
         "F7 calls that the workers had are not made again unasked",
         "server/calls/pending_call.py",
         "if self.done or not self.retry or",

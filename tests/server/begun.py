@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from device_comm.begun import Begun
+from device_comm.shm.signature import sign
 from tests.calls import in_call
 
 if TYPE_CHECKING:
@@ -19,19 +20,24 @@ def begun(
     number: int = 0,
     sent: Mapping[int, int] | None = None,
     received: Mapping[int, int] | None = None,
+    signatures: tuple[bytes, ...] = (),
     **verbs: int,
 ) -> tuple[BegunInGroup, ...]:
-    """What a member of one group reports: how many of each verb, and messages by rank in it."""
-    counts = Begun(len(ranks))
+    """What a member of one group reports: the collectives ``signatures``, how many of each verb
+    behind them, and messages by rank in it.
+    """
+    did = Begun(len(ranks))
     with in_call(1):
+        for signature in signatures:
+            did.add(signature)
         for verb, count in verbs.items():
             for _ in range(count):
-                counts.count(verb)
+                did.add(sign(verb))
         for peer, count in (sent or {}).items():
             for _ in range(count):
-                counts.count_sent(peer)
+                did.count_sent(peer)
         for peer, count in (received or {}).items():
             for _ in range(count):
-                counts.count_received(peer)
-    counted = counts.take()
-    return ((name, ranks, number, counted),) if counted else ()
+                did.count_received(peer)
+    taken = did.take()
+    return ((name, ranks, number, taken),) if taken else ()

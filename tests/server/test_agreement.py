@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import pickle
+from typing import TYPE_CHECKING
 
+import pytest
+import torch
+
+from device_comm import ReduceOp
+from device_comm.operation import Operation
+from device_comm.shm.signature import sign, signature_text, signature_with_sizes
 from server.calls.agreement import Difference, first_divergence
 from server.errors import CallDivergedError
 from tests.server.begun import begun
+
+if TYPE_CHECKING:
+    from coordinator.begun_in_call import BegunInGroup
 
 
 def test_ranks_that_did_nothing_agree() -> None:
@@ -22,24 +32,104 @@ def test_ranks_that_did_the_same_agree() -> None:
 def test_a_collective_left_out_names_both_ranks_and_what_they_did() -> None:
     ours, theirs = (begun((0, 1), all_reduce=n, barrier=1) for n in (3, 2))
     found = first_divergence({0: ours, 1: theirs})
-    assert found == Difference("tp", (0, 1), ("began 3 all_reduce", "began 2 all_reduce"))
+    assert found == Difference(
+        "tp", (0, 1), ("began all_reduce (collective 3)", "began barrier (collective 3)")
+    )
+    ours, theirs = (begun((0, 1), all_reduce=n) for n in (3, 2))
     assert first_divergence({0: theirs, 1: ours}) == Difference(
-        "tp", (0, 1), ("began 2 all_reduce", "began 3 all_reduce")
+        "tp", (0, 1), ("began 2 collectives", "began all_reduce (collective 3)")
     )
 
 
 def test_a_rank_that_did_nothing_at_all_is_seen() -> None:
     found = first_divergence({0: (), 1: begun((0, 1), broadcast=1)})
-    assert found == Difference("tp", (0, 1), ("began no broadcast", "began 1 broadcast"))
+    assert found == Difference(
+        "tp", (0, 1), ("began no collective", "began broadcast from rank 0 (collective 1)")
+    )
 
 
 def test_another_verb_in_its_place_is_seen() -> None:
     found = first_divergence({0: begun((0, 1), all_reduce=1), 1: begun((0, 1), broadcast=1)})
     assert found is not None
     assert found.did == (
-        "began 1 all_reduce and no broadcast",
-        "began no all_reduce and 1 broadcast",
+        "began all_reduce (collective 1)",
+        "began broadcast from rank 0 (collective 1)",
     )
+
+
+F32 = sign("all_reduce", torch.float32, (4,), ReduceOp.SUM)
+UNLIKE = {
+    "dtype": sign("all_reduce", torch.int32, (4,), ReduceOp.SUM),
+    "shape": sign("all_reduce", torch.float32, (2, 2), ReduceOp.SUM),
+    "reduction": sign("all_reduce", torch.float32, (4,), ReduceOp.MAX),
+}
+
+
+@pytest.mark.parametrize("what", UNLIKE)
+@pytest.mark.parametrize("n_before", [0, 7, 20])
+def test_a_collective_of_another_kind_is_named_with_the_odd_rank(what: str, n_before: int) -> None:
+    before = (sign("barrier"),) * n_before
+    same = begun((0, 1, 2), signatures=(*before, F32, F32))
+    odd = begun((0, 1, 2), signatures=(*before, UNLIKE[what], F32))
+    found = first_divergence({0: odd, 1: same, 2: same})
+    number = n_before + 1
+    assert found == Difference(
+        "tp",
+        (1, 0),
+        (
+            f"began {signature_text(F32)} (collective {number})",
+            f"began {signature_text(UNLIKE[what])} (collective {number})",
+        ),
+    )
+
+
+def test_another_root_or_dimension_differs() -> None:
+    for verb in ("broadcast", "all_gather"):
+        ours, theirs = (
+            begun((0, 1), signatures=(sign(verb, torch.float32, (2, 2), None, place),))
+            for place in (0, 1)
+        )
+        assert first_divergence({0: ours, 1: theirs}) is not None
+
+
+def test_as_many_collectives_of_each_kind_in_another_order_differ() -> None:
+    one, other = F32, UNLIKE["dtype"]
+    rest = (sign("barrier"),) * 20
+    ours, theirs = (
+        begun((0, 1), signatures=(*pair, *rest)) for pair in ((one, other), (other, one))
+    )
+    assert first_divergence({0: ours, 1: ours}) is None
+    assert first_divergence({0: ours, 1: theirs}) == Difference(
+        "tp",
+        (0, 1),
+        ("began 22 collectives", "began 22 others: they differ before the last 8"),
+    )
+
+
+def test_sizes_that_all_ranks_must_give_alike_differ() -> None:
+    def gathered(sizes: tuple[int, ...]) -> tuple[BegunInGroup, ...]:
+        operation = Operation("all_gatherv", torch.ones(1), output_sizes=sizes, shape=(-1,))
+        return begun((0, 1), signatures=(signature_with_sizes(operation),))
+
+    assert first_divergence({0: gathered((1, 3)), 1: gathered((1, 3))}) is None
+    assert first_divergence({0: gathered((1, 3)), 1: gathered((2, 2))}) == Difference(
+        "tp",
+        (0, 1),
+        (
+            "began all_gatherv float32[-1] (collective 1)",
+            "began all_gatherv float32[-1] (collective 1), of other sizes",
+        ),
+    )
+
+
+def test_parts_of_an_all_to_all_may_differ() -> None:
+    def swapped(gives: tuple[int, ...], takes: tuple[int, ...]) -> tuple[BegunInGroup, ...]:
+        operation = Operation(
+            "all_to_all", torch.ones(4), source_sizes=gives, output_sizes=takes, shape=(-1,)
+        )
+        return begun((0, 1), signatures=(signature_with_sizes(operation),))
+
+    assert first_divergence({0: swapped((1, 3), (1, 2)), 1: swapped((2, 2), (3, 2))}) is None
 
 
 def test_groups_are_compared_apart() -> None:

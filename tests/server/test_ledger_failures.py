@@ -67,7 +67,7 @@ def test_a_call_in_which_ranks_differ_fails_and_no_later_one_is_answered() -> No
     assert first.result() == ["a", "b"]
     book.reply(0, 3, "a", operations=1)
     book.reply(1, 2, "b", operations=1)
-    expected = r"call 2 \(embed\): in group tp, rank 0 began 2 all_reduce where rank 1 began 1"
+    expected = r"call 2 \(embed\): in group tp, rank 0 began all_reduce .* where rank 1 began 1"
     for refused in (second.result, third.result, book.ledger.state.check, book.send):
         with pytest.raises(CallDivergedError, match=expected):
             refused()
