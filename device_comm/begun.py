@@ -46,14 +46,14 @@ class Did(NamedTuple):
     """What one rank began in one group, decoded from what `Begun.take` returned.
 
     Attributes:
-        count: the number of collectives.
+        collectives: how many.
         checksum: that of their signatures, in order.
         last: the signatures of the last ones, by number; the first collective of a call is 1.
         sent: the messages sent to each rank.
         received: the messages received from each rank.
     """
 
-    count: int
+    collectives: int
     checksum: int
     last: dict[int, bytes]
     sent: list[int]

@@ -65,10 +65,10 @@ def _compare(
     if all(begun == one for begun in known.values()) and not has_messages(one):
         return None
     did = {rank: did_of(begun, len(ranks)) for rank, begun in known.items()}
-    most = Counter((each.count, each.checksum) for each in did.values()).most_common(1)[0][0]
-    first = next(rank for rank, each in did.items() if (each.count, each.checksum) == most)
+    most = Counter((each.collectives, each.checksum) for each in did.values()).most_common(1)[0][0]
+    first = next(rank for rank, each in did.items() if (each.collectives, each.checksum) == most)
     for rank, theirs in did.items():
-        if (theirs.count, theirs.checksum) != most:
+        if (theirs.collectives, theirs.checksum) != most:
             return (first, rank), _unlike(did[first], theirs)
     for sender in did:
         for receiver in did:
@@ -88,14 +88,14 @@ def _unlike(ours: Did, theirs: Did) -> tuple[str, str]:
         here, there = (_collective(each, number) for each in (ours, theirs))
         if here and there and ours.last.get(number) != theirs.last.get(number):
             return here, f"{there}, of other sizes" if here == there else there
-    did = f"began {ours.count} collectives", f"began {theirs.count} others"
+    did = f"began {ours.collectives} collectives", f"began {theirs.collectives} others"
     return did[0], f"{did[1]}: they differ before the last {BEGUN_KEPT}"
 
 
 def _collective(did: Did, number: int) -> str:
     """What a rank's collective of that number was; ``""``: it is not kept."""
-    if number > did.count:
-        return f"began {counted(did.count, 'collective') if did.count else 'no collective'}"
+    if number > did.collectives:
+        return f"began {counted(did.collectives, 'collective') if did.collectives else 'no collective'}"
     if number not in did.last:
         return ""
     from device_comm.shm.signature import signature_text, with_chunk  # noqa: PLC0415 - loads torch

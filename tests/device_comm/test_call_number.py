@@ -54,7 +54,7 @@ def test_what_is_begun_outside_of_calls_does_not_count() -> None:
         begun.count_received(0)
     did = did_of(begun.take(), N)
     assert did.last == {1: sign("all_reduce"), 2: sign("barrier"), 3: sign("all_reduce")}
-    assert (did.count, did.sent, did.received) == (3, [0, 1], [1, 0])
+    assert (did.collectives, did.sent, did.received) == (3, [0, 1], [1, 0])
     assert begun.take() == b""
 
 
