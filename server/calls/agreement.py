@@ -95,7 +95,8 @@ def _unlike(ours: Did, theirs: Did) -> tuple[str, str]:
 def _collective(did: Did, number: int) -> str:
     """What a rank's collective of that number was; ``""``: it is not kept."""
     if number > did.collectives:
-        return f"began {counted(did.collectives, 'collective') if did.collectives else 'no collective'}"
+        count = counted(did.collectives, "collective") if did.collectives else "no collective"
+        return f"began {count}"
     if number not in did.last:
         return ""
     from device_comm.shm.signature import signature_text, with_chunk  # noqa: PLC0415 - loads torch
