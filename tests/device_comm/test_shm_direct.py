@@ -212,6 +212,7 @@ def negated(rank: int, n: int, path: str, board: BoardHandle) -> None:
                 out = lazily(torch.zeros(3))
                 assert comm.recv(out=out, src=0) is out
                 same(out, x)
+        comm.barrier()  # a receiver maps the sender's memory while that lives
 
 
 def test_what_is_negated_lazily_keeps_its_sign(store_path: str) -> None:
