@@ -60,17 +60,39 @@ static inline void gc_relax(void) {
 
 /* A spin loop: GC_PAUSES looks without giving up the core (about 2 us), then one sched_yield per
  * look. Where processes are `crowded`, more than the cores, the peer that is waited for may be the
- * one that lacks a core: it is given up at once. */
+ * one that lacks a core: it is given up at once.
+ *
+ * Two processes that hand one core to each other by sched_yield both stay runnable, and Linux takes
+ * tens of milliseconds to move one to a free core. One that wakes from a sleep is put on a free core
+ * at once: after GC_LONG_YIELDS yields in which another process ran, this one sleeps. */
 #define GC_PAUSES 64
+#define GC_LONG_YIELD_NS 1200u
+#define GC_LONG_YIELDS 16u
+#define GC_BETWEEN_SLEEPS_NS 2000000u
 
 typedef struct {
     uint64_t until_ns;
     unsigned looks;
+    bool crowded;
 } gc_spin;
 
 static inline gc_spin gc_spin_for(uint64_t spin_ns, bool crowded) {
     return (gc_spin){.until_ns = spin_ns ? gc_now_ns() + spin_ns : 0,
-                     .looks = crowded ? GC_PAUSES : 0};
+                     .looks = crowded ? GC_PAUSES : 0,
+                     .crowded = crowded};
+}
+
+/* Yields the core; `now` is the time. */
+static inline void gc_yield(uint64_t now) {
+    static _Thread_local uint64_t slept;
+    static _Thread_local unsigned long_yields;
+    sched_yield();
+    uint64_t after = gc_now_ns();
+    long_yields = after - now > GC_LONG_YIELD_NS ? long_yields + 1 : 0;
+    if (long_yields < GC_LONG_YIELDS || after - slept < GC_BETWEEN_SLEEPS_NS) return;
+    long_yields = 0;
+    slept = after;
+    nanosleep(&(struct timespec){.tv_nsec = 1}, NULL);
 }
 
 /* Returns false when the window is over. */
@@ -80,8 +102,12 @@ static inline bool gc_spin_again(gc_spin *spin) {
         gc_relax();
         return true;
     }
-    if (gc_now_ns() >= spin->until_ns) return false;
-    sched_yield();
+    uint64_t now = gc_now_ns();
+    if (now >= spin->until_ns) return false;
+    if (spin->crowded)
+        sched_yield(); /* no core is free */
+    else
+        gc_yield(now);
     return true;
 }
 
