@@ -1,7 +1,7 @@
 """How soon two ranks that share a core part when another is free: python -m benchmarks.parting.
 
-Both ranks are tied to one core and meet in barriers; then they may run anywhere. Reported is the time
-from then until a barrier takes less than `PARTED_SECONDS` on a block's average. Needs two cores.
+Both ranks are tied to one core and meet in barriers; then they may run anywhere. Reported is the
+time from then until a block of barriers takes less than `PARTED_SECONDS` each. Needs two cores.
 """
 
 from __future__ import annotations

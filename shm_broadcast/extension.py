@@ -14,6 +14,9 @@ import warnings
 from functools import cache
 from typing import TYPE_CHECKING, Final
 
+from shm_broadcast.machine.affinity import GIVEN_CORES
+from shm_broadcast.machine.core_map import share_a_cache
+
 if TYPE_CHECKING:
     from types import ModuleType
 
@@ -45,7 +48,9 @@ def extension_of(package: str) -> ModuleType | None:
     if sys.platform != "linux":
         raise ImportError(f"group-coordinator works on Linux only, and this is {sys.platform}")
     try:
-        return importlib.import_module(f"{package}._native")
+        extension = importlib.import_module(f"{package}._native")
+        extension.write_past_caches(not share_a_cache(GIVEN_CORES))
+        return extension
     except ImportError as error:
         why = "was not built" if isinstance(error, ModuleNotFoundError) else f"fails: {error}"
         machine = platform.machine()

@@ -109,14 +109,15 @@ Ring: one writer, N readers, a byte stream of records
     96   | writer u32     |                    member number
     128  | published u64  | sequence u64   | gate u64 |     written by the writer only
     192  | consumed u64   | sequence u64   | member u32 | - | joined u64 |
-                                             reader 0's line, written by it only
+    224  | reads u32 x 2                   | reader 0's line, written by it only
     256  | reader 1's line ...
     data_offset(n_readers): `capacity` bytes
 
 ``published`` and ``consumed`` are positions: bytes since the ring began, never reduced; byte p
 lives at ``data_offset + p % capacity``. ``gate`` is the writer's cache of the smallest
 ``consumed``. A reader that has left sets ``consumed`` to `LEFT` and gates nobody. ``joined`` is
-where its process began to read.
+where its process began to read. ``reads`` is what fetching takes it that was written through the
+caches, and past them, in ticks for a MiB; 0: not known yet (native/way.h).
 
 Record, at a multiple of 64
 ---------------------------
@@ -155,7 +156,7 @@ from typing import Final
 
 LINE: Final = 64
 MAGIC: Final = 0x47435348
-VERSION: Final = 6
+VERSION: Final = 7
 
 SEGMENT_MAGIC: Final = 0
 SEGMENT_VERSION: Final = 4
@@ -297,6 +298,7 @@ READER_CONSUMED: Final = 0
 READER_SEQUENCE: Final = 8
 READER_MEMBER: Final = 16
 READER_JOINED: Final = 24
+READER_READS: Final = 32
 LEFT: Final = 2**64 - 1
 PLACED: Final = 1 << 63
 

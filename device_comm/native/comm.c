@@ -273,6 +273,7 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSE
     if (self == NULL) return NULL;
     self->slot = (size_t)slot;
     self->steps.crowded = crowded;
+    self->steps.way = way_new();
     self->in_calls = in_calls;
     self->tensor_type = Py_NewRef(tensor_type);
     self->reduce_op_type = Py_NewRef(reduce_op);
@@ -300,10 +301,18 @@ static PyObject *get_halfway(PyObject *self, void *Py_UNUSED(closure)) {
     return PyBool_FromLong(((Comm *)self)->halfway);
 }
 
+static PyObject *get_way(PyObject *self, void *Py_UNUSED(closure)) {
+    const gc_way *way = &((Comm *)self)->steps.way;
+    return Py_BuildValue("Oii", way->past ? Py_True : Py_False, (int)way->costs[WAY_PLAIN],
+                         (int)way->costs[WAY_PAST]);
+}
+
 static PyGetSetDef properties[] = {
     {"under_way", get_under_way, NULL,
      "Whether a call has begun that is not done, or whose result nobody has.", NULL},
     {"halfway", get_halfway, NULL, "Whether the last send or recv has moved but a part.", NULL},
+    {"way", get_way, NULL,
+     "(past, plain, past): whether payloads are written past the caches; ticks for a MiB.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

@@ -14,6 +14,7 @@
 #define RANK_LINES 128
 #define RANK_STRIDE 64
 #define RANK_DONE 0
+#define RANK_READS 16
 
 #define BUFFERS 2
 #define RING_STEPS 3

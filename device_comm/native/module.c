@@ -7,7 +7,7 @@
 #include "launch.h"
 #include "pipe_object.h"
 #include "reduce.h"
-#include "share.h"
+#include "way.h"
 
 _Thread_local uint32_t the_call;
 
@@ -22,18 +22,51 @@ static PyObject *set_call_number(PyObject *Py_UNUSED(module), PyObject *number) 
     Py_RETURN_NONE;
 }
 
-static PyObject *write_past_caches(PyObject *Py_UNUSED(module), PyObject *past) {
-    int truth = PyObject_IsTrue(past);
-    if (truth < 0) return NULL;
-    share_past_caches(truth);
+static PyObject *write_past_caches(PyObject *Py_UNUSED(module), PyObject *args) {
+    int past, always = 0;
+    if (!PyArg_ParseTuple(args, "p|p", &past, &always)) return NULL;
+    way_begin_with(past, always);
     Py_RETURN_NONE;
+}
+
+static PyObject *tried_way(PyObject *Py_UNUSED(module), PyObject *args) {
+    unsigned long long number, size;
+    if (!PyArg_ParseTuple(args, "KK", &number, &size)) return NULL;
+    return PyLong_FromLong(way_tried(number, size));
+}
+
+static PyObject *weigh_ways(PyObject *Py_UNUSED(module), PyObject *args) {
+    gc_way way = way_new();
+    uint32_t reads[WAYS] = {0};
+    int past;
+    PyObject *trials;
+    if (!PyArg_ParseTuple(args, "pO!", &past, &PyList_Type, &trials)) return NULL;
+    way.past = past;
+    PyObject *taken = PyList_New(0);
+    for (Py_ssize_t i = 0; taken != NULL && i < PyList_Size(trials); i++) {
+        int kind;
+        unsigned int write, read;
+        if (!PyArg_ParseTuple(PyList_GetItem(trials, i), "iII", &kind, &write, &read)) {
+            Py_CLEAR(taken);
+            break;
+        }
+        reads[kind == WAY_PAST] = read;
+        way_weigh(&way, kind == WAY_PAST ? WAY_PAST : WAY_PLAIN, write, reads);
+        if (PyList_Append(taken, way.past ? Py_True : Py_False) < 0) Py_CLEAR(taken);
+    }
+    return taken;
 }
 
 static PyMethodDef functions[] = {
     {"call_number", call_number, METH_NOARGS, "call_number() -> that of this thread; 0: none."},
     {"set_call_number", set_call_number, METH_O, "set_call_number(number): that of this thread."},
-    {"write_past_caches", write_past_caches, METH_O,
-     "write_past_caches(past): whether this process writes so what other cores read next."},
+    {"tried_way", tried_way, METH_VARARGS,
+     "tried_way(number, size) -> how that piece is tried: 0, plainly; 1, past the caches; 2, not."},
+    {"weigh_ways", weigh_ways, METH_VARARGS,
+     "weigh_ways(past, [(way, write, read), ...]) -> whether it is past the caches after each; see "
+     "way_weigh."},
+    {"write_past_caches", write_past_caches, METH_VARARGS,
+     "write_past_caches(past, always=False): how new ends begin to write what others read next."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -47,7 +80,7 @@ static const struct {
     CONSTANT(GROUP_STEP_BYTES),   CONSTANT(GROUP_RING_BYTES),  CONSTANT(GROUP_SLOTS),
     CONSTANT(GROUP_RINGS),        CONSTANT(RING_STEPS),
     CONSTANT(RANK_LINES),         CONSTANT(RANK_STRIDE),
-    CONSTANT(RANK_DONE),          CONSTANT(BUFFERS),           CONSTANT(SLOT_HEADER),
+    CONSTANT(RANK_DONE), CONSTANT(RANK_READS),          CONSTANT(BUFFERS),           CONSTANT(SLOT_HEADER),
     CONSTANT(SLOT_ARRIVED),       CONSTANT(SLOT_SIGNATURE),    CONSTANT(PIECE_ALIGN),
     CONSTANT(SIGNATURE_COMPARED), CONSTANT(SIGNATURE_CHUNK),   CONSTANT(SIGNATURE_CALL),
     CONSTANT(SIGNATURE_BYTES),
@@ -65,7 +98,7 @@ static const struct {
     CONSTANT(DTYPE_INT16),        CONSTANT(DTYPE_INT32),       CONSTANT(DTYPE_INT64),
     CONSTANT(DTYPE_UINT16),       CONSTANT(DTYPE_UINT32),      CONSTANT(DTYPE_BOOL),
     CONSTANT(DTYPE_COMPLEX64),    CONSTANT(DTYPE_COMPLEX128),  CONSTANT(RECYCLED_BYTES),
-    CONSTANT(PIPE_POSTED),     CONSTANT(PIPE_TAKEN),     CONSTANT(PIPE_RING),
+    CONSTANT(PIPE_POSTED),     CONSTANT(PIPE_TAKEN), CONSTANT(PIPE_READS),    CONSTANT(PIPE_RING),
     CONSTANT(PIPE_RING_BYTES), CONSTANT(PIPE_PIECE_BYTES), CONSTANT(PIPE_RESERVED_BYTES),
     CONSTANT(PIPE_SMALL_BYTES), CONSTANT(PIPE_HEADER_BYTES), CONSTANT(PIPE_AT_ONCE_BYTES),
     CONSTANT(PIPE_INSIDE),

@@ -3,7 +3,6 @@
 #include <string.h>
 
 #include "atomics.h"
-#include "share.h"
 #include "stream.h"
 
 /* Messages from this size on are written past the caches where they are received: smaller ones are
@@ -43,7 +42,12 @@ static void ring(const shm_pipe *m) {
     gc_ring_after_fence(m->board, m->doorbell);
 }
 
-static void write_chunk(const shm_pipe *m, uint64_t posted, const message *x, uint64_t sent,
+/* How the data of the chunk at `position` is tried, at both ends. */
+static way_kind tried(uint64_t position, uint64_t used) {
+    return way_tried(position / PIPE_HEADER_BYTES, used);
+}
+
+static void write_chunk(shm_pipe *m, uint64_t posted, const message *x, uint64_t sent,
                          uint64_t used) {
     chunk said = {.kind = PIPE_INSIDE,
                    .dtype = (uint8_t)x->dtype,
@@ -52,13 +56,15 @@ static void write_chunk(const shm_pipe *m, uint64_t posted, const message *x, ui
                    .used = used,
                    .call = x->call};
     uint64_t data = posted + PIPE_HEADER_BYTES, first = smaller(used, before_end(data));
+    way_kind kind = tried(posted, used);
     memcpy(at(m, posted), &said, sizeof said);
-    share_copy(at(m, data), x->data + sent, first);
-    share_copy(at(m, data + first), x->data + sent + first, used - first);
+    way_copy(&m->way, kind, at(m, data), x->data + sent, first);
+    way_copy(&m->way, kind, at(m, data + first), x->data + sent + first, used - first);
+    if (kind != WAYS) way_wrote(&m->way, kind, m->memory + PIPE_READS, 0, 1);
     stream_end();
 }
 
-uint64_t pipe_push(const shm_pipe *m, message x, uint64_t sent, uint64_t patience_ns) {
+uint64_t pipe_push(shm_pipe *m, message x, uint64_t sent, uint64_t patience_ns) {
     uint64_t posted = gc_load64(m->memory, PIPE_POSTED), taken = gc_load64(m->memory, PIPE_TAKEN);
     uint64_t until = smaller(x.total, sent + PIPE_AT_ONCE_BYTES);
     gc_spin spin = gc_spin_for(patience_ns, false);
@@ -93,7 +99,7 @@ static uint64_t read_chunk(const shm_pipe *m, uint64_t taken, const message *x, 
     return next ? said.used : 0;
 }
 
-uint64_t pipe_pull(const shm_pipe *m, message x, uint64_t received, uint64_t spin_ns) {
+uint64_t pipe_pull(shm_pipe *m, message x, uint64_t received, uint64_t spin_ns) {
     uint64_t taken = gc_load64(m->memory, PIPE_TAKEN), posted = taken;
     copier copy = x.total >= LARGE_BYTES ? stream_copy : plain_copy;
     uint64_t until = smaller(x.total, received + PIPE_AT_ONCE_BYTES);
@@ -110,6 +116,12 @@ uint64_t pipe_pull(const shm_pipe *m, message x, uint64_t received, uint64_t spi
         uint64_t used = read_chunk(m, taken, &x, received);
         if (used == 0) break;
         uint64_t data = taken + PIPE_HEADER_BYTES, first = smaller(used, before_end(data));
+        way_kind kind = tried(taken, used);
+        if (kind != WAYS) {
+            way_fetch(&m->way, at(m, data), first);
+            way_fetch(&m->way, at(m, data + first), used - first);
+            way_fetched(&m->way, kind, m->memory + PIPE_READS);
+        }
         copy(x.data + received, at(m, data), first);
         copy(x.data + received + first, at(m, data + first), used - first);
         taken += size_of_chunk(used);

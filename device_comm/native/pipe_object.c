@@ -51,7 +51,7 @@ static PyObject *pipe_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSE
         PyErr_SetString(PyExc_ValueError, "the ring or the doorbell is not in the memory given");
         return NULL;
     }
-    self->pipe = (shm_pipe){self->memory.buf, self->board.buf, (size_t)doorbell};
+    self->pipe = (shm_pipe){self->memory.buf, self->board.buf, (size_t)doorbell, way_new()};
     return (PyObject *)self;
 }
 

@@ -7,7 +7,6 @@
 
 #include "atomics.h"
 #include "reduce.h"
-#include "share.h"
 #include "stream.h"
 
 /* After so many bytes steps_run returns: between its calls Python looks at deadlines and aborts, and
@@ -62,6 +61,8 @@ static bool may_write(steps *s, uint64_t step) {
 /* Rule 2: what was written into the slot becomes visible with the arrival. */
 static void publish(steps *s, uint64_t step, uint64_t chunk) {
     char *header = slot(s, step, s->rank);
+    if (s->tried != WAYS)
+        way_wrote(&s->way, s->tried, s->group + RANK_LINES + RANK_READS, RANK_STRIDE, s->n);
     uint32_t number = (uint32_t)chunk;
     memcpy(header + SLOT_SIGNATURE, s->plan.signature, SIGNATURE_BYTES);
     memcpy(header + SLOT_SIGNATURE + SIGNATURE_CHUNK, &number, sizeof number);
@@ -114,14 +115,18 @@ static uint64_t part_of(uint64_t size, uint64_t begin, uint64_t piece) {
     return begin < size ? smaller(size - begin, piece) : 0;
 }
 
+/* How the payloads of a step are tried, at all ranks. */
+static way_kind tried(const steps *s, uint64_t step) { return way_tried(step, s->piece); }
+
 static void put(steps *s, uint64_t chunk) {
     uint64_t step = s->first + chunk, begin = chunk * s->piece;
     char *to = payload(s, step, s->rank);
+    s->tried = tried(s, step);
     for (size_t rank = 0; s->plan.puts && rank < (s->plan.addressed ? s->n : 1); rank++) {
         if (s->plan.addressed && rank == s->rank) continue;
         span give = s->plan.gives[rank];
-        share_copy(to + rank * s->piece, give.address + begin,
-                   part_of(give.size, begin, s->piece));
+        way_copy(&s->way, s->tried, to + rank * s->piece, give.address + begin,
+                 part_of(give.size, begin, s->piece));
     }
     s->moved += s->stride;
     publish(s, step, chunk);
@@ -168,7 +173,25 @@ static void take_copied(steps *s, uint64_t chunk) {
     }
 }
 
+static char *own_words(const steps *s) {
+    return s->group + RANK_LINES + s->rank * RANK_STRIDE + RANK_READS;
+}
+
+/* Fetches what the others have put for this rank, where that is tried. */
+static void fetch(steps *s, uint64_t chunk) {
+    way_kind kind = tried(s, s->first + chunk);
+    uint64_t begin = chunk * s->piece;
+    if (kind == WAYS) return;
+    for (size_t rank = 0; rank < s->n; rank++) {
+        span whole = s->plan.takes[s->plan.kind == KIND_MOVE ? rank : 0];
+        if (rank != s->rank)
+            way_fetch(&s->way, piece_from(s, chunk, rank), part_of(whole.size, begin, s->piece));
+    }
+    way_fetched(&s->way, kind, own_words(s));
+}
+
 static void take(steps *s, uint64_t chunk) {
+    fetch(s, chunk);
     if (s->plan.kind == KIND_REDUCE)
         take_reduced(s, chunk);
     else
@@ -211,8 +234,17 @@ static void put_parts(steps *s, uint64_t chunk) {
     for (size_t rank = 0; rank < s->n; rank++) {
         range part = part_of_chunk(s, chunk, rank);
         if (rank != s->rank)
-            share_copy(to + rank * s->piece, s->plan.own + part.begin, part.size);
+            way_copy(&s->way, s->tried, to + rank * s->piece, s->plan.own + part.begin, part.size);
     }
+}
+
+static void fetch_parts(steps *s, uint64_t chunk, uint64_t size) {
+    way_kind kind = tried(s, s->first + chunk);
+    if (kind == WAYS) return;
+    for (size_t rank = 0; rank < s->n; rank++)
+        if (rank != s->rank)
+            way_fetch(&s->way, payload(s, s->first + chunk, rank) + s->rank * s->piece, size);
+    way_fetched(&s->way, kind, own_words(s));
 }
 
 /* Reduces this rank's part into the output, and into the next step's payload for the others. */
@@ -220,13 +252,14 @@ static void reduce_part(steps *s, uint64_t chunk) {
     range part = part_of_chunk(s, chunk, s->rank);
     size_t place = s->rank * s->piece;
     char *shared = payload(s, s->first + chunk + 1, s->rank) + place;
+    fetch_parts(s, chunk, part.size);
     for (uint64_t at = 0; at < part.size; at += SCRATCH_BYTES) {
         uint64_t size = smaller(part.size - at, SCRATCH_BYTES);
         for (size_t rank = 0; rank < s->n; rank++)
             s->parts[rank] = payload(s, s->first + chunk, rank) + place + at;
         s->parts[s->rank] = s->plan.own + part.begin + at;
-        share_copy(shared + at, reduce_parts(s, s->plan.takes[0].address + part.begin + at, size),
-                   size);
+        way_copy(&s->way, s->tried, shared + at,
+                 reduce_parts(s, s->plan.takes[0].address + part.begin + at, size), size);
     }
 }
 
@@ -252,6 +285,7 @@ static steps_status run_all_reduce(steps *s) {
         }
         if (i <= s->chunks) {
             if (!may_write(s, step)) return block(s, step, true);
+            s->tried = tried(s, step);
             if (i < s->chunks) put_parts(s, i);
             if (i > 0) reduce_part(s, i - 1);
             publish(s, step, i);

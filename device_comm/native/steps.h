@@ -7,6 +7,7 @@
 #include <stdint.h>
 
 #include "group_layout.h"
+#include "way.h"
 
 typedef struct {
     char *address;
@@ -54,6 +55,9 @@ typedef struct {
     bool large;            /* the result does not fit the caches */
     const char **parts;    /* room for n pointers */
     char *scratch;         /* room for SCRATCH_BYTES */
+
+    gc_way way;            /* how payloads are written */
+    way_kind tried;        /* of the step that is written */
 } steps;
 
 /* Bytes that are reduced before they are copied on, while they are in the cache. */

@@ -8,7 +8,7 @@ Group segment (after the header that every segment has, see `shm_broadcast.layou
     80   | whole_bytes u64                 | step_bytes u64                  |
     96   | ring_bytes u64                  | slots u64: where the slots begin|
     112  | rings u64: where the rings begin| left u32       | -              |
-    128  | rank 0: done u64 | present u32 | ...                              |   64 bytes a rank,
+    128  | rank 0: done u64 | present u32 | - | reads u32 x 2 | ...          |   64 bytes a rank,
          | rank 1 ...                                                        |   written by it only
          | pipe from rank 0 to 0, 0 to 1, ..., N-1 to N-1                    |   64 bytes each
     slots| buffer 0: slot of rank 0, of rank 1, ...                          |
@@ -16,7 +16,8 @@ Group segment (after the header that every segment has, see `shm_broadcast.layou
     rings| ring_bytes of rank 0 | ring_bytes of rank 1 | ...                 |
 
 ``present`` is 0 until the rank has come, 1 while it is there, and 2 once it has closed the group:
-it stores nothing here after that. ``left`` is 1 once any rank has.
+it stores nothing here after that. ``left`` is 1 once any rank has. ``reads`` is what fetching takes
+the rank that was written through the caches, and past them (shm_broadcast/native/way.h).
 
 Slot, written by its rank only
      0   | arrived u64 | signature, 56 bytes |   one cache line
@@ -90,6 +91,7 @@ RANK_LINES: Final = 128
 RANK_STRIDE: Final = 64
 RANK_DONE: Final = 0
 RANK_PRESENT: Final = 8
+RANK_READS: Final = 16
 
 PIPE_STRIDE: Final = 64
 PIPE_OPEN: Final = 0

@@ -9,7 +9,7 @@
 #include "words.h"
 
 /* A message of this size or more does not fit into a core's caches, so its reader copies past them
- * (stream.h). The writer always copies plainly: its target, the ring, does fit. */
+ * (stream.h), whatever the writer does (way.h). */
 #define LARGE_BYTES (8 << 20)
 
 /* After so many bytes push and pull return, for Python runs signal handlers (Ctrl-C) only between
@@ -44,10 +44,10 @@ static void skip(body *b, uint64_t size) {
     for (uint64_t run; size && next_run(b, size, &run); size -= run) {}
 }
 
-static void copy_out_of(body *b, char *to, uint64_t size) {
+static void copy_out_of(body *b, gc_way *way, way_kind tried, char *to, uint64_t size) {
     const char *from;
     for (uint64_t run; size && (from = next_run(b, size, &run)); to += run, size -= run)
-        memcpy(to, from, run);
+        way_copy(way, tried, to, from, run);
 }
 
 static void copy_into(body *b, const char *from, uint64_t size) {
@@ -146,7 +146,9 @@ static void push(RingEnd *self, body *b, uint8_t codec, uint64_t largest, uint64
         position += padding;
         char *record = ring_at(self, position);
         memcpy(record, &header, sizeof header);
-        copy_out_of(b, record + RECORD_HEADER, header.size);
+        way_kind tried = ring_tried(position, header.size);
+        copy_out_of(b, &self->way, tried, record + RECORD_HEADER, header.size);
+        ring_wrote(self, tried);
         gc_store64(self->ring, RING_SEQUENCE, header.sequence);
         gc_store64(self->ring, RING_PUBLISHED, position + stride);
         self->moved += header.size;
@@ -179,6 +181,7 @@ static bool pull(RingEnd *self, body *b, uint64_t spin_ns) {
             fits = header.size >= table && header.size - table <= b->total - self->moved &&
                    ring_holds(self, position, header.size);
             if (!fits) break;
+            ring_fetch(self, position, header.size);
             copy_into(b, record + RECORD_HEADER + table, header.size - table);
             self->moved += header.size - table;
             took_some = true;

@@ -6,6 +6,7 @@
 #include "recycling.h"
 #include "ring.h"
 #include "turn.h"
+#include "way.h"
 #include "words.h"
 
 static int add_type(PyObject *module, const char *name, PyObject *type) {
@@ -14,6 +15,19 @@ static int add_type(PyObject *module, const char *name, PyObject *type) {
     Py_DECREF(type);
     return added;
 }
+
+static PyObject *write_past_caches(PyObject *Py_UNUSED(module), PyObject *args) {
+    int past, always = 0;
+    if (!PyArg_ParseTuple(args, "p|p", &past, &always)) return NULL;
+    way_begin_with(past, always);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {
+    {"write_past_caches", write_past_caches, METH_VARARGS,
+     "write_past_caches(past, always=False): how new ends begin to write what others read next."},
+    {NULL, NULL, 0, NULL},
+};
 
 #define CONSTANT(name) {#name, name}
 
@@ -24,6 +38,7 @@ static const struct {
     CONSTANT(RING_CAPACITY),   CONSTANT(RING_CLOSED),     CONSTANT(RING_PUBLISHED),
     CONSTANT(RING_SEQUENCE),   CONSTANT(RING_GATE),       CONSTANT(RING_READERS),
     CONSTANT(READER_STRIDE),   CONSTANT(READER_CONSUMED), CONSTANT(READER_SEQUENCE),
+    CONSTANT(READER_READS),
     CONSTANT(RECORD_ALIGN),    CONSTANT(RECORD_HEADER),   CONSTANT(RECORD_SIZE),
     CONSTANT(RECORD_KIND),     CONSTANT(RECORD_CODEC),    CONSTANT(RECORD_BUFFERS),
     CONSTANT(RECORD_TOTAL),    CONSTANT(RECORD_SEQUENCE), CONSTANT(RECORD_OFFSET),
@@ -67,6 +82,7 @@ static PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
     .m_name = "shm_broadcast._native",
     .m_doc = "Atomic words on shared memory, and the ring's fast path.",
+    .m_methods = functions,
     .m_slots = slots,
 };
 

@@ -7,6 +7,7 @@
 
 #include "atomics.h"
 #include "history.h"
+#include "stream.h"
 #include "words.h"
 
 static const char ENQUEUE[OPERATION_BYTES] = "enqueue", DEQUEUE[OPERATION_BYTES] = "dequeue";
@@ -49,6 +50,20 @@ void ring_peers(RingEnd *self) {
     gc_ring_all_after_fence(self->board, self->peers, self->n_peers);
 }
 
+void ring_wrote(RingEnd *self, way_kind tried) {
+    if (tried != WAYS)
+        way_wrote(&self->way, tried, self->ring + RING_READERS + READER_READS, READER_STRIDE,
+                  self->n_peers);
+    stream_end();
+}
+
+void ring_fetch(RingEnd *self, uint64_t position, uint64_t size) {
+    way_kind tried = ring_tried(position, size);
+    if (tried == WAYS) return;
+    way_fetch(&self->way, ring_at(self, position) + RECORD_HEADER, size);
+    way_fetched(&self->way, tried, self->ring + self->own_line + READER_READS);
+}
+
 static PyObject *try_write(PyObject *object, PyObject *const *args, Py_ssize_t n) {
     RingEnd *self = (RingEnd *)object;
     uint32_t codec;
@@ -79,7 +94,9 @@ static PyObject *try_write(PyObject *object, PyObject *const *args, Py_ssize_t n
         position += padding;
         char *record = ring_at(self, position);
         memcpy(record, &header, sizeof header);
-        memcpy(record + RECORD_HEADER, body.buf, size);
+        way_kind tried = ring_tried(position, size);
+        way_copy(&self->way, tried, record + RECORD_HEADER, body.buf, size);
+        ring_wrote(self, tried);
         gc_store64(self->ring, RING_SEQUENCE, sequence);
         gc_store64(self->ring, RING_PUBLISHED, position + stride);
         gc_entry about = {.begin = begin,
@@ -154,6 +171,7 @@ static PyObject *try_read(PyObject *object, PyObject *const *args, Py_ssize_t n)
         if (header.kind != KIND_MESSAGE || header.total != header.size || header.buffers != 0 ||
             !ring_holds(self, position, header.size))
             Py_RETURN_FALSE;
+        ring_fetch(self, position, header.size);
         PyObject *body = PyBytes_FromStringAndSize(record + RECORD_HEADER, (Py_ssize_t)header.size);
         if (body == NULL) return NULL;
         gc_store64(self->ring, self->own_line + READER_SEQUENCE, header.sequence);
@@ -199,7 +217,7 @@ static PyObject *end_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED
     if (capacity == 0) PyErr_SetString(PyExc_ValueError, "a ring of no bytes");
     if (capacity == 0 || words_memory(ring, (size_t)data + capacity) == NULL) return NULL;
     if (words_memory(ring, RING_READERS + (size_t)n_peers * READER_STRIDE) == NULL ||
-        words_memory(ring, (size_t)own_line + READER_SEQUENCE + 8) == NULL)
+        words_memory(ring, (size_t)own_line + READER_STRIDE) == NULL)
         return NULL;
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     RingEnd *self = (RingEnd *)allocate(type, 0);
@@ -230,6 +248,7 @@ static PyObject *end_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED
     self->history = entries;
     self->own_line = (size_t)own_line;
     self->crowded = crowded;
+    self->way = way_new();
     self->n_peers = (size_t)n_peers;
     return (PyObject *)self;
 }

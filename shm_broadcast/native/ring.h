@@ -10,6 +10,7 @@
 #include <stdint.h>
 
 #include "layout.h"
+#include "way.h"
 
 #define RESERVED_FOR_CANCEL RECORD_ALIGN
 
@@ -29,6 +30,7 @@ typedef struct {
      * (without the table). Kept in C: a Python signal handler may raise between any two steps in
      * Python, and a count kept there would then disagree with the ring. */
     uint64_t moved;
+    gc_way way;        /* how records are written */
 } RingEnd;
 
 typedef struct {
@@ -69,6 +71,17 @@ bool ring_has_room(RingEnd *self, uint64_t position, uint64_t need);
 
 /* Writes a PADDING record that fills `padding` bytes at `position`; it is not published. */
 void ring_pad(RingEnd *self, uint64_t position, uint64_t padding);
+
+/* How the record at `position` is tried, at writer and readers. */
+static inline way_kind ring_tried(uint64_t position, uint64_t size) {
+    return way_tried(position / RECORD_ALIGN, size);
+}
+
+/* Ends the writing of a record, before it is published. */
+void ring_wrote(RingEnd *self, way_kind tried);
+
+/* Fetches a record of `size` bytes that is about to be copied, if it is tried. */
+void ring_fetch(RingEnd *self, uint64_t position, uint64_t size);
 
 /* Wakes the peers that sleep, after a full fence. */
 void ring_peers(RingEnd *self);

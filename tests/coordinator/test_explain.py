@@ -35,7 +35,9 @@ def test_groups_on_one_host(store_path: str) -> None:
         ("shm", "all members share a host")
     }
     why = "all members share a host: shared memory is quicker than sockets"
-    assert shm.refused == (("gloo", why),)
+    assert shm.refused[0][0] in ("writing through the caches", "writing past the caches")
+    assert shm.refused[0][1].startswith("not measured yet; by Linux ")
+    assert shm.refused[1:] == (("gloo", why),)
     assert shm.backend("all_reduce", 1 << 30) == "shm"
     assert gloo.backend("all_reduce", 4) == "gloo"
     assert gloo.refused == (("shm", "told to use torch's process groups"),)

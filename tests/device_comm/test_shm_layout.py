@@ -36,7 +36,7 @@ def test_the_extension_was_built_and_agrees() -> None:
     for name in ("RANKS", "INSIDE_BYTES", "WHOLE_BYTES", "STEP_BYTES", "RING_BYTES", "SLOTS"):
         assert getattr(native, f"GROUP_{name}") == getattr(layout, f"GROUP_{name}")
     assert (native.GROUP_RINGS, native.RING_STEPS) == (layout.GROUP_RINGS, layout.RING_STEPS)
-    for name in ("RANK_LINES", "RANK_STRIDE", "RANK_DONE", "BUFFERS", "SLOT_HEADER"):
+    for name in ("RANK_LINES", "RANK_STRIDE", "RANK_DONE", "RANK_READS", "BUFFERS", "SLOT_HEADER"):
         assert getattr(native, name) == getattr(layout, name)
     for name in ("SLOT_ARRIVED", "SLOT_SIGNATURE", "PIECE_ALIGN"):
         assert getattr(native, name) == getattr(layout, name)
@@ -63,7 +63,7 @@ def test_the_extension_was_built_and_agrees() -> None:
     for status in Status:
         assert getattr(native, f"STEPS_{status.name}") == status
     assert native.RECYCLED_BYTES == RECYCLED_BYTES
-    for name in ("POSTED", "TAKEN", "RING", "INSIDE"):
+    for name in ("POSTED", "TAKEN", "READS", "RING", "INSIDE"):
         assert getattr(native, f"PIPE_{name}") == getattr(pipe, name)
     for name in ("RING", "PIECE", "RESERVED", "SMALL", "HEADER", "AT_ONCE"):
         assert getattr(native, f"PIPE_{name}_BYTES") == getattr(pipe, f"{name}_BYTES")

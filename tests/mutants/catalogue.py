@@ -138,9 +138,9 @@ MUTANTS = (
     Mutant(
         "Q4, rule 1: a long message's records, too",
         "shm_broadcast/native/long_messages.c",
-        "        copy_out_of(b, record + RECORD_HEADER, header.size);\n",
+        "        copy_out_of(b, &self->way, tried, record + RECORD_HEADER, header.size);\n",
         "        gc_store64(self->ring, RING_PUBLISHED, position + stride);\n"
-        "        copy_out_of(b, record + RECORD_HEADER, header.size);\n",
+        "        copy_out_of(b, &self->way, tried, record + RECORD_HEADER, header.size);\n",
         (f"{_HERE}/test_queue_soak.py::test_checksummed_messages",),
     ),
     Mutant(

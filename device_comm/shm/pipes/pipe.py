@@ -4,6 +4,7 @@ A pipe is a segment of its own (`device_comm.shm.pipes.peer_pipes` makes and fin
 
     64   | posted u64: bytes of chunks written, by the sender |
     128  | taken u64: bytes of chunks read, by the receiver   |
+    136  | reads u32 x 2, by the receiver: as of a rank of a group, in `device_comm.shm.layout` |
     192  | ring of RING_BYTES: chunks in a row                |
 
     Chunk, at a multiple of 64; where the ring ends, its data goes on at the beginning
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 POSTED: Final = 64
 TAKEN: Final = 128
+READS: Final = 136
 RING: Final = 192
 RING_BYTES: Final = 1 << 20
 """For the same reason as the rings of a group are long: see `device_comm.shm.layout`."""
