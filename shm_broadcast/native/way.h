@@ -37,7 +37,7 @@ typedef struct {
 /* One process's end of a place that others read, or that it reads. */
 typedef struct {
     bool past;            /* what is taken */
-    uint32_t costs[WAYS]; /* ticks for a MiB, both ends; 0: not known yet */
+    uint32_t costs[WAYS]; /* estimated ticks for a MiB, both ends; 0: not known yet */
     way_samples writes[WAYS], reads[WAYS];
     way_tally written, fetched;
 } gc_way;

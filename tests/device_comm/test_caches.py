@@ -140,8 +140,10 @@ def test_a_trial_without_the_core_changes_nothing() -> None:
 
 
 def test_ways_that_take_the_same_are_not_changed() -> None:
+    """Past the caches counts 7/5: 50 + 50, and 48 + 50, beside 70 + 70 and 66 + 70."""
     native = import_module("device_comm._native")
-    trials = [(number % 2, 100 - 4 * (number // 2 % 2), 100) for number in range(100)]
+    samples = [(PLAIN, 70, 70), (PAST, 50, 50), (PLAIN, 66, 70), (PAST, 48, 50)]
+    trials = [samples[number % 4] for number in range(100)]
     for past in (False, True):
         assert native.weigh_ways(past, trials) == [past] * 100
 
