@@ -117,7 +117,7 @@ def main() -> None:
     if out.resolve() == RESULTS.resolve() and not chosen.quick:
         rewrite(README, front(reports))
     met = sum(each.met for each in verdicts)
-    measured = sum(each.measured for each in verdicts)
+    measured = sum(each.judged for each in verdicts)
     print(f"\n{met} of {measured} targets met: {out / 'bench.md'}")
     sys.exit(bool(left_out.keys() & STEPS.keys()))
 

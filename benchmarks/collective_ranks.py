@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.rank_processes import tie
 from device_comm import Communicator, ShmBackend
 from shm_broadcast import Board, BoardHandle
 
@@ -180,10 +181,18 @@ def check(verb: str, result: Tensor, n: int) -> None:
 
 
 def serve(
-    rank: int, n: int, board: BoardHandle, path: str, names: Sequence[str], requests: Connection
+    rank: int,
+    n: int,
+    board: BoardHandle,
+    path: str,
+    names: Sequence[str],
+    tied: bool,
+    requests: Connection,
 ) -> None:
     """A rank's process: measure what the driver asks for, until it asks for nothing."""
     torch.set_num_threads(1)
+    if tied:
+        tie(rank, n)
     make: dict[str, Callable[[], Collectives]] = {
         "ours": lambda: Ours(Board.attach(board, rank), path),
         "gloo": lambda: Gloo(rank, n, path),

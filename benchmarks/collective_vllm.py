@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from benchmarks.child import ANSWER
 from benchmarks.collective_ranks import measure
-from benchmarks.rank_processes import RankProcesses
+from benchmarks.rank_processes import RankProcesses, tie
 from benchmarks.tensor_dict import tensors_only
 
 if TYPE_CHECKING:
@@ -112,6 +112,7 @@ class Vllm:
 def serve(rank: int, n: int, path: str, requests: Connection) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    tie(rank, n)
     system = Vllm(rank, n, path)
     while (request := requests.recv()) is not None:
         requests.send(measure(system, rank, n, *request))

@@ -3,6 +3,9 @@
 A verb with an underscore works in place or into memory that is ready, as gloo and MPI always do;
 one without makes its result, as callers mostly want. MPIs, which need mpi4py, and vLLM's C++ take
 part where they are: ``--peers DIR``, see `benchmarks.peers`.
+
+Where there are cores enough each rank is tied to one, as MPIs do by default; of ours there are rows
+of untied ranks beside.
 """
 
 from __future__ import annotations
@@ -49,8 +52,10 @@ VERBS = (
     "scatter_",
     "send/recv",
 )
+UNTIED = "ours, untied"
 COLOURS = {
     "ours": "tab:blue",
+    UNTIED: "tab:cyan",
     "gloo": "tab:orange",
     "vLLM's C++": "tab:red",
     "Open MPI": "tab:green",
@@ -66,6 +71,7 @@ HERE = ("ours", "gloo")
 REPEATS = 5
 MOST_SECONDS = 1.0
 """What a system may take for a figure before it gets no more repeats."""
+PROBE_SECONDS = 0.005
 Samples = list[float]
 
 
@@ -73,6 +79,7 @@ def compare(
     report: Report,
     n: int,
     ranks: RankProcesses,
+    untied: RankProcesses | None,
     peers: Mapping[str, Child],
     works: Sequence[tuple[str, str, int]],
     seconds: float,
@@ -84,6 +91,8 @@ def compare(
         asks: dict[str, Callable[..., Samples | None]] = {
             system: partial(ranks.ask, system) for system in HERE
         }
+        if untied is not None:
+            asks[UNTIED] = partial(untied.ask, "ours")
         asks |= {title: _asking(peer) for title, peer in peers.items()}
         able = [name for name, ask in asks.items() if _has(report, name, ask, request)]
         name = next((label for label, value in SIZES.items() if value == size), "")
@@ -180,9 +189,18 @@ def run(report: Report, options: argparse.Namespace, n: int) -> None:
         peers.collectives_of_vllm(n, report.left_out) as vllm,
         tempfile.TemporaryDirectory() as folder,
         Board.create(n, None) as board,
-        RankProcesses(n, serve, n, board.handle(), f"{folder}/s", HERE) as ranks,
+        Board.create(n, None) as other_board,
+        RankProcesses(n, serve, n, board.handle(), f"{folder}/s", HERE, True) as ranks,
+        RankProcesses(n, serve, n, other_board.handle(), f"{folder}/u", ("ours",), False) as untied,
     ):
-        compare(report, n, ranks, {**mpis, **vllm}, works, 0.05)
+        enough = n <= len(os.sched_getaffinity(0))
+        report.probe = partial(_line_there_and_back, ranks) if enough else None
+        compare(report, n, ranks, untied if enough else None, {**mpis, **vllm}, works, 0.05)
+
+
+def _line_there_and_back(ranks: RankProcesses) -> float:
+    """Seconds of a barrier of ours: each rank writes a cache line that the other reads."""
+    return min(ranks.ask("ours", "barrier", "fp32", 0, PROBE_SECONDS))
 
 
 def main() -> None:

@@ -57,7 +57,7 @@ def ranks(report: Report, quick: bool) -> None:
         with (
             tempfile.TemporaryDirectory() as folder,
             Board.create(n, None) as board,
-            RankProcesses(n, serve, n, board.handle(), f"{folder}/s", systems) as processes,
+            RankProcesses(n, serve, n, board.handle(), f"{folder}/s", systems, False) as processes,
         ):
             for verb, size in (("barrier", 0), ("all_reduce_", 16 << 10)):
                 asks = {

@@ -5,6 +5,9 @@ them. A figure is repeated only when all others have had their turn: a noisy min
 repeat of each, not on all repeats of one. Reported are the median of all samples, the 99th
 percentile, and the spread of the repeats' medians as a share of their median; of one repeat, that
 of its samples.
+
+A virtual machine's host moves its cores: they share a cache for some seconds, and then none. Where
+a report has a probe, it is asked before each repeat, and each state has a median of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import os
 import platform
 import statistics
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,9 +33,27 @@ UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "%": 100.0, "MiB": 2.0**-20}
 """What a sample is multiplied by; samples are seconds, shares or bytes."""
 
 
+APART = 1.3
+"""Cores are apart when the probe takes so many times the least that it has taken in this run."""
+STATES = ("near", "apart")
+
+
 @dataclass(frozen=True)
 class Row:
-    """One system's figures for one piece of work."""
+    """One system's figures for one piece of work.
+
+    Attributes:
+        work: what was done.
+        params: how much of it.
+        system: by which.
+        median: of all samples.
+        p99: the 99th percentile.
+        spread: of the repeats' medians, as a share; the larger one of two states.
+        unit: of the figures.
+        near: the median of repeats while cores shared a cache; ``None``: there were none.
+        apart: the same, while they did not.
+        states: that of each repeat: N or A.
+    """
 
     work: str
     params: str
@@ -41,6 +62,9 @@ class Row:
     p99: float
     spread: float
     unit: str
+    near: float | None = None
+    apart: float | None = None
+    states: str = ""
 
 
 @dataclass(frozen=True)
@@ -82,11 +106,14 @@ class Taken:
 
     Attributes:
         samples: of each repeat, by system.
+        probes: the probe's seconds before each, by system.
         left_out: the systems that failed, and why.
     """
 
-    def __init__(self, figure: Figure) -> None:
+    def __init__(self, figure: Figure, probe: Callable[[], float] | None = None) -> None:
         self.figure = figure
+        self._probe = probe
+        self.probes: dict[str, list[float]] = {name: [] for name in figure.systems}
         self.samples: dict[str, list[Sequence[float]]] = {name: [] for name in figure.systems}
         self.left_out: dict[str, str] = {}
         self._spent = dict.fromkeys(figure.systems, 0.0)
@@ -96,6 +123,7 @@ class Taken:
         for name, samples in list(self.samples.items()):
             if samples and self._spent[name] >= self.figure.seconds:
                 continue
+            probed = self._probe() if self._probe and keep else 0.0
             began = time.monotonic()
             try:
                 taken = self.figure.systems[name]()
@@ -106,15 +134,19 @@ class Taken:
             self._spent[name] += time.monotonic() - began
             if keep:
                 samples.append(taken)
+                self.probes[name].append(probed)
 
-    def rows(self) -> list[Row]:
-        """What it comes to."""
+    def rows(self, least: float = 0.0) -> list[Row]:
+        """What it comes to; ``least`` is what the probe has taken at least, 0 without one."""
         of = self.figure
         return [
-            summarise(of.work, of.params, name, repeats, of.unit)
+            summarise(of.work, of.params, name, repeats, of.unit, self._states(name, least))
             for name, repeats in self.samples.items()
             if repeats
         ]
+
+    def _states(self, name: str, least: float) -> str:
+        return "".join("NA"[each > APART * least] for each in self.probes[name]) if least else ""
 
 
 @dataclass
@@ -126,6 +158,8 @@ class Report:
     ratios: list[Ratio] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     notes: dict[str, dict[str, float]] = field(default_factory=dict)
+    probe: Callable[[], float] | None = None
+    """A cache line's way to another core and back, in seconds."""
     file: str | None = None
     """Where what is known so far is written after each figure, should the rest never come."""
 
@@ -135,7 +169,7 @@ class Report:
         A peer that fails is left out of its figure. Of figures that are interrupted there is what
         their repeats came to by then.
         """
-        taken = [Taken(each) for each in figures]
+        taken = [Taken(each, self.probe) for each in figures]
         try:
             for each in taken:
                 if each.figure.warm_up:
@@ -145,14 +179,16 @@ class Report:
                     if repeat < each.figure.repeats:
                         each.ask(keep=True)
         finally:
+            probes = [some for each in taken for some in each.probes.values()]
+            least = min((seconds for some in probes for seconds in some), default=0.0)
             for each in taken:
-                self._add(each)
+                self._add(each, least)
 
-    def _add(self, taken: Taken) -> None:
+    def _add(self, taken: Taken, least: float) -> None:
         figure = taken.figure
         for name, why in taken.left_out.items():
             self.left_out[f"{name}, {figure.work} {figure.params}"] = why
-        rows = taken.rows()
+        rows = taken.rows(least)
         self.rows += rows
         for ours in rows:
             if ours.system.startswith("ours"):
@@ -174,8 +210,8 @@ class Report:
     def save(self) -> None:
         """Write what is known, if there is a file for it."""
         if self.file:
-            known = asdict(self)
-            del known["file"]
+            known = asdict(replace(self, probe=None))
+            del known["file"], known["probe"]
             Path(self.file).write_text(json.dumps(known, indent=1) + "\n")
 
     def _print(self, rows: list[Row]) -> None:
@@ -185,7 +221,7 @@ class Report:
             factor = "" if row is best else f"{row.median / best.median:8.2f} x"
             print(
                 f"  {row.system:24} {row.median:12.2f} {row.unit:3} p99 {row.p99:12.2f}"
-                f"  ±{100 * row.spread / 2:4.0f} % {factor}",
+                f"  ±{100 * row.spread / 2:4.0f} % {factor}{by_state(row)}",
                 flush=True,
             )
 
@@ -206,24 +242,55 @@ class Report:
             (draw or plot)(self.rows, options.plot)
 
 
+def by_state(row: Row) -> str:
+    """The median in each state, and the state of each repeat; empty without a probe."""
+    medians = ", ".join(
+        f"{state} {getattr(row, state):.2f}" for state in STATES if getattr(row, state) is not None
+    )
+    return f"  {medians} ({row.states})" if row.states else ""
+
+
 def summarise(
-    work: str, params: str, system: str, repeats: Sequence[Sequence[float]], unit: str
+    work: str,
+    params: str,
+    system: str,
+    repeats: Sequence[Sequence[float]],
+    unit: str,
+    states: str = "",
 ) -> Row:
-    """The figures of one system from its repeats' samples in seconds."""
+    """The figures of one system from its repeats' samples in seconds, and the state of each."""
     scale = UNITS[unit]
     every = sorted(sample * scale for repeat in repeats for sample in repeat)
-    medians = [statistics.median(repeat) * scale for repeat in repeats]
-    if len(medians) == 1:
-        medians = every
-    middle = statistics.median(every)
+    of_state = {
+        state: [each for each, its in zip(repeats, states, strict=True) if its == letter]
+        for state, letter in zip(STATES, "NA", strict=True)
+        if states
+    }
+    medians = {
+        state: scale * statistics.median(sample for repeat in its for sample in repeat)
+        for state, its in of_state.items()
+        if its
+    }
     return Row(
         work,
         params,
         system,
-        middle,
+        statistics.median(every),
         every[min(math.ceil(0.99 * len(every)), len(every)) - 1],
-        (max(medians) - min(medians)) / middle,
+        max(_spread(each) for each in of_state.values() or [repeats] if each),
         unit,
+        medians.get("near"),
+        medians.get("apart"),
+        states,
+    )
+
+
+def _spread(repeats: Sequence[Sequence[float]]) -> float:
+    medians = [statistics.median(repeat) for repeat in repeats]
+    if len(medians) == 1:
+        medians = list(repeats[0])
+    return (max(medians) - min(medians)) / statistics.median(
+        sample for repeat in repeats for sample in repeat
     )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from benchmarks.harness import UNITS
+from benchmarks.harness import STATES, UNITS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -15,7 +16,9 @@ if TYPE_CHECKING:
 INTRODUCTION = """\
 Written by `make bench`. Each figure is the median of all samples, ± half of what lies between the
 quickest and the slowest repeat, or, of a single one, its samples. All systems of a line took turns
-in one run. *Times* is how many times as fast as the peer ours was: above 1, ours is ahead.
+in one run. *Times* is how many times as fast as the peer ours was: above 1, ours is ahead. Where a
+virtual machine's cores were near (N) or apart (A), sharing a cache or not, before each repeat, each
+state has its own median, and *times* is that of the worse one.
 """
 
 
@@ -31,7 +34,7 @@ def page(
     """The whole page; ``sections`` come after the figures, the reports in ``drawn`` have an SVG."""
     told = ", ".join(f"{name} {value}" for name, value in machine.items())
     met = sum(verdict.met for verdict in verdicts)
-    measured = sum(verdict.measured for verdict in verdicts)
+    measured = sum(verdict.judged for verdict in verdicts)
     parts = [
         f"# Figures of {date}",
         INTRODUCTION,
@@ -57,6 +60,7 @@ def page(
 def _line(verdict: Verdict) -> tuple[str, ...]:
     target = verdict.target
     wanted = f"≥ {target.times:.2g}x" if target.peer else f"≤ {target.at_most:g}"
+    wanted = f"none: {target.limit} decides" if target.limit else wanted
     peer = " or ".join(target.peer.systems) if target.peer else ""
     if not verdict.measured:
         return target.what, "", peer, "", "", wanted, "not measured"
@@ -65,7 +69,7 @@ def _line(verdict: Verdict) -> tuple[str, ...]:
     if verdict.peer and target.peer and len(target.peer.systems) > 1:
         peer = verdict.peer.system
     times = f"{verdict.times:.2f}x" if verdict.peer else ""
-    met = "met" if verdict.met else "**not met**"
+    met = "met" if verdict.met else "**not met**" if verdict.judged else "shown"
     return target.what, figure(verdict.ours), peer, theirs, times, wanted, met
 
 
@@ -81,8 +85,13 @@ def _work(work: str, rows: Sequence[Row]) -> str:
 
 
 def figure(row: Row | None) -> str:
-    """A median with its unit and spread; nothing for no row."""
-    return "" if row is None else f"{spoken(row)} {spread(row)}"
+    """A median with its unit and spread, and those of two states; nothing for no row."""
+    if row is None:
+        return ""
+    both = row.near is not None and row.apart is not None
+    medians = [spoken(replace(row, median=getattr(row, state))) for state in STATES if both]
+    states = f" ({' / '.join(medians)} {row.states})" if both else ""
+    return f"{spoken(row)} {spread(row)}{states}"
 
 
 def spread(row: Row) -> str:

@@ -45,7 +45,7 @@ class Mpi(NamedTuple):
 
 
 _OPEN_MPI = (
-    *("--oversubscribe", "--allow-run-as-root", "--bind-to", "none"),
+    *("--oversubscribe", "--allow-run-as-root"),
     *("--mca", "btl", "self,sm", "--mca", "mpi_yield_when_idle"),
 )
 _IN_ITS_FOLDER = {"OMPI_MCA_btl_sm_backing_directory": FOLDER}
@@ -54,7 +54,7 @@ MPIS = (
     Mpi("Open MPI", "openmpi", (*_OPEN_MPI, "0"), _IN_ITS_FOLDER),
     Mpi("Open MPI, yielding", "openmpi", (*_OPEN_MPI, "1"), _IN_ITS_FOLDER, yields=True),
     Mpi("MPICH", "mpich"),
-    Mpi("Intel MPI", "impi-rt", environment={"I_MPI_FABRICS": "shm", "I_MPI_PIN": "0"}),
+    Mpi("Intel MPI", "impi-rt", environment={"I_MPI_FABRICS": "shm"}),
 )
 
 

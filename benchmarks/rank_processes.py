@@ -21,6 +21,13 @@ def _be(serve: Callable[..., None], lifeline: Connection, *arguments: Any) -> No
     serve(*arguments)
 
 
+def tie(rank: int, n: int) -> None:
+    """Have this rank run on a core of its own, as MPIs do by default, where there are enough."""
+    cores = sorted(os.sched_getaffinity(0))
+    if n <= len(cores):
+        os.sched_setaffinity(0, {cores[rank]})
+
+
 class RankProcesses:
     """Processes that each run ``serve(rank, *arguments, pipe)``. Use it in a ``with`` block."""
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from benchmarks.harness import Row
+import pytest
+
+from benchmarks.harness import Figure as Harness
+from benchmarks.harness import Report, Row, summarise
 from benchmarks.page import duration, page
 from benchmarks.targets import TARGETS, Figure, Target, judge
 
@@ -44,6 +47,47 @@ def test_what_was_not_measured_is_not_met() -> None:
         (verdict,) = judge([target], REPORTS)
         assert not verdict.measured
         assert not verdict.met
+
+
+def in_states(system: str, near: float | None, apart: float | None) -> Row:
+    return Row("echo", "1 reader", system, 50.0, 60.0, 0.1, "us", near, apart, "NA")
+
+
+def test_ours_has_to_be_ahead_of_the_best_peer_in_each_state() -> None:
+    rows = [in_states("ours", 10, 60), in_states("a", 20, 70), in_states("b", 15, 50)]
+    target = Target("", ECHO, ECHO.of("a", "b"))
+    (verdict,) = judge([target], {"queue": rows})
+    assert (verdict.times, verdict.met) == (50 / 60, False)
+    rows[2] = in_states("b", 15, None)
+    (verdict,) = judge([target], {"queue": rows})
+    assert (verdict.times, verdict.met) == (70 / 60, True)
+
+
+def test_what_the_machine_decides_is_shown_and_not_judged() -> None:
+    target = Target("waking", ECHO, ECHO.of("quick"), limit="a bare futex")
+    verdicts = judge([target], REPORTS)
+    assert (verdicts[0].judged, verdicts[0].times) == (False, 1.5)
+    lines = page("2026-11-23", {}, verdicts, REPORTS, {}).splitlines()
+    assert "## Targets: 0 of 0 met" in lines
+    shown = "20 µs ±5 % | quick | 30 µs ±5 % | 1.50x | none: a bare futex decides | shown |"
+    assert f"| waking | {shown}" in lines
+
+
+def test_states_have_their_own_medians() -> None:
+    """The second repeat's probe took 1.4 times as long as the least: apart."""
+    repeats = [[1e-6, 2e-6, 3e-6], [8e-6, 9e-6], [1e-6, 1e-6, 3e-6]]
+    found = summarise("echo", "1 reader", "ours", repeats, "us", "NAN")
+    assert (found.near, found.apart, found.states) == (1.5, 8.5, "NAN")
+    assert found.spread == pytest.approx(1 / 1.5)
+    alone = summarise("echo", "1 reader", "ours", repeats, "us")
+    assert (alone.near, alone.apart, alone.states) == (None, None, "")
+
+
+def test_a_probe_says_in_which_state_each_repeat_was_taken() -> None:
+    probes = iter([1.0e-6, 1.2e-6, 1.4e-6])
+    report = Report({}, probe=lambda: next(probes))
+    report.measure(Harness("echo", "1 reader", {"ours": lambda: [1e-6]}, warm_up=True))
+    assert [row.states for row in report.rows] == ["NNA"]
 
 
 def test_the_page_tells_targets_and_figures() -> None:

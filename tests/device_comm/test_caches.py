@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from device_comm import ShmBackend
 from shm_broadcast import Board
 from shm_broadcast.machine.core_map import listed, share_a_cache
 from tests.device_comm.shm_ranks import make_comm
@@ -181,7 +182,9 @@ def measure_ways(rank: int, _: int, path: str, board: BoardHandle) -> list[bool]
         with make_comm(rank, attached, f"{path}-{begins_past}") as comm:
             for _ in range(3000):
                 assert comm.all_reduce(x)[-1] == 1
-            past, plain_cost, past_cost = comm.backend._native.way
+            backend = comm.backend
+            assert isinstance(backend, ShmBackend) and backend._native is not None
+            past, plain_cost, past_cost = backend._native.way
             name, why = comm.explain().refused[-1]
         taken, other = (past_cost, plain_cost) if past else (plain_cost, past_cost)
         right.append(taken > 0 and 0.9 * taken < other)
