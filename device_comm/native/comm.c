@@ -194,7 +194,7 @@ static int read_group(Comm *self, size_t rank) {
     return 0;
 }
 
-static int read_doorbells(Comm *self, PyObject *offsets) {
+static int read_doorbells(Comm *self, PyObject *offsets, Py_ssize_t slot) {
     steps *s = &self->steps;
     s->board = self->board.buf;
     if (PyTuple_Size(offsets) != (Py_ssize_t)s->n) return wrong_memory("a doorbell");
@@ -204,8 +204,9 @@ static int read_doorbells(Comm *self, PyObject *offsets) {
         if (offset % 8 || offset + 8 > (uint64_t)self->board.len) return wrong_memory("a doorbell");
         s->doorbells[rank] = offset;
     }
-    if (self->slot % 8 || self->slot + MEMBER_OPERATION + OPERATION_BYTES > (size_t)self->board.len)
+    if (slot < 0 || slot % 8 || slot > self->board.len - MEMBER_OPERATION - OPERATION_BYTES)
         return wrong_memory("the slot on the board");
+    self->slot = (size_t)slot;
     return 0;
 }
 
@@ -271,7 +272,6 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSE
     allocfunc make = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     Comm *self = (Comm *)make(type, 0);
     if (self == NULL) return NULL;
-    self->slot = (size_t)slot;
     self->steps.crowded = crowded;
     self->steps.way = way_new();
     self->in_calls = in_calls;
@@ -284,7 +284,7 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSE
         PyObject_GetBuffer(group, &self->group, PyBUF_WRITABLE) < 0 ||
         PyObject_GetBuffer(board, &self->board, PyBUF_WRITABLE) < 0 ||
         read_group(self, (size_t)rank) < 0 || make_room(&self->steps) < 0 ||
-        read_doorbells(self, doorbells) < 0 || read_operations(self, operations) < 0 ||
+        read_doorbells(self, doorbells, slot) < 0 || read_operations(self, operations) < 0 ||
         read_begun(self, begun) < 0 || read_history(self, numbers, history, name) < 0) {
         Py_DECREF(self);
         return NULL;

@@ -207,6 +207,10 @@ static PyObject *end_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED
     if (!PyArg_ParseTuple(args, "OOnnOO!p|n", &ring, &board, &data, &slot, &history, &PyTuple_Type,
                           &doorbells, &crowded, &own_line))
         return NULL;
+    if (data < 0 || slot < 0 || own_line < 0) {
+        PyErr_SetString(PyExc_ValueError, "an offset is negative");
+        return NULL;
+    }
     Py_ssize_t n_peers = PyTuple_Size(doorbells);
     char *ring_memory = words_memory(ring, (size_t)data);
     char *board_memory = words_memory(board, (size_t)slot + MEMBER_OPERATION + OPERATION_BYTES);

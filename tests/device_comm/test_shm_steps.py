@@ -52,11 +52,14 @@ class Ends:
     def _make(self, rank: int, native: bool) -> Steps:
         if not native:
             return PythonSteps(self.segment, self.group, rank, lambda: None)
+        return self.made(rank, self.board.slot_offset(rank))
+
+    def made(self, rank: int, slot: int) -> _native.Comm:
         return _native.Comm(
             self.segment.memory,
             self.board.memory,
             rank,
-            self.board.slot_offset(rank),
+            slot,
             tuple(self.board.doorbell_offset(member) for member in range(N)),
             (*VERBS, "send", "recv"),
             torch.Tensor,
@@ -402,6 +405,12 @@ def test_the_extension_refuses_memory_that_is_not_a_groups(word: str, value: int
     ends.segment.words.store64(getattr(layout, f"GROUP_{word}"), value)
     with pytest.raises(ValueError, match=r"a (slot|ring) does not lie in the memory given"):
         ends._make(0, native=True)
+
+
+@pytest.mark.parametrize("slot", [-128, -8, 4, 1 << 40])
+def test_a_slot_that_is_not_on_the_board_is_refused(slot: int) -> None:
+    with pytest.raises(ValueError, match="the slot on the board does not lie in the memory given"):
+        Ends((False, False)).made(0, slot)
 
 
 def test_plans_that_cannot_be_are_refused_by_the_extension() -> None:

@@ -262,3 +262,16 @@ def test_wrong_arguments_of_reading_are_refused() -> None:
         with pytest.raises(BufferError):
             fast(made.readers[0]).read_parts((bytes(1000),), 0)
         assert made.consumed() == 0
+
+
+@pytest.mark.parametrize(
+    ("slot", "own_line"),
+    [(-128, 192), (layout.member_slot(1), -16), (layout.member_slot(1), -64)],
+)
+def test_a_negative_offset_is_refused(slot: int, own_line: int) -> None:
+    assert atomics.native is not None
+    with ring() as made:
+        board, data = made.boards[1], layout.data_offset(1)
+        words, bells = (made.words, board.words), (board.doorbell_offset(0),)
+        with pytest.raises(ValueError, match="negative"):
+            atomics.native.FastReader(*words, data, slot, 0, bells, False, own_line)
