@@ -67,6 +67,7 @@ static void touch(const void *from, size_t size) {
 }
 
 static void copy(bool past, void *to, const void *from, size_t size) {
+    if (size == 0) return; /* an empty tensor's address may be NULL, which memcpy may not get */
     if (past)
         stream_copy(to, from, size);
     else

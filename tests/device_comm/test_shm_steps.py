@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from array import array
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -427,3 +430,29 @@ def test_plans_that_cannot_be_are_refused_by_the_extension() -> None:
     for wrong in (3, made._replace(takes=(1,))):
         with pytest.raises(TypeError, match="expected a"):
             ends.steps[0].begin(wrong, 0)
+
+
+EMPTY = """
+#include "device_comm/native/share.h"
+int main(void) {
+    char to[1] = {1};
+    share_copy(to, 0, 0);
+    share_past_caches(0);
+    share_copy(to, 0, 0);
+    return to[0] - 1;
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
+def test_an_empty_tensor_without_memory_is_not_copied(tmp_path: Path) -> None:
+    """``memcpy`` may not be passed NULL, as UndefinedBehaviorSanitizer reports."""
+    root, program = Path(__file__).parents[2], tmp_path / "program"
+    sources = [root / "device_comm/native/share.c", root / "shm_broadcast/native/stream.c"]
+    (tmp_path / "main.c").write_text(EMPTY)
+    flags = "-fsanitize=undefined", "-fno-sanitize-recover=all", f"-I{root}"
+    includes = [f"-I{source.parent}" for source in sources]
+    subprocess.run(
+        ["gcc", *flags, *includes, tmp_path / "main.c", *sources, "-o", program], check=True
+    )
+    subprocess.run([program], check=True)
