@@ -90,8 +90,10 @@ static PyObject *add32(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     if (base == NULL) return NULL;
     long value = PyLong_AsLong(args[1]);
     if (value == -1 && PyErr_Occurred()) return NULL;
-    return PyLong_FromUnsignedLong(
-        atomic_fetch_add_explicit(GC_AT32(base, offset), (uint32_t)value, memory_order_seq_cst));
+    uint32_t before =
+        atomic_fetch_add_explicit(GC_AT32(base, offset), (uint32_t)value, memory_order_seq_cst);
+    gc_fence(); /* C11 orders no later acquire load after a seq_cst read-modify-write */
+    return PyLong_FromUnsignedLong(before);
 }
 
 static PyObject *compare_and_swap32(PyObject *self, PyObject *const *args, Py_ssize_t n) {
