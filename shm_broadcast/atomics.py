@@ -3,7 +3,7 @@
 `make_words` gives the extension's ``Words`` where it was built, else `PythonWords`. The latter is
 correct on x86-64 for words with a single writer: CPython copies an aligned word in one move, and
 x86 keeps stores in order and loads in order. It sleeps by polling. Its ``add32`` and
-``compare_and_swap32`` are not atomic between processes, and nothing depends on that: a lost wake-up
+compare-and-swaps are not atomic between processes, and nothing depends on that: a lost wake-up
 costs one wait slice, and of two members that abort at the same moment either may be named first.
 """
 
@@ -94,6 +94,13 @@ class PythonWords:
         if self.load32(offset) != expected:
             return False
         self.store32(offset, desired)
+        return True
+
+    def compare_and_swap64(self, offset: int, expected: int, desired: int, /) -> bool:
+        """Store ``desired`` if the word holds ``expected``; whether it did."""
+        if self.load64(offset) != expected:
+            return False
+        self.store64(offset, desired)
         return True
 
     def ring(self, doorbell: int, /) -> None:

@@ -40,9 +40,11 @@ Board: abort word, member slots, failure slots, outward slots, histories, tallie
      0   | doorbell u32   | sleepers u32   |   written by anyone (atomic add)
      8   | state u32      | pid u32        |   written by the member
     16   | start time of the process u64   |
-    24   | joining u32    | rank i32       |   pid of a process that is taking the slot, or 0
+    24   | joining u64                     |   process that takes the slot: pid, and its start time
+                                               in the upper half; 0: none
     32   | collective u64                  |   the number of the group's collective that it is in
     40   | as of u64                       |   the sequence that the number above belongs to
+    48   | rank i32       | -              |
     64   | sequence u64                    |   a line of its own: stamped by every operation
     72   | progress, monotonic ns u64      |
     80   | operation, 48 bytes, NUL-padded |
@@ -181,9 +183,9 @@ MEMBER_STATE: Final = 8
 MEMBER_PID: Final = 12
 MEMBER_START_TIME: Final = 16
 MEMBER_JOINING: Final = 24
-MEMBER_RANK: Final = 28
 MEMBER_COLLECTIVE: Final = 32
 MEMBER_COLLECTIVE_AS_OF: Final = 40
+MEMBER_RANK: Final = 48
 MEMBER_SEQUENCE: Final = 64
 MEMBER_PROGRESS: Final = 72
 MEMBER_OPERATION: Final = 80

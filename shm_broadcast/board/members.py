@@ -60,9 +60,9 @@ class Members:
             ValueError: a living process has the slot.
         """
         words, slot = self._words, layout.member_slot(member)
-        self._lock_slot(member, os.getpid())
+        self._lock_slot(member)
         if self.state(member) in ("idle", "busy"):
-            words.store32(slot + layout.MEMBER_JOINING, 0)
+            words.store64(slot + layout.MEMBER_JOINING, 0)
             self._refuse(member, words.load32(slot + layout.MEMBER_PID))
 
     def show(self, member: int) -> None:
@@ -74,14 +74,15 @@ class Members:
         words.store64(slot + layout.MEMBER_COLLECTIVE, 0)
         write_text(self._segment, slot + layout.MEMBER_OPERATION, "", layout.OPERATION_BYTES)
         words.progress(slot, layout.STATE_IDLE)
-        words.store32(slot + layout.MEMBER_JOINING, 0)
+        words.store64(slot + layout.MEMBER_JOINING, 0)
 
     def forgo(self, member: int) -> None:
         """Take back a `take` that is not shown, if there was one; who was lost before is lost."""
         slot = layout.member_slot(member)
-        if self._words.load32(slot + layout.MEMBER_JOINING) == os.getpid():
+        holder = ProcessId.from_word(self._words.load64(slot + layout.MEMBER_JOINING))
+        if holder.pid == os.getpid():
             self._words.compare_and_swap32(slot + layout.MEMBER_PID, os.getpid(), 0)
-            self._words.store32(slot + layout.MEMBER_JOINING, 0)
+            self._words.store64(slot + layout.MEMBER_JOINING, 0)
 
     def leave(self, member: int) -> None:
         """Say that ``member`` left in good order, unless the slot is a successor's by now."""
@@ -102,13 +103,13 @@ class Members:
         Raises:
             ValueError: it is not, or a successor is about to take the slot.
         """
-        self._lock_slot(member, os.getpid())
+        self._lock_slot(member)
         try:
             if self.state(member) != "lost":
                 raise ValueError(f"{self.status(member)}: it is not lost")
             yield
         finally:
-            self._words.store32(layout.member_slot(member) + layout.MEMBER_JOINING, 0)
+            self._words.store64(layout.member_slot(member) + layout.MEMBER_JOINING, 0)
 
     def joined(self, member: int) -> bool:
         """Whether a process has ever taken ``member``'s slot."""
@@ -166,13 +167,15 @@ class Members:
                 watch.close()
             self._watches.clear()
 
-    def _lock_slot(self, member: int, pid: int) -> None:
+    def _lock_slot(self, member: int) -> None:
         words, lock = self._words, layout.member_slot(member) + layout.MEMBER_JOINING
-        if not words.compare_and_swap32(lock, 0, pid):
-            other = words.load32(lock)
-            died_joining = other != 0 and _has_ended(other)
-            if not (died_joining and words.compare_and_swap32(lock, other, pid)):
-                self._refuse(member, other)
+        me = ProcessId.current().word
+        if not words.compare_and_swap64(lock, 0, me):
+            other = words.load64(lock)
+            holder = ProcessId.from_word(other)
+            died_joining = other != 0 and not holder.runs()
+            if not (died_joining and words.compare_and_swap64(lock, other, me)):
+                self._refuse(member, holder.pid)
 
     def _refuse(self, member: int, holder: int) -> NoReturn:
         raise ValueError(
@@ -196,10 +199,3 @@ class Members:
                     watch.close()
                 watch = self._watches[member] = ProcessWatch(holder)
             return watch.alive()
-
-
-def _has_ended(pid: int) -> bool:
-    try:
-        return not ProcessId.of(pid).runs()
-    except ProcessLookupError:
-        return True

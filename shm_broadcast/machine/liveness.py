@@ -69,6 +69,16 @@ class ProcessId:
         """
         return cls(pid, _look_at(pid)[1])
 
+    @classmethod
+    def from_word(cls, word: int) -> ProcessId:
+        """Read the process that `word` gave."""
+        return cls(word & (START_TIMES - 1), word >> 32)
+
+    @property
+    def word(self) -> int:
+        """64 bits for shared memory: the pid in the lower half, the start time in the upper one."""
+        return self.start_time << 32 | self.pid
+
     def runs(self) -> bool:
         """Whether it still runs (a zombie does not); True if there is no descriptor to look by."""
         try:

@@ -105,6 +105,20 @@ static PyObject *compare_and_swap32(PyObject *self, PyObject *const *args, Py_ss
     return PyBool_FromLong(atomic_compare_exchange_strong(GC_AT32(base, offset), &expected, desired));
 }
 
+static int u64_argument(PyObject *object, uint64_t *value) {
+    *value = PyLong_AsUnsignedLongLong(object);
+    return *value == UINT64_MAX && PyErr_Occurred() ? -1 : 0;
+}
+
+static PyObject *compare_and_swap64(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    size_t offset;
+    uint64_t expected, desired;
+    char *base = at(self, args, n, 3, 8, &offset);
+    if (base == NULL || u64_argument(args[1], &expected) < 0 || u64_argument(args[2], &desired) < 0)
+        return NULL;
+    return PyBool_FromLong(atomic_compare_exchange_strong(GC_AT64(base, offset), &expected, desired));
+}
+
 static PyObject *ring(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     size_t offset;
     char *base = at(self, args, n, 1, 8, &offset);
@@ -305,6 +319,8 @@ static PyMethodDef methods[] = {
     FAST("add32", add32, "add32(offset, value) -> int: atomic add, full fence; the value before."),
     FAST("compare_and_swap32", compare_and_swap32,
          "compare_and_swap32(offset, expected, desired) -> bool: full fence."),
+    FAST("compare_and_swap64", compare_and_swap64,
+         "compare_and_swap64(offset, expected, desired) -> bool: full fence."),
     FAST("ring", ring, "ring(doorbell): full fence, then wake whoever sleeps on the doorbell."),
     FAST("sleep_on", sleep_on,
          "sleep_on(doorbell, seen, seconds): sleep while the doorbell holds `seen`, without the "

@@ -55,8 +55,7 @@ _READERS: Final = 64
 """Offset of reader 0's two words, released and holder; see the drawing above."""
 _READER_BYTES: Final = 16
 _HOLDER: Final = 8
-"""Its pid in the lower half, its start time in the upper one (see `ProcessId`); 0: nobody."""
-_PID: Final = 0xFFFF_FFFF
+"""`ProcessId.word` of the process that holds an array; 0: none."""
 _DATA: Final = 4096
 _DESCRIPTOR: Final = struct.Struct(f"<IIQ{SEGMENT_NONCE_BYTES}sQQQ")
 
@@ -155,12 +154,13 @@ class BlockWriter:
             return True
         # A reader that has left, and may have a successor, may still hold an array: while its
         # process runs, it decides.
-        holder = words.load64(line + _HOLDER)
-        if not holder:
+        word = words.load64(line + _HOLDER)
+        if not word:
             return self._is_to_map(block, reader)
-        if self._readers.runs(reader, holder & _PID):  # in most cases, and a tenth of the time
+        holder = ProcessId.from_word(word)
+        if self._readers.runs(reader, holder.pid):  # in most cases, and a tenth of the time
             return True
-        return ProcessId(holder & _PID, holder >> 32).runs()
+        return holder.runs()
 
     def _is_to_map(self, block: _Block, reader: int) -> bool:
         """Whether reader number ``reader`` may still take ``block``, and has not mapped it yet."""
@@ -208,7 +208,7 @@ class BlockReader:
         self._line = _line(reader)
         self._limit = limit
         self._mapped: dict[bytes, Segment] = {}
-        self._holder = 0
+        self._holder = ProcessId(0, 0)
 
     def resolve(self, descriptor: bytes | bytearray) -> NDArray[np.uint8]:
         """An array over the bytes that ``descriptor`` names, in the block, without a copy.
@@ -228,9 +228,9 @@ class BlockReader:
             segment.close()
         self._mapped[nonce] = segment
         self._forget_oldest()
-        if os.getpid() != self._holder & _PID:
-            self._holder = _holder(os.getpid())
-        segment.words.store64(self._line + _HOLDER, self._holder)
+        if os.getpid() != self._holder.pid:
+            self._holder = ProcessId.of(os.getpid())
+        segment.words.store64(self._line + _HOLDER, self._holder.word)
         array = np.frombuffer(segment.memory[_DATA : _DATA + n_bytes], dtype=np.uint8)
         facts = segment.words, self._line, generation, os.getpid()
         release = weakref.finalize(array, _release, *facts)
@@ -250,10 +250,6 @@ class BlockReader:
 
 def _line(reader: int) -> int:
     return _READERS + _READER_BYTES * reader
-
-
-def _holder(pid: int) -> int:
-    return ProcessId.of(pid).start_time << 32 | pid
 
 
 def _release(words: WordsLike, line: int, generation: int, pid: int) -> None:

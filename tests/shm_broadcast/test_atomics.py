@@ -64,6 +64,7 @@ def test_offsets_outside_or_not_aligned_are_refused(words: WordsLike, offset: in
         lambda: words.store64(offset, 1),
         lambda: words.add32(offset, 1),
         lambda: words.compare_and_swap32(offset, 0, 1),
+        lambda: words.compare_and_swap64(offset, 0, 1),
     ):
         with pytest.raises((ValueError, IndexError, OverflowError)):
             call()
@@ -102,6 +103,14 @@ def test_compare_and_swap(words: WordsLike) -> None:
     assert words.load32(0) == 9
     assert words.compare_and_swap32(0, 9, 2**32 - 1)
     assert words.load32(0) == 2**32 - 1
+
+
+def test_compare_and_swap_of_64_bits(words: WordsLike) -> None:
+    words.store64(0, 2**63 + 1)
+    assert not words.compare_and_swap64(0, 1, 9)
+    assert words.compare_and_swap64(0, 2**63 + 1, 2**64 - 1)
+    assert words.load64(0) == 2**64 - 1
+    assert words.load64(8) == 0
 
 
 def test_bytes_go_in_and_out(words: WordsLike, memory: bytearray) -> None:

@@ -182,7 +182,16 @@ def test_of_processes_that_join_a_slot_at_once_one_gets_it(tmp_path: Path) -> No
 
 def test_a_slot_whose_taker_died_on_the_way_can_be_taken() -> None:
     with Board.create(2, member=0) as board:
-        board.words.store32(board.slot_offset(1) + layout.MEMBER_JOINING, DEAD.pid)
+        board.words.store64(board.slot_offset(1) + layout.MEMBER_JOINING, DEAD.word)
+        with Board.attach(board.handle(), 1):
+            assert board.member_status(1).state == "idle"
+
+
+def test_a_slot_whose_taker_s_pid_is_another_process_s_by_now_can_be_taken() -> None:
+    living = ProcessId.of(os.getppid())
+    killed = ProcessId(living.pid, living.start_time - 1)
+    with Board.create(2, member=0) as board:
+        board.words.store64(board.slot_offset(1) + layout.MEMBER_JOINING, killed.word)
         with Board.attach(board.handle(), 1):
             assert board.member_status(1).state == "idle"
 
@@ -194,7 +203,8 @@ def test_a_slot_whose_taker_is_but_a_zombie_can_be_taken() -> None:
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     try:
         with Board.create(2, member=0) as board:
-            board.words.store32(board.slot_offset(1) + layout.MEMBER_JOINING, pid)
+            taker = ProcessId.of(pid)
+            board.words.store64(board.slot_offset(1) + layout.MEMBER_JOINING, taker.word)
             with Board.attach(board.handle(), 1):
                 assert board.member_status(1).state == "idle"
     finally:
@@ -203,7 +213,8 @@ def test_a_slot_whose_taker_is_but_a_zombie_can_be_taken() -> None:
 
 def test_a_slot_that_another_process_is_taking_is_refused() -> None:
     with Board.create(2, member=0) as board:
-        board.words.store32(board.slot_offset(1) + layout.MEMBER_JOINING, os.getppid())
+        taker = ProcessId.of(os.getppid())
+        board.words.store64(board.slot_offset(1) + layout.MEMBER_JOINING, taker.word)
         with pytest.raises(ValueError, match=f"has joined already, as pid {os.getppid()}"):
             Board.attach(board.handle(), 1)
         assert not board.joined(1)
