@@ -3,8 +3,9 @@
 In a correct call all members of a group begin the same collectives in the same order, and every
 message is both sent and received. If not, an operation is left half done, and the next call's
 operations would be matched with it: one request's data would end up in another's answer; or the
-data of an operation are wrong, where the transport does not compare what the ranks call. Pure
-functions here; `device_comm.begun` fingerprints the operations in each rank.
+data of an operation are wrong, or end a process, where the transport does not compare what the
+ranks call. Pure functions here; `device_comm.begun` fingerprints the operations in each rank, and
+the board has the tallies of a rank whose process has ended.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
-from device_comm.begun import BEGUN_KEPT, did_of, has_messages
+from device_comm.begun import BEGUN_KEPT, SIGNATURE_WORDS, VERBS, did_of, has_messages
 from shm_broadcast.errors import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Hashable, Mapping, Sequence
 
     from coordinator.begun_in_call import BegunInGroup
     from device_comm.begun import Did
+    from shm_broadcast.board.tallies import Tally
 
 
 class Difference(NamedTuple):
@@ -57,6 +59,39 @@ def first_divergence(reports: Mapping[int, Sequence[BegunInGroup]]) -> Differenc
     return None
 
 
+def fatal_divergence(
+    rank: int, operation: str, tallies: Mapping[int, Sequence[Tally]]
+) -> Difference | None:
+    """The difference in the collective in which a rank's process ended; ``None`` if there is none.
+
+    Gloo aborts a process that receives more bytes than it expects, whichever rank sends them.
+
+    Args:
+        rank: the rank whose process ended.
+        operation: its last operation, as `MemberStatus.operation`.
+        tallies: by rank, those that the board has. Ranks that have begun more or fewer collectives
+            in the group are not compared.
+    """
+    group, _, verb = operation.rpartition(" ")
+    for lost in tallies[rank]:
+        if verb not in VERBS or not lost.last.startswith(bytes([VERBS.index(verb)])):
+            continue
+        number = lost.group, lost.count
+        last = {
+            each: tally
+            for each, its in sorted(tallies.items())
+            for tally in its
+            if (tally.group, tally.count) == number
+        }
+        ranks = _unlike_ranks({each: tally.digest for each, tally in last.items()})
+        if ranks is not None:
+            ours, theirs = (_began(last[each].last) for each in ranks)
+            return Difference(
+                group, ranks, (ours, theirs if ours != theirs else f"{theirs}, after others")
+            )
+    return None
+
+
 def _compare(
     ranks: tuple[int, ...], known: Mapping[int, bytes]
 ) -> tuple[tuple[int, int], tuple[str, str]] | None:
@@ -65,11 +100,9 @@ def _compare(
     if all(begun == one for begun in known.values()) and not has_messages(one):
         return None
     did = {rank: did_of(begun, len(ranks)) for rank, begun in known.items()}
-    most = Counter((each.collectives, each.checksum) for each in did.values()).most_common(1)[0][0]
-    first = next(rank for rank, each in did.items() if (each.collectives, each.checksum) == most)
-    for rank, theirs in did.items():
-        if (theirs.collectives, theirs.checksum) != most:
-            return (first, rank), _unlike(did[first], theirs)
+    unlike = _unlike_ranks({rank: (each.collectives, each.checksum) for rank, each in did.items()})
+    if unlike is not None:
+        return unlike, _unlike(did[unlike[0]], did[unlike[1]])
     for sender in did:
         for receiver in did:
             out = did[sender].sent[ranks.index(receiver)]
@@ -80,6 +113,13 @@ def _compare(
                     f"received {_messages(taken)} from it",
                 )
     return None
+
+
+def _unlike_ranks(marks: Mapping[int, Hashable]) -> tuple[int, int] | None:
+    """The first rank that has the most frequent mark, and the first that has another one."""
+    most = Counter(marks.values()).most_common(1)[0][0]
+    first = next(rank for rank, mark in marks.items() if mark == most)
+    return next(((first, rank) for rank, mark in marks.items() if mark != most), None)
 
 
 def _unlike(ours: Did, theirs: Did) -> tuple[str, str]:
@@ -99,9 +139,14 @@ def _collective(did: Did, number: int) -> str:
         return f"began {count}"
     if number not in did.last:
         return ""
+    return f"{_began(did.last[number])} (collective {number})"
+
+
+def _began(signature: bytes) -> str:
     from device_comm.shm.signature import signature_text, with_chunk  # noqa: PLC0415 - loads torch
 
-    return f"began {signature_text(with_chunk(did.last[number], 0))} (collective {number})"
+    whole = signature.ljust(SIGNATURE_WORDS * 8, b"\0")
+    return f"began {signature_text(with_chunk(whole, 0))}"
 
 
 def _messages(count: int) -> str:

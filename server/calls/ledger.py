@@ -135,6 +135,11 @@ class Ledger:
             busy = self.backlog.oldest_of(rank) is not None
             return None if busy else self.backlog.last_settled
 
+    def oldest_of(self, rank: int) -> PendingCall | None:
+        """The oldest call under way that ``rank`` has not answered; ``None`` if there is none."""
+        with self._lock:
+            return self.backlog.oldest_of(rank)
+
     def open(self, generation: int, mark: Callable[[int], object]) -> None:
         """Let calls go to the workers of a new generation.
 

@@ -24,12 +24,14 @@ from shm_broadcast import (
     GroupTimeoutError,
 )
 
+from ..calls.agreement import fatal_divergence
 from ..calls.dispatcher import Dispatcher
 from ..calls.hooks import LedgerHooks, in_main_thread
 from ..calls.ledger import Ledger
 from ..control.channel import ChannelClosedError
 from ..control.protocol import Failed, Resume, WorkProgress
 from ..errors import (
+    CallDivergedError,
     CallStuckError,
     CallTimeoutError,
     HostError,
@@ -159,9 +161,25 @@ class Crew(Watcher):
             where = {"rank": rank, "generation": self.ledger.state.generation}
             told = "rank %d (pid %d) of %s was lost: %s"
             _log.info(told, rank, pid, self._name, how, extra=where)
-            self.ledger.break_off(WorkerLostError(rank, pid, how, stack))
+            lost = WorkerLostError(rank, pid, how, stack)
+            self.ledger.break_off(self._divergence(lost) or lost)
         else:
             self._await_reason()
+
+    def _divergence(self, lost: WorkerLostError) -> CallDivergedError | None:
+        """The error if the collective in which a process ended is not the other ranks'."""
+        links, call = self._links, self.ledger.oldest_of(lost.rank)
+        if links is None or call is None:
+            return None
+        board = links.board
+        tallies = {rank: board.tallies.of(rank) for rank in range(self._plan.n_workers)}
+        operation = board.member_status(lost.rank).operation
+        found = fatal_divergence(lost.rank, operation, tallies)
+        if found is None:
+            return None
+        error = CallDivergedError(call.number, call.method, *found)
+        error.__cause__ = lost
+        return error
 
     def _await_reason(self) -> None:
         """Give the worker that has aborted the board time to report why over its control channel,

@@ -10,7 +10,7 @@ import torch
 import coordinator
 from device_comm import ReduceOp
 from device_comm.wrappers import late
-from server.errors import CallDivergedError, WorkerError
+from server.errors import CallDivergedError, WorkerError, WorkerLostError
 from server.pool import WorkerPool
 from shm_broadcast import DivergenceError
 from tests.netns import two_hosts
@@ -43,7 +43,14 @@ def order(world: GroupCoordinator, odd: bool) -> Any:
     return [world.all_reduce(torch.ones(4, dtype=each)) for each in dtypes[:: -1 if odd else 1]]
 
 
+def size(world: GroupCoordinator, odd: bool) -> Any:
+    """Gloo aborts the process of a rank that receives more bytes than it expects."""
+    return world.all_reduce(torch.ones(8 if odd else 4))
+
+
 SLIPS: Final[dict[str, Any]] = {each.__name__: each for each in (dtype, shape, reduction, order)}
+ENDING: Final[dict[str, Any]] = {**SLIPS, "size": size}
+SIZES: Final = "began all_reduce SUM float32[4]", "began all_reduce SUM float32[8]"
 NAMED: Final = {
     "dtype": (
         "began all_reduce SUM float32[4] (collective 2)",
@@ -87,7 +94,7 @@ class Slipping:
 
     def step(self, what: str, odd: int) -> float:
         total = self.world.all_reduce(torch.ones(1))
-        SLIPS[what](self.world, self.rank == odd)
+        ENDING[what](self.world, self.rank == odd)
         return float(total)
 
 
@@ -100,6 +107,22 @@ def test_a_slip_over_torch_is_never_answered(what: str) -> None:
             pool.call("step", what, 0, timeout=PATIENCE_SECONDS)
         assert (raised.value.ranks, raised.value.did) == ((1, 0), NAMED[what])
         assert raised.value.rank == 0
+
+
+def test_a_slip_that_ends_another_process_is_the_error() -> None:
+    """Rank 0 slips five times; the others' processes are aborted for it."""
+    store = coordinator.host_store()
+    given = {"port": store.port}
+    with WorkerPool(Slipping, tp=3, worker_kwargs=given, restart="worker") as pool:
+        for number in range(5):
+            with pytest.raises(CallDivergedError) as raised:
+                pool.call("step", "size", 0, timeout=PATIENCE_SECONDS)
+            error = raised.value
+            assert (error.number, error.method, error.group) == (number + 1, "step", "world")
+            assert (error.rank, error.ranks, error.did) == (0, (1, 0), SIZES)
+            lost = error.__cause__
+            assert isinstance(lost, WorkerLostError)
+            assert (lost.rank, lost.end) == (2, "killed by SIGABRT")
 
 
 def slips(pool: WorkerPool) -> list[str]:
