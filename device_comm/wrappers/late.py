@@ -164,7 +164,7 @@ class LateBackend(Wrapper):
         if slip.theirs:
             theirs = signature_text(slip.theirs)
         elif found := self._in_histories(rank, slip):
-            ours, theirs = map(_past_text, found)
+            ours, theirs = map(past_text, found)
             where = f"collective {found[0].number} of {self.name}"
         elif slip.first < slip.last:
             ours = f"one of its collectives {slip.first} to {slip.last} of {self.name}"
@@ -192,7 +192,7 @@ def _is_captured() -> bool:
     return torch.cuda.is_current_stream_capturing()
 
 
-def _past_text(past: PastOperation) -> str:
+def past_text(past: PastOperation) -> str:
     """As `signature_text`, as far as a history has it: ``reduce of 8 bytes float32 to rank 0``."""
     words = [past.verb]
     if past.dtype:

@@ -11,17 +11,21 @@ the board has the tallies of a rank whose process has ended.
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from device_comm.begun import BEGUN_KEPT, SIGNATURE_WORDS, VERBS, did_of, has_messages
 from shm_broadcast.errors import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
     from coordinator.begun_in_call import BegunInGroup
     from device_comm.begun import Did
+    from shm_broadcast.board.history import PastOperation
     from shm_broadcast.board.tallies import Tally
+
+_U32: Final = (1 << 32) - 1
+_AHEAD: Final = 1 << 31
 
 
 class Difference(NamedTuple):
@@ -60,36 +64,74 @@ def first_divergence(reports: Mapping[int, Sequence[BegunInGroup]]) -> Differenc
 
 
 def fatal_divergence(
-    rank: int, operation: str, tallies: Mapping[int, Sequence[Tally]]
+    rank: int,
+    operation: str,
+    tallies: Mapping[int, Sequence[Tally]],
+    past: Callable[[int], Sequence[PastOperation]],
 ) -> Difference | None:
     """The difference in the collective in which a rank's process ended; ``None`` if there is none.
 
-    Gloo aborts a process that receives more bytes than it expects, whichever rank sends them.
+    Gloo aborts a process that receives more bytes than it expects, whichever rank is wrong.
 
     Args:
         rank: the rank whose process ended.
         operation: its last operation, as `MemberStatus.operation`.
-        tallies: by rank, those that the board has. Ranks that have begun more or fewer collectives
-            in the group are not compared.
+        tallies: by rank, those that the board has.
+        past: the last operations of a rank, as far as the board has them. Only asked about ranks
+            that have begun that collective.
     """
     group, _, verb = operation.rpartition(" ")
     for lost in tallies[rank]:
-        if verb not in VERBS or not lost.last.startswith(bytes([VERBS.index(verb)])):
-            continue
-        number = lost.group, lost.count
-        last = {
-            each: tally
-            for each, its in sorted(tallies.items())
-            for tally in its
-            if (tally.group, tally.count) == number
-        }
-        ranks = _unlike_ranks({each: tally.digest for each, tally in last.items()})
-        if ranks is not None:
-            ours, theirs = (_began(last[each].last) for each in ranks)
-            return Difference(
-                group, ranks, (ours, theirs if ours != theirs else f"{theirs}, after others")
-            )
+        if verb in VERBS and lost.last.startswith(bytes([VERBS.index(verb)])):
+            begun = {
+                each: tally
+                for each, its in sorted(tallies.items())
+                for tally in its
+                if tally.group == lost.group and (tally.count - lost.count) & _U32 < _AHEAD
+            }
+            last = {each: tally for each, tally in begun.items() if tally.count == lost.count}
+            found = _compare_last(last) or _compare_past(rank, verb, begun, past)
+            if found is not None:
+                return Difference(group, *found)
     return None
+
+
+def _compare_last(last: Mapping[int, Tally]) -> tuple[tuple[int, int], tuple[str, str]] | None:
+    ranks = _unlike_ranks({rank: tally.digest for rank, tally in last.items()})
+    if ranks is None:
+        return None
+    ours, theirs = (_began(last[rank].last) for rank in ranks)
+    return ranks, (ours, theirs if ours != theirs else f"{theirs}, after others")
+
+
+def _compare_past(
+    rank: int, verb: str, begun: Iterable[int], past: Callable[[int], Sequence[PastOperation]]
+) -> tuple[tuple[int, int], tuple[str, str]] | None:
+    """Compare the last collective of ``rank`` with what the ranks have begun that are further."""
+    number = next(
+        ((each.group, each.number) for each in reversed(past(rank)) if each.verb == verb), None
+    )
+    known = {}
+    for each in begun:
+        alike = [
+            one for one in past(each) if (one.group, one.number) == number and one.verb in VERBS
+        ]
+        if len(alike) == 1:  # more: another group has the same name
+            known[each] = alike[0]
+    if rank not in known:
+        return None
+    ranks = _unlike_ranks(
+        {each: (one.verb, one.dtype, one.size, one.peer) for each, one in known.items()}
+    )
+    if ranks is None:
+        return None
+    from device_comm.wrappers.chain import first_difference  # noqa: PLC0415 - loads torch
+    from device_comm.wrappers.late import past_text  # noqa: PLC0415 - loads torch
+
+    ours, theirs = (known[each] for each in ranks)
+    if first_difference([ours], [theirs], ours.group, 0) is None:
+        return None
+    return ranks, (f"began {past_text(ours)}", f"began {past_text(theirs)}")
 
 
 def _compare(

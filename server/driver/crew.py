@@ -174,7 +174,9 @@ class Crew(Watcher):
         board = links.board
         tallies = {rank: board.tallies.of(rank) for rank in range(self._plan.n_workers)}
         operation = board.member_status(lost.rank).operation
-        found = fatal_divergence(lost.rank, operation, tallies)
+        # On a device the numbers of operations are not unique.
+        past = board.past if self._plan.devices[lost.rank] == "cpu" else lambda _: ()
+        found = fatal_divergence(lost.rank, operation, tallies, past)
         if found is None:
             return None
         error = CallDivergedError(call.number, call.method, *found)
