@@ -118,8 +118,9 @@ Ring: one writer, N readers, a byte stream of records
 ``published`` and ``consumed`` are positions: bytes since the ring began, never reduced; byte p
 lives at ``data_offset + p % capacity``. ``gate`` is the writer's cache of the smallest
 ``consumed``. A reader that has left sets ``consumed`` to `LEFT` and gates nobody. ``joined`` is
-where its process began to read. ``reads`` is what fetching takes it that was written through the
-caches, and past them, in ticks for a MiB; 0: not known yet (native/way.h).
+where its process began to read, or the end of a message that it dropped as it cannot map a block:
+no block of before that is still to be mapped. ``reads`` is the time that fetching takes, in ticks for
+a MiB, of data that was written through the caches, and past them; 0: not known yet (native/way.h).
 
 Record, at a multiple of 64
 ---------------------------

@@ -6,7 +6,7 @@ mapping, and hands out an array over it. Before that it stores in the block whic
 ("holder"). When the array's last reference goes, it stores the block's generation ("released"). The
 generation grows by one with each message. The writer may fill a block again once every reader has
 released the current generation, has left the queue without taking it, has joined the queue since,
-or has ended.
+has dropped the message as it cannot map the block, or has ended.
 
 ::
 

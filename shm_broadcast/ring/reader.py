@@ -196,6 +196,8 @@ class RingReader:
         except SharedMemoryError as error:
             if not may_pass(error):
                 self._blame_the_writer()
+                # Blocks of before that are not mapped are the writer's again.
+                self._words.store64(self._line + layout.READER_JOINED, self._position())
                 self.unfinished = None
             raise
         self._board.ended(self.begun, None, unfinished.size, unfinished.number)

@@ -7,9 +7,10 @@ import os
 import threading
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,6 +24,7 @@ from shm_broadcast.errors import (
     SharedMemoryError,
 )
 from shm_broadcast.queue.message_queue import MessageQueue
+from shm_broadcast.segment import Segment
 from tests.forked import in_a_child
 from tests.patience import until
 from tests.shm_broadcast.leaks import open_descriptors
@@ -328,6 +330,23 @@ def test_a_block_that_went_with_a_writer_ends_the_queue_until_there_is_a_success
             assert made.reader.dequeue(LIMIT) == "of the successor"
             successor.shutdown()
         made.reader.shutdown()  # so that nothing is kept for it
+
+
+def test_blocks_that_a_reader_cannot_map_are_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ends(2, zero_copy=True) as made:
+        made.writer.enqueue([np.full(1 << 20, mark, np.uint8) for mark in (1, 2)])
+        (one, two), writer = made.readers[1].dequeue(LIMIT), cast("Any", made.writer._end)
+        with monkeypatch.context() as patch:
+            patch.setattr(Segment, "attach", mock.Mock(side_effect=SharedMemoryError("refused")))
+            with pytest.raises(SharedMemoryError, match="refused"):
+                made.reader.dequeue(LIMIT)
+        assert (one[0], two[0]) == (1, 2)
+        assert not any(map(writer._blocks._is_free, writer._blocks._blocks))  # the other reader's
+        del one, two
+        assert all(map(writer._blocks._is_free, writer._blocks._blocks))
+        made.writer.enqueue([np.full(1 << 20, 3, np.uint8)])
+        assert not all(map(writer._blocks._is_free, writer._blocks._blocks))
+        assert made.reader.dequeue(LIMIT)[0][0] == 3
 
 
 def to_drop() -> tuple[list[MessageQueue], list[MessageQueue]]:
