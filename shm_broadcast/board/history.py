@@ -97,7 +97,9 @@ def read_history(
 
     for _ in range(_ATTEMPTS):
         last = sequence()
+        memory.words.fence()  # the entries are read after the first sequence, before the second
         data = read(layout.history_slot(member, n_members), kept * layout.ENTRY_STRIDE)
+        memory.words.fence()
         # The one after the last may have been half written over the oldest one.
         first = max(sequence() + 2 - kept, 1)
         # A reader that is stalled between these finds that all were overwritten, within 1 ms.

@@ -61,22 +61,17 @@ def read_totals(memory: SharedBytes, member: int, n_members: int) -> tuple[VerbT
     """The totals of a member's operations; () if the board keeps none."""
     if not memory.words.load32(layout.BOARD_HISTORY):
         return ()
-    begin, end = (
-        layout.history_slot(member, n_members) + at for at in (layout.TOTALS, layout.HISTORY_STRIDE)
-    )
-    data = bytes(memory.memory[begin:end])
+    history = layout.history_slot(member, n_members)
+    names, rows = history + layout.TOTALS, history + layout.TOTALS_ROWS
     found = []
     for group in range(layout.TOTAL_GROUPS):
-        (raw,) = _NAME.unpack_from(data, group * layout.TOTAL_NAME_STRIDE)
-        name = text_of(raw)
-        if group == layout.TOTAL_GROUPS - 1:
-            name = FURTHER_GROUPS
         for verb in range(1, layout.TOTAL_VERBS):
-            row = (group * layout.TOTAL_VERBS + verb) * layout.TOTAL_STRIDE
-            ended, failed, ns, size = _TOTAL.unpack_from(
-                data, layout.TOTALS_ROWS - layout.TOTALS + row
-            )
-            if ended:
+            row = rows + (group * layout.TOTAL_VERBS + verb) * layout.TOTAL_STRIDE
+            # Stored after the rest and the name, with release, so loaded before them, with acquire.
+            if ended := memory.words.load64(row + layout.TOTAL_ENDED):
+                _, failed, ns, size = _TOTAL.unpack_from(memory.memory, row)
+                (raw,) = _NAME.unpack_from(memory.memory, names + group * layout.TOTAL_NAME_STRIDE)
+                name = FURTHER_GROUPS if group == layout.TOTAL_GROUPS - 1 else text_of(raw)
                 verb_name = layout.DID_NAMES[verb]
                 found.append(VerbTotal(name, verb_name, ended, failed, ns / 1e9, size))
     return tuple(found)

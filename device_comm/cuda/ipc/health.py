@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from device_comm.cuda.launches import abi
 from device_comm.cuda.launches.abi import ErrorCode, ErrorRecord, Phase
+from shm_broadcast.atomics import make_words
 from shm_broadcast.deadline import NEVER, Deadline
 from shm_broadcast.errors import (
     CoordinatorError,
@@ -57,7 +58,7 @@ class Health:
             identity: this rank and its group.
         """
         self._control = control
-        self._code = control[abi.CONTROL_RECORD : abi.CONTROL_RECORD + 4].cast("I")
+        self._words = make_words(control)
         self._watch = identity.watch
         self._members = identity.members
         self._over = False
@@ -72,7 +73,7 @@ class Health:
     @property
     def failed(self) -> bool:
         """Whether a kernel has recorded an error; costs one load."""
-        return self._code[0] != 0
+        return self._words.load32(abi.CONTROL_RECORD) != 0
 
     def check(self, operation: str, timeout: float | None) -> None:
         """Raise the error that a kernel has recorded, if there is one.
@@ -87,7 +88,8 @@ class Health:
             GroupAbortedError: the group was aborted.
             TransportError: the kernels were stopped, and the board does not say why.
         """
-        if self.failed:  # the kernel writes the code last, so the other fields are complete
+        # The kernel stores the code last, with release, and `failed` loads it with acquire.
+        if self.failed:
             raise self._explain(ErrorRecord.read(self._control), operation, timeout)
 
     def abort(self) -> None:
@@ -101,7 +103,7 @@ class Health:
             self._watch.ring(self._watch.member)
         self._thread.join(_JOIN)
         self._control = memoryview(bytearray(self._control))
-        self._code = self._control[abi.CONTROL_RECORD : abi.CONTROL_RECORD + 4].cast("I")
+        self._words = make_words(self._control)
 
     def _explain(
         self, record: ErrorRecord, operation: str, timeout: float | None
