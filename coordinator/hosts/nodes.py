@@ -170,7 +170,11 @@ def _start_heartbeat(
 ) -> None:
     told = exchange.all_gather("hosts", msgspec.msgpack.encode((socket.gethostname(), address)))
     names = _named(
-        [exchange.decoded(_NAME_AND_ADDRESS, each, rank) for rank, each in enumerate(told)], node_of
+        [
+            exchange.decoded(_NAME_AND_ADDRESS, "hosts", each, rank)
+            for rank, each in enumerate(told)
+        ],
+        node_of,
     )
     heartbeat = Heartbeat(
         exchange,
@@ -206,7 +210,8 @@ def _make_board(group: Exchange, members: Exchange) -> Board:
         board = Board.create(group.size, group.rank, "", group.called or None)
     offers = members.all_gather("boards", msgspec.msgpack.encode(board and board.handle()))
     if board is None:
-        board = _try_to_attach(members.decoded(_BOARD, offers[leader], leader), group.rank)
+        offer = members.decoded(_BOARD, "boards", offers[leader], leader)
+        board = _try_to_attach(offer, group.rank)
     decided = members.all_gather("decided", b"yes" if board else b"")
     if board is not None:
         return board

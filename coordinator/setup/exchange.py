@@ -231,16 +231,24 @@ class Exchange(StoreAsker):
         if self.ask(operation, lambda: self._is_marked(LEFT_FOR_NEXT)):
             raise self.given_up(operation)
 
-    def decoded(self, decoder: msgspec.msgpack.Decoder[T], payload: bytes, rank: int) -> T:
-        """What a member has put, decoded. Collective: no.
+    def decoded(
+        self, decoder: msgspec.msgpack.Decoder[T], what: str, payload: bytes, rank: int
+    ) -> T:
+        """The payload that member ``rank`` has put in the swap ``what``, decoded. Collective: no.
 
         Raises:
-            PeerProtocolError: it is something else; names the member.
+            PeerProtocolError: it is something else; names the member, the key and the type.
         """
         try:
             return decoder.decode(payload)
         except UNDECODABLE as error:
-            raise PeerProtocolError(self.name, self.global_rank(rank), str(error)) from error
+            kind = decoder.type
+            name = kind.__name__ if isinstance(kind, type) else kind
+            raise self._altered(f"{what}/{rank}", rank, f"of type {name}: {error}") from error
+
+    def _altered(self, key: str, rank: int, expected: str) -> PeerProtocolError:
+        detail = f"the value of {key!r} in the store must be {expected}"
+        return PeerProtocolError(self.name, self.global_rank(rank), detail)
 
     def let_all_read(self) -> None:
         """Before a member leaves for what all have read: the store's keeper is the last to leave.
@@ -349,8 +357,7 @@ class Exchange(StoreAsker):
             rank = ranks[key]
             told, _, payloads[rank] = value.partition(b" ")
             if not told.isdigit():
-                detail = "what stands in the store is not of this set-up"
-                raise PeerProtocolError(self.name, self.global_rank(rank), detail)
+                raise self._altered(key, rank, "a number of members, a space and a value")
             if int(told) != self.size:
                 raise ValueError(
                     f"{self.name}: rank {self.global_rank(rank)} was told that there are "

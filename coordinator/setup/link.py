@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
 from torch.distributed import HashStore
 
 from coordinator.hosts.nodes import Nodes, TellingWhy, find_nodes, watched
@@ -25,7 +26,7 @@ from device_comm import Backend, Communicator, LoopbackBackend, ShmBackend, Torc
 from device_comm.wrappers.checked import CheckedBackend
 from device_comm.wrappers.late import LateBackend, group_number
 from device_comm.wrappers.on_stream import CudaSideStream, OnStream
-from shm_broadcast import NEVER, Deadline
+from shm_broadcast import NEVER, Deadline, SegmentHandle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from coordinator.setup.settings import Settings
 
 B = TypeVar("B", bound=Backend)
+_SEGMENT = msgspec.msgpack.Decoder(SegmentHandle)
 
 
 def _tell_nobody(error: BaseException | None) -> None:
@@ -268,7 +270,7 @@ class _Builder:
             ShmBackend.create(
                 self.nodes.board,
                 self.nodes.members,
-                lambda handle: self.exchange.broadcast("segment", handle),
+                self._share_segment,
                 name=self.exchange.name,
                 timeout=self.settings.timeout,
                 progress=self.nodes.progress,
@@ -319,6 +321,11 @@ class _Builder:
         if stream is None:
             return backend
         return self._keep(OnStream(backend, CudaSideStream(stream)))
+
+    def _share_segment(self, handle: bytes | None) -> bytes:
+        shared = self.exchange.broadcast("segment", handle)
+        self.exchange.decoded(_SEGMENT, "segment", shared, 0)  # its error names the store's key
+        return shared
 
     def _keep(self, backend: B) -> B:
         self.undo.callback(backend.close)

@@ -127,7 +127,7 @@ def enter_on_terms(members: Exchange, place: str, what: str, terms: Mapping[str,
         What `Exchange.enter` raises.
     """
     exchange, payloads = members.enter(place, what, msgspec.msgpack.encode(terms))
-    told = [exchange.decoded(_TERMS, each, rank) for rank, each in enumerate(payloads)]
+    told = [exchange.decoded(_TERMS, what, each, rank) for rank, each in enumerate(payloads)]
     for name in dict.fromkeys(chain(*told)):
         given: dict[str, list[int]] = {}
         for rank, each in enumerate(told):

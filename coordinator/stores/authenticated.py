@@ -19,7 +19,6 @@ from coordinator.stores.asked_store import AskedStore, address_towards, behind_p
 from coordinator.stores.key_values import Check
 from coordinator.stores.store_address import StoreAddress
 from shm_broadcast import Deadline, GroupTimeoutError, PeerProtocolError
-from shm_broadcast.codec import UNDECODABLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,6 +30,7 @@ _LOOPBACK = "127.0.0.1"
 _LOOK_SECONDS = 1.0
 """How often a member that waits for the store's host looks whether one has left."""
 _ADDRESS = msgspec.msgpack.Decoder(StoreAddress)
+_OFFER = "address of the authenticated store"
 
 
 def authenticated(
@@ -62,9 +62,9 @@ def authenticated(
         host = StoreHost(range(exchange.size), listen_at, secret)
         closing.callback(host.close)
         offer = msgspec.msgpack.encode(host.at)
-    told = exchange.broadcast("address of the authenticated store", offer)
+    told = exchange.broadcast(_OFFER, offer)
+    at = exchange.decoded(_ADDRESS, _OFFER, told, 0)
     try:
-        at = _ADDRESS.decode(told)
         store = guest_store(
             at,
             exchange.rank,
@@ -73,8 +73,8 @@ def authenticated(
             closing,
             lambda: exchange.require_all_stay(f"{exchange.name} authenticated store"),
         )
-    except (*UNDECODABLE, ValueError) as error:
-        detail = f"what stands in the store is no address: {error}"
+    except ValueError as error:
+        detail = f"the value of '{_OFFER}/0' in the store: {error}"
         raise PeerProtocolError(exchange.name, 0, detail) from error
     except GroupTimeoutError as error:
         exchange.give_up(error)

@@ -205,7 +205,7 @@ class StoreAsker:
         try:
             failure = _FAILURE.decode(told)
         except UNDECODABLE as error:
-            detail = f"what stands in the store is not of this set-up: {error}"
+            detail = f"the value of {GIVEN_UP!r} in the store must be of type Failure: {error}"
             return TransportError(operation, detail)
         if failure.kind == PeerLostError.__name__ and self.watch is not None:
             self.watch(operation, lambda: False)  # says more of the lost one

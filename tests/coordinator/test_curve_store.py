@@ -178,7 +178,8 @@ def test_nonsense_in_the_first_store_is_a_typed_error(told: bytes) -> None:
     store = HashStore()
     exchange = Exchange(PrefixStore("x", store), 1, 2, "world", Deadline.after(5))
     exchange._put("address of the authenticated store/0", told)
-    with ExitStack() as closing, pytest.raises(PeerProtocolError, match="is no address"):
+    named = r"'address of the authenticated store/0' .* of type StoreAddress: "
+    with ExitStack() as closing, pytest.raises(PeerProtocolError, match=named):
         authenticated(exchange, SECRET, closing)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from shm_broadcast import (
     GroupTimeoutError,
     MessageQueue,
     PeerLostError,
+    PeerProtocolError,
 )
 from tests.patience import STALL_SECONDS, until
 from tests.ranks import run_ranks
@@ -78,6 +80,37 @@ def one_ends(rank: int, n: int, store: Store, dies: bool) -> None:
 @pytest.mark.parametrize("dies", [True, False])
 def test_one_that_ends_on_the_way_is_named_at_once(dies: bool) -> None:
     run_ranks(3, one_ends, SharedStore(), dies, may_die=[1] if dies else [])
+
+
+def what_is_said_of_altered(rank: int, n: int, store: Store, key: str, value: bytes) -> str:
+    """The error, where a value in the store is altered as soon as rank 0 has put it."""
+    put = Exchange._put
+
+    def put_altered(self: Exchange, at: str, said: bytes) -> None:
+        put(self, at, value if at == key else said)
+
+    Exchange._put = put_altered if rank == 0 else put
+    with pytest.raises(PeerProtocolError if rank == 1 else CoordinatorError) as caught:
+        build(rank, n, store, LIMIT if rank == 1 else 5.0)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("rendezvous/0", b"2 \x01", r"of type dict\[str, str\]: Expected `object`, got `int`"),
+        ("rendezvous/0", b"2 \xc1", r"of type dict\[str, str\]: MessagePack data is malformed"),
+        ("boards/0", b"2 \x01", "of type BoardHandle: Expected `object`, got `int`"),
+        ("boards/0", b"\xff\xff", "a number of members, a space and a value"),
+        ("segment/0", b"\x01", "of type SegmentHandle: Expected `object`, got `int`"),
+        ("segment/0", b"", "of type SegmentHandle: Input data was truncated"),
+    ],
+)
+def test_an_altered_value_in_the_store_is_a_typed_error_with_its_key(
+    key: str, value: bytes, expected: str
+) -> None:
+    said = run_ranks(2, what_is_said_of_altered, SharedStore(), key, value)[1]
+    assert re.search(rf"with rank 0: .*'{key}'.* must be {expected}", said), said
 
 
 def one_is_replaced(process: int, _: int, store: Store) -> float:
