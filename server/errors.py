@@ -159,6 +159,8 @@ class WorkerStartError(CoordinatorError):
 class CallTimeoutError(GroupTimeoutError):
     """A call was not answered in time. The pool is intact; the late workers go on with the call.
 
+    Its notes show the stacks of those that hold up others; if none of them has a stack here, all.
+
     Attributes:
         method: the method that was called.
         stacks: the Python stack of each worker that had not answered, by rank.
@@ -180,8 +182,12 @@ class CallTimeoutError(GroupTimeoutError):
         self.method = method
         self.held_up_by = held_up_by
         self.stacks = dict(stacks or {})
-        for rank, stack in self.stacks.items():
-            self.add_note(f"Stack of rank {rank}:\n{stack.rstrip()}")
+        culprits = {rank: self.stacks[rank] for rank in held_up_by if rank in self.stacks}
+        ranks_in: dict[str, list[str]] = {}
+        for rank, stack in (culprits or self.stacks).items():
+            ranks_in.setdefault(stack.rstrip(), []).append(f"rank {rank}")
+        for stack, ranks in ranks_in.items():
+            self.add_note(f"Stack of {' and '.join(ranks)}:\n{stack}")
 
 
 class CallStuckError(CallTimeoutError):

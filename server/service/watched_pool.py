@@ -8,7 +8,7 @@ import time
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CallTimeoutError, PoolClosedError, with_notes
+from ..errors import CallStuckError, CallTimeoutError, PoolClosedError, with_notes
 from .overview import clipped
 from .stall import StallWatch
 
@@ -161,7 +161,8 @@ class WatchedPool:
             if isinstance(error, CallTimeoutError):
                 lacks_workers = error.waiting_for or self.pool.restarting is not None
                 end = self._watch.timed_out if lacks_workers else self._watch.withdrawn
-                _log.error("%s", with_notes(error))
+                if not isinstance(error, CallStuckError):  # breaks the pool, whose log shows it
+                    _log.error("%s", with_notes(error))
             raise
         finally:
             end(number)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import re
 import signal
 import threading
 from functools import partial
@@ -34,6 +35,9 @@ from server.errors import (
 from server.launchers.fork_servers import FORK_SERVERS
 from server.pool import WorkerPool
 from server.pool_config import PoolConfig
+from server.service.metrics import Metrics
+from server.service.service_limits import ServiceLimits
+from server.service.watched_pool import WatchedPool
 from shm_broadcast import DivergenceError
 from tests.patience import PATIENCE_SECONDS, STALL_SECONDS, until
 from tests.server.lean_model import Lean
@@ -233,6 +237,22 @@ def test_a_rank_that_hangs_is_replaced_and_its_peers_stay(
     if hang is hang_in_python:
         assert "in hold_python" in raised.value.stacks[1]
         assert any("in hold_python" in record.getMessage() for record in caplog.records)
+
+
+def test_a_service_logs_the_stack_of_the_culprit_of_a_stuck_call_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    limits = ServiceLimits(16, 16, 600.0, 600.0)
+    with WorkerPool(Worker, tp=3, restart="worker", stuck_after=0.5) as pool:
+        watched = WatchedPool(pool, Metrics(list, "embedding"), limits)
+        with pytest.raises(CallStuckError) as raised, watched.counted([1]):
+            pool.call("hang_in_group", 1)
+        until(lambda: pool.generation == 2)
+    assert raised.value.held_up_by == (1,)
+    assert sorted(raised.value.stacks) == [0, 1, 2]
+    assert re.findall("Stack of (.*):\n", caplog.text) == ["rank 1"]
+    assert caplog.text.count("in hang_in_group\n") == 1
+    assert "in all_reduce" not in caplog.text
 
 
 @pytest.mark.parametrize("stuck_after", [None, math.inf])
