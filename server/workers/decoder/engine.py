@@ -6,8 +6,9 @@ each has slots of its own and one step under way, so that no stage is idle while
 
 The workers' only state is keys and values. If they are lost and the pool is restarted, each
 sequence starts again with all the tokens it has so far, and continues where it was: readers see a
-pause. (The same step, which ``retry=True`` of the pool makes again, would find no keys and values.)
-The driver draws the random numbers, so no token is drawn twice.
+pause. This replay is the only retry: steps are called without ``retry=True`` of the pool, as the
+same step, made again, would find no keys and values. The driver draws the random numbers, so no
+token is drawn twice.
 """
 
 from __future__ import annotations
