@@ -111,7 +111,9 @@ def main(control: int, seat: int, stacks: int) -> None:
             # It stays open until this process ends, or becomes another program: the driver hears it
             # close, and takes a process that goes on then for no worker any more.
             connection.detach()
-    except _ENDS:
+    except _ENDS as error:
+        why = f"{type(error).__name__}: {error}"  # shown if the driver takes this end for the cause
+        os.write(stacks, why.encode(errors="backslashreplace"))
         in_order = False
     except BaseException:  # noqa: BLE001 - the interpreter would wait for threads of the user's
         why = traceback.format_exc()
@@ -193,8 +195,9 @@ def _serve_generations(channel: Channel, store: Store, start: Start) -> bool:
         channel.send(serving.ready())
         try:
             serving.serve()
-        except _ENDS:
-            if not start.survives:
+        except _ENDS as error:
+            lost_driver = isinstance(error, PeerLostError) and error.rank == DRIVER_RANK
+            if not start.survives or lost_driver:  # its end has the reason, unlike `Left`
                 raise
         else:
             serving.close()

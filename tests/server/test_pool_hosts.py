@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import psutil
@@ -22,12 +23,14 @@ from server.errors import (
     WorkerError,
     WorkerLostError,
     WorkerStartError,
+    with_notes,
 )
 from server.hosts import distant_hosts
 from server.hosts.host_supervisor import serve_host
 from server.hosts.link_end import LINK_NONCE
 from server.hosts.link_messages import HostHello
 from server.pool import WorkerPool
+from shm_broadcast import CoordinatorError
 from shm_broadcast.remote.keys import writer_key
 from tests.coordinator.hosts import NAMES, move_to
 from tests.netns import Host, two_hosts
@@ -290,6 +293,35 @@ def test_a_cut_cable_is_named_on_both_hosts(tmp_path: Path) -> None:
         return max(float(seconds), ended_at - noted(folder, "unplugged"))
 
     assert quickest(attempt, NAMED_WITHIN) < NAMED_WITHIN
+
+
+def is_cut_at_the_calls_port(pool: WorkerPool, head: Host) -> str:
+    links = pool._crew._links
+    assert links is not None
+    remote = links.calls.export_handle().remote
+    assert remote is not None
+    port = str(urlsplit(remote.address).port)
+    head.ip("rule", "add", "pref", "1", "ipproto", "tcp", "sport", port, "blackhole")
+    with pytest.raises(CoordinatorError) as caught:
+        pool.call("total", 1.0)
+    return with_notes(caught.value)
+
+
+@pytest.mark.parametrize("restart", ["never", "worker"])
+def test_a_worker_that_only_the_calls_do_not_reach_says_so(restart: str, tmp_path: Path) -> None:
+    with two_hosts("IPv4") as hosts:
+        told, *_ = run_ranks(
+            2,
+            over_hosts,
+            str(tmp_path),
+            hosts,
+            is_cut_at_the_calls_port,
+            (hosts[0],),
+            {"restart": restart},
+            {"silence_seconds": 1.5},
+        )
+    assert "the worker of rank 1" in told and f"on host {NAMES[1]}" in told
+    assert "PeerLostError: dequeue: lost the driver" in told
 
 
 def ends_suddenly(pool: WorkerPool, folder: str) -> None:
