@@ -89,6 +89,8 @@ class CallRefusedError(CoordinatorError):
 class CallDivergedError(DivergenceError):
     """Ranks began different group operations in a call: its results and all later ones are invalid.
 
+    If a process has ended in one of these operations, ``__cause__`` is its `WorkerLostError`.
+
     Attributes:
         number: the call's number, counted from 1.
         method: the method that was called.

@@ -242,6 +242,7 @@ class HostSupervisor(Watcher):
     def on_death(self, rank: int, how: str, stack: str) -> None:
         """Tell that a worker has ended; called by the supervisor."""
         self._tell_abort()
+        self._link.post(self.pulse())  # the head compares what the worker did last
         self._link.post(WorkerEnded(rank, self._since[rank], how, stack))
         self._forget(self._workers[rank])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,11 +12,15 @@ import torch
 from device_comm import ReduceOp
 from device_comm.operation import Operation
 from device_comm.shm.signature import sign, signature_text, signature_with_sizes
-from server.calls.agreement import Difference, first_divergence
+from server.calls.agreement import Difference, fatal_divergence, first_divergence
 from server.errors import CallDivergedError
+from shm_broadcast.board.history import PastOperation
+from shm_broadcast.board.tallies import Tally
 from tests.server.begun import begun
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from coordinator.begun_in_call import BegunInGroup
 
 
@@ -172,6 +177,77 @@ def test_what_a_member_did_is_not_known_is_not_compared() -> None:
     did = begun((0, 1, 2), all_reduce=1)
     assert first_divergence({0: did, 2: did}) is None
     assert first_divergence({0: did, 2: ()}) is not None
+
+
+def tally(count: int, digest: int, signature: bytes = F32, group: int = 9) -> tuple[Tally, ...]:
+    return (Tally(group, count, digest, signature[:48].rstrip(b"\0")),)
+
+
+def did(number: int, size: int = 16, verb: str = "all_reduce", **other: object) -> PastOperation:
+    plain = PastOperation(verb, "tp", number, None, "done", number, number, size, None, "float32")
+    return replace(plain, **other)
+
+
+def pasts(*rows: tuple[PastOperation, ...]) -> Callable[[int], tuple[PastOperation, ...]]:
+    return rows.__getitem__
+
+
+WIDER = sign("all_reduce", torch.float32, (8,), ReduceOp.SUM)
+NARROW_AND_WIDE = "began all_reduce SUM float32[4]", "began all_reduce SUM float32[8]"
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_whoever_ends_in_a_collective_that_differs_the_odd_rank_is_named(rank: int) -> None:
+    tallies = {0: tally(5, 77, WIDER), 1: tally(5, 33), 2: tally(5, 33)}
+    found = fatal_divergence(rank, "tp all_reduce", tallies, pasts((), (), ()))
+    assert found == Difference("tp", (1, 0), NARROW_AND_WIDE)
+
+
+def test_a_collective_behind_others_that_differ_is_not_the_difference() -> None:
+    found = fatal_divergence(0, "tp all_reduce", {0: tally(5, 77), 1: tally(5, 33)}, pasts((), ()))
+    assert found == Difference(
+        "tp", (0, 1), (NARROW_AND_WIDE[0], f"{NARROW_AND_WIDE[0]}, after others")
+    )
+
+
+@pytest.mark.parametrize(
+    ("operation", "other"),
+    [
+        ("tp all_reduce", tally(5, 33)),  # the same
+        ("tp all_reduce", tally(4, 77)),  # not as far
+        ("tp all_reduce", tally(5, 77, group=8)),
+        ("tp all_reduce", ()),
+        ("tp barrier", tally(5, 77)),  # it has ended in another one
+        ("dequeue", tally(5, 77)),
+        ("", tally(5, 77)),
+    ],
+)
+def test_a_rank_that_ends_where_nothing_differs_is_lost(
+    operation: str, other: tuple[Tally, ...]
+) -> None:
+    tallies = {0: tally(5, 33), 1: other}
+    assert fatal_divergence(0, operation, tallies, pasts((did(5),), (did(4),))) is None
+
+
+def test_a_rank_that_went_on_is_compared_by_its_history() -> None:
+    tallies = {0: tally(8, 1), 1: tally(5, 33), 2: tally(5, 33)}
+    same = did(4), did(5)
+    odd = did(4), did(5, 32), did(6, verb="barrier"), did(7), did(8)
+    assert fatal_divergence(2, "tp all_reduce", tallies, pasts(odd, same, same)) == Difference(
+        "tp",
+        (1, 0),
+        ("began all_reduce of 16 bytes float32", "began all_reduce of 32 bytes float32"),
+    )
+    assert fatal_divergence(2, "tp all_reduce", tallies, pasts(same, same, same)) is None
+
+
+def test_histories_that_may_be_of_another_group_are_not_compared() -> None:
+    tallies = {0: tally(8, 1), 1: tally(5, 33)}
+    twice = did(5, 32), did(5)
+    assert fatal_divergence(1, "tp all_reduce", tallies, pasts(twice, (did(5),))) is None
+    assert fatal_divergence(1, "tp all_reduce", tallies, pasts((did(5, 32),), twice)) is None
+    elsewhere = (did(5, 32, group="pp"),)
+    assert fatal_divergence(1, "tp all_reduce", tallies, pasts(elsewhere, (did(5),))) is None
 
 
 def test_the_error_travels() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -48,9 +50,21 @@ def size(world: GroupCoordinator, odd: bool) -> Any:
     return world.all_reduce(torch.ones(8 if odd else 4))
 
 
+def size_before_another(world: GroupCoordinator, odd: bool) -> Any:
+    """The odd rank has sent its data, and goes on, when another process is aborted."""
+    world.broadcast(torch.ones(8 if odd else 4), 0)
+    return world.all_reduce(torch.ones(1))
+
+
+def death(world: GroupCoordinator, odd: bool) -> Any:
+    """A process is killed before a collective in which the others wait for it."""
+    if odd:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return world.all_reduce(torch.ones(4))
+
+
 SLIPS: Final[dict[str, Any]] = {each.__name__: each for each in (dtype, shape, reduction, order)}
-ENDING: Final[dict[str, Any]] = {**SLIPS, "size": size}
-SIZES: Final = "began all_reduce SUM float32[4]", "began all_reduce SUM float32[8]"
+ENDING: Final = {each.__name__: each for each in (size, size_before_another, death)}
 NAMED: Final = {
     "dtype": (
         "began all_reduce SUM float32[4] (collective 2)",
@@ -94,7 +108,7 @@ class Slipping:
 
     def step(self, what: str, odd: int) -> float:
         total = self.world.all_reduce(torch.ones(1))
-        ENDING[what](self.world, self.rank == odd)
+        {**SLIPS, **ENDING}[what](self.world, self.rank == odd)
         return float(total)
 
 
@@ -110,7 +124,6 @@ def test_a_slip_over_torch_is_never_answered(what: str) -> None:
 
 
 def test_a_slip_that_ends_another_process_is_the_error() -> None:
-    """Rank 0 slips five times; the others' processes are aborted for it."""
     store = coordinator.host_store()
     given = {"port": store.port}
     with WorkerPool(Slipping, tp=3, worker_kwargs=given, restart="worker") as pool:
@@ -119,10 +132,31 @@ def test_a_slip_that_ends_another_process_is_the_error() -> None:
                 pool.call("step", "size", 0, timeout=PATIENCE_SECONDS)
             error = raised.value
             assert (error.number, error.method, error.group) == (number + 1, "step", "world")
-            assert (error.rank, error.ranks, error.did) == (0, (1, 0), SIZES)
-            lost = error.__cause__
-            assert isinstance(lost, WorkerLostError)
-            assert (lost.rank, lost.end) == (2, "killed by SIGABRT")
+            began = dict(zip(error.ranks, error.did, strict=True))
+            assert began.pop(0) == "began all_reduce SUM float32[8]"
+            assert [*began.values()] == ["began all_reduce SUM float32[4]"]
+            assert isinstance(error.__cause__, WorkerLostError)
+            assert error.__cause__.end == "killed by SIGABRT"
+
+
+def test_a_slip_before_another_collective_is_the_error() -> None:
+    store = coordinator.host_store()
+    with (
+        WorkerPool(Slipping, tp=2, worker_kwargs={"port": store.port}) as pool,
+        pytest.raises(
+            CallDivergedError, match=r"rank \d began broadcast .* rank \d began broadcast"
+        ),
+    ):
+        pool.call("step", "size_before_another", 0, timeout=PATIENCE_SECONDS)
+
+
+def test_a_death_that_is_no_slip_is_the_error() -> None:
+    store = coordinator.host_store()
+    with (
+        WorkerPool(Slipping, tp=3, worker_kwargs={"port": store.port}) as pool,
+        pytest.raises(WorkerLostError, match=r"rank 0 .*killed by SIGKILL"),
+    ):
+        pool.call("step", "death", 0, timeout=PATIENCE_SECONDS)
 
 
 def slips(pool: WorkerPool) -> list[str]:
@@ -147,3 +181,27 @@ def test_a_slip_over_hosts_is_never_answered(tmp_path: Path) -> None:
     for error in errors:
         assert "all_reduce SUM int32[4]" in error
         assert "all_reduce SUM float32[4]" in error
+
+
+class Uncompared(Slipping):
+    """Its ranks do not compare what they call, over hosts either: its process ends first."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        late.LOOK_SECONDS = 1e9  # type: ignore[misc]
+        self.world.barrier()
+
+
+def slip_of_the_other_host(pool: WorkerPool) -> str:
+    with pytest.raises(CallDivergedError) as raised:
+        pool.call("step", "size", 0, timeout=PATIENCE_SECONDS)
+    return str(raised.value.__cause__)
+
+
+@pytest.mark.namespaces
+def test_a_slip_that_ends_a_process_of_another_host_is_the_error(tmp_path: Path) -> None:
+    options = {"worker": Uncompared, "tp": 2}
+    with two_hosts("IPv4") as hosts:
+        ends = run_ranks(2, over_hosts, str(tmp_path), hosts, slip_of_the_other_host, (), options)
+    assert "rank 1" in ends[0]
+    assert "killed by SIGABRT on host" in ends[0]
