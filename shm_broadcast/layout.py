@@ -119,7 +119,7 @@ Ring: one writer, N readers, a byte stream of records
 lives at ``data_offset + p % capacity``. ``gate`` is the writer's cache of the smallest
 ``consumed``. A reader that has left sets ``consumed`` to `LEFT` and gates nobody. ``joined`` is
 where its process began to read, or the end of a message that it dropped as it cannot map a block:
-no block of before that is still to be mapped. ``reads`` is the time that fetching takes, in ticks for
+no block of before that is still to be mapped. ``reads``: the time that fetching takes, in ticks for
 a MiB, of data that was written through the caches, and past them; 0: not known yet (native/way.h).
 
 Record, at a multiple of 64
