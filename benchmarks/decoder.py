@@ -28,8 +28,7 @@ from benchmarks.beside_gloo import REPEATS, Model, TimedGroup, compare_transport
 from benchmarks.harness import Figure, Report, machine, parser
 from server.pool import WorkerPool
 from server.workers.decoder import DecoderWorker, Engine, Sampling, smollm2
-from server.workers.decoder.kv_cache import Row
-from server.workers.decoder.sampling import Draw
+from server.workers.decoder.decoder_cache import Draw, Row
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -20,8 +20,8 @@ import cupy
 import torch
 
 from benchmarks.verb_cost import best
-from device_comm.cuda.launches import abi
-from device_comm.cuda.launches.launch import MOVE_KERNEL
+from device_comm.cuda.ipc import abi
+from device_comm.cuda.ipc.abi import MOVE_KERNEL
 from shm_broadcast import Board
 from tests.device_comm.cuda.fake_cuda import compile_fake, rank_0_of_2, stubbed
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from device_comm import Communicator
-    from device_comm.cuda.device.driver import Driver
+    from device_comm.cuda.driver import Driver
 
 ROWS, WIDTH = 4, 64
 LARGE = 4 << 20

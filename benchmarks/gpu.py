@@ -35,9 +35,8 @@ from benchmarks.gpu_world import (
 )
 from benchmarks.harness import Report, machine, parser, summarise
 from device_comm import Communicator
-from device_comm.choosing.selection import Candidate
-from device_comm.cuda.ipc.ipc_backend import IpcBackend
-from device_comm.cuda.ipc.ipc_way import ways
+from device_comm.cuda.ipc.ipc_backend import IpcBackend, ways
+from device_comm.selection import Candidate
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -22,8 +22,8 @@ import torch
 
 from benchmarks.gpu_environment import run_side_by_side
 from benchmarks.gpu_world import Rank, device_facts, require_gpu, run_world
-from device_comm.cuda.device.cupy_driver import CupyDriver
-from device_comm.cuda.launches.launch import KERNELS
+from device_comm.cuda.cupy_driver import CupyDriver
+from device_comm.cuda.ipc.abi import KERNELS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,17 +14,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from server.pool import WorkerPool
-from server.workers.minilm.model import ModelStage, pool
+from server.workers.minilm.minilm_worker import ModelStage, arrange, pool
 from server.workers.minilm.model_config import BertConfig
-from server.workers.minilm.packing import arrange
-from server.workers.shares import share
-from server.workers.stages import whole_parameters
+from server.workers.model_folder import share
+from server.workers.parallel import whole_parameters
 
 if TYPE_CHECKING:
     import numpy as np
 
     from server.worker import WorkerContext
-    from server.workers.minilm.packing import TokenArrangement
+    from server.workers.minilm.minilm_worker import TokenArrangement
 
 CONFIG = BertConfig(
     model_type="bert",

@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.gpu_environment import run_side_by_side
 from benchmarks.gpu_model import TinyWorker, inputs, reference
 from benchmarks.gpu_world import device_facts, require_gpu
-from server.defaults import TOLERANCES
+from server.config import TOLERANCES
 from server.pool import WorkerPool
 
 TIMEOUT = 120.0

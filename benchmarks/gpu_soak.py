@@ -25,7 +25,7 @@ from benchmarks.gpu_fit import TimeLeft, fits
 from benchmarks.gpu_pace import Pace
 from benchmarks.gpu_world import WAYS, WORLD_SECONDS, Rank, device_facts, require_gpu, run_world
 from device_comm import Communicator
-from device_comm.loopback import LoopbackBackend
+from device_comm.backend import LoopbackBackend
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -41,12 +41,11 @@ from benchmarks.gpu_symmetric import (
 )
 from device_comm import Communicator, ShmBackend, TorchBackend
 from device_comm.cuda.agree import swap_over
-from device_comm.cuda.device.cupy_driver import CupyDriver
+from device_comm.cuda.cupy_driver import CupyDriver
+from device_comm.cuda.ipc.abi import Limits
 from device_comm.cuda.ipc.ipc_backend import IpcBackend
-from device_comm.cuda.launches.launch import Limits
 from device_comm.cuda.nccl.library import NcclUnavailableError
-from device_comm.cuda.nccl.nccl_backend import NcclBackend
-from device_comm.cuda.nccl.nccl_window import NcclWindow
+from device_comm.cuda.nccl.nccl_backend import NcclBackend, NcclWindow
 from device_comm.cuda.symmetric_backend import SymmetricBackend
 from shm_broadcast import Board, BoardHandle, CoordinatorError, Deadline
 

@@ -28,7 +28,7 @@ from benchmarks.harness import Figure, Report, machine, parser, summarise
 from benchmarks.http_load import Client, Questions, load, vectors_of
 from benchmarks.http_served import FastApi, Served
 from benchmarks.queue_base import require
-from server.defaults import PACKAGED_NAME
+from server.config import PACKAGED_NAME
 from server.worker import WorkerContext
 from server.workers.minilm import MiniLMWorker, ModelFolder, SentenceTokenizer, packaged_model
 

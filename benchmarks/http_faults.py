@@ -25,7 +25,7 @@ import psutil
 from benchmarks.harness import machine
 from benchmarks.http_load import TOLERANCE, Client, Load, Questions, load, vectors_of
 from benchmarks.http_served import Served
-from server.defaults import PACKAGED_NAME
+from server.config import PACKAGED_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

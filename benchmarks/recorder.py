@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.connection import Connection
 
-    from shm_broadcast.board.board import BoardHandle
+    from shm_broadcast.state.board import BoardHandle
 
 WORKS = ("all_reduce_", "all_gather", "send", "queue")
 SIDES = ("on", "off")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shm_broadcast import Board, BoardHandle
-from shm_broadcast.progress import Progress
+from shm_broadcast.executor import Progress
 from tests.device_comm.soak import draw, run
 from tests.device_comm.test_shm_stress import make_groups
 from tests.ranks import RanksFailedError, run_ranks

@@ -30,8 +30,8 @@ from shm_broadcast import (
     ProcessId,
     ProcessWatch,
 )
-from shm_broadcast.board.stacks import write_stacks_when_asked
 from shm_broadcast.queue.handle import SMALLEST_CAPACITY
+from shm_broadcast.state.stacks import write_stacks_when_asked
 
 if TYPE_CHECKING:
     from collections.abc import Callable

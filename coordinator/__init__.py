@@ -9,13 +9,12 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from coordinator.compiling.norm_pass import all_reduce_norm_pass
     from coordinator.group import GroupCoordinator
-    from coordinator.groups import ParallelGroups, init
+    from coordinator.groups import ParallelGroups, StatelessGroupCoordinator, init
+    from coordinator.launcher import Launch
+    from coordinator.norm_pass import all_reduce_norm_pass
     from coordinator.rank_grid import RankGrid
-    from coordinator.setup.bootstrap import connect_store, host_store
-    from coordinator.setup.launcher import Launch
-    from coordinator.stateless import StatelessGroupCoordinator
+    from coordinator.rendezvous import connect_store, host_store
     from device_comm import ReduceOp, Work
     from shm_broadcast import __version__
 
@@ -35,14 +34,23 @@ __all__ = [
 ]
 
 _HOMES: Final = {
-    "coordinator.compiling.norm_pass": ("all_reduce_norm_pass",),
+    "coordinator.norm_pass": ("all_reduce_norm_pass",),
     "coordinator.group": ("GroupCoordinator",),
-    "coordinator.groups": ("ParallelGroups", "init"),
+    "coordinator.groups": (
+        "ParallelGroups",
+        "init",
+        "StatelessGroupCoordinator",
+    ),
     "coordinator.rank_grid": ("RankGrid",),
-    "coordinator.setup.bootstrap": ("connect_store", "host_store"),
-    "coordinator.setup.launcher": ("Launch",),
-    "coordinator.stateless": ("StatelessGroupCoordinator",),
-    "device_comm": ("ReduceOp", "Work"),
+    "coordinator.rendezvous": (
+        "connect_store",
+        "host_store",
+    ),
+    "coordinator.launcher": ("Launch",),
+    "device_comm": (
+        "ReduceOp",
+        "Work",
+    ),
     "shm_broadcast": ("__version__",),
 }
 

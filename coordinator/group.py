@@ -1,40 +1,123 @@
-"""`GroupCoordinator`: one member's end of a group of processes."""
+"""Implement `GroupCoordinator`, one member's end of a group, with its queues and graph capture.
+
+If all members are on one host, the queue uses the group's board, so a lost member or an abort of
+the group ends every wait in it. A queue to other hosts, or from outside the group, has a board of
+its own, and needs the writer's address and a secret; see `shm_broadcast.MessageQueue`.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, Unpack, overload
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from coordinator.graph_capture import GraphCaptureContext, capture_on_side_stream
-from coordinator.hierarchy import Hierarchy
-from coordinator.queues import MessengerGroup, queue_on_board
-from coordinator.setup import torch_groups
-from coordinator.setup.bootstrap import DEFAULT_TIMEOUT
-from coordinator.setup.link import meet_in
-from coordinator.setup.settings import Settings
-from coordinator.stores.secret import launcher_secret
-from coordinator.verbs.experts import ExpertVerbs
-from coordinator.verbs.message_verbs import MessageVerbs
-from coordinator.verbs.tensor_verbs import TensorVerbs
-from device_comm.verbs.checks import check_rank
-from shm_broadcast import MessageQueue
+from coordinator import torch_groups
+from coordinator.context import Link, meet_in
+from coordinator.member import Hierarchy
+from coordinator.messages.messenger import ObjectMessenger
+from coordinator.rendezvous import DEFAULT_TIMEOUT, Settings
+from coordinator.secret import launcher_secret
+from coordinator.verbs import ExpertVerbs, MessageVerbs, TensorVerbs
+from device_comm import Work
+from device_comm.verbs.checks import Later, Maybe, Now, Timeout, check_rank
+from shm_broadcast import Board, MessageQueue, QueueHandle
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    import torch
-    from torch import Tensor
-    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from coordinator.setup.link import Link
-    from device_comm import Work
-    from device_comm.verbs.arguments import Later, Maybe, Now, Timeout
-    from shm_broadcast import QueueHandle
+
+@dataclass(frozen=True, slots=True)
+class GraphCaptureContext:
+    """The stream of a capture.
+
+    Attributes:
+        stream: the CUDA stream to capture on; None on the CPU.
+    """
+
+    stream: torch.cuda.Stream | None
+
+
+@contextmanager
+def capture_on_side_stream(
+    device: torch.device, context: GraphCaptureContext | None = None
+) -> Iterator[GraphCaptureContext]:
+    """Make a side stream current, which first waits for all work on the current stream.
+
+    Args:
+        device: the device on which the graph will run; on the CPU nothing is done.
+        context: the context of a capture that has begun, to use its stream; None: a new stream.
+    """
+    if device.type != "cuda":
+        yield context or GraphCaptureContext(None)
+        return
+    stream = context.stream if context is not None else None
+    if stream is None:
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    current = torch.cuda.current_stream(device)
+    if current != stream:
+        stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        yield GraphCaptureContext(stream)
+
+
+class MessengerGroup:
+    """A group as an `ObjectGroup`, to set queues up with (`shm_broadcast.queue.rendezvous`).
+
+    Attributes:
+        rank: this member's rank in the group.
+        world_size: the number of members.
+    """
+
+    def __init__(self, messenger: ObjectMessenger) -> None:
+        self.rank = messenger.cpu.rank
+        self.world_size = messenger.cpu.world_size
+        self._messenger = messenger
+
+    def broadcast_obj(self, obj: Any | None, src: int) -> Any:
+        """Return the object of rank ``src``. Collective: yes, every member."""
+        return self._messenger.broadcast_object(obj, src, None)
+
+    def all_gather_obj(self, obj: Any) -> list[Any]:
+        """Return all members' objects, by rank. Collective: yes, every member."""
+        return self._messenger.all_gather_object(obj, None)
+
+
+def queue_on_board(
+    messenger: ObjectMessenger, board: Board, writer_rank: int, *, wanted: bool
+) -> MessageQueue | None:
+    """Make a queue from one member to all others, on the group's own board.
+
+    Args:
+        messenger: the group's messenger; it carries the handle.
+        board: the board that all members are on.
+        writer_rank: the writer's rank in the group.
+        wanted: at the writer: whether to make the queue. The others' value is not used.
+
+    Returns:
+        This member's end; None if the writer did not want a queue.
+
+    Collective: yes, every member.
+    """
+    members = messenger.cpu.members
+    writer = members[writer_rank]
+    if messenger.cpu.rank == writer_rank:
+        readers = [each for each in members if each != writer]
+        queue = MessageQueue.on_board(board, writer, readers) if wanted else None
+        messenger.broadcast_object(queue and queue.export_handle(), writer_rank, None)
+    else:
+        handle: QueueHandle | None = messenger.broadcast_object(None, writer_rank, None)
+        queue = None if handle is None else MessageQueue.attach(handle, board)
+    if queue is not None:
+        messenger.cpu.barrier()
+    return queue
 
 
 def own_group(
@@ -69,7 +152,7 @@ class GroupCoordinator(TensorVerbs, MessageVerbs, ExpertVerbs):
     Ranks in arguments are ranks in the group; the attributes `rank`, `ranks`, `first_rank`,
     `last_rank`, `next_rank` and `prev_rank` are global. One thread at a time may use it. Errors are
     those of `shm_broadcast.errors`: no call waits longer than its timeout, or keeps waiting after
-    a member has died or aborted. `coordinator.verbs.member.Member` lists the attributes.
+    a member has died or aborted. `coordinator.member.Member` lists the attributes.
 
     In a group of one every operation returns its input itself, not a copy, so changing the result
     in place changes the input. With ``out=`` the input is copied there.

@@ -1,4 +1,5 @@
-"""All groups of one topology in one frozen object; a process may have several.
+"""Build the groups of a topology: all ranks of a job, its parallel groups, and groups over a store
+alone.
 
     groups = coordinator.init(tp=2, pp=2)          # under torchrun, on every rank
     y = groups.tp.all_reduce(x)
@@ -6,35 +7,146 @@
 
 `coordinator.rank_grid` shows which ranks form which group: tensor-parallel ranks are
 neighbours, then come pipeline stages, then data-parallel replicas.
+
+A `StatelessGroupCoordinator` is a group like any other. To grow or shrink it, the members that stay
+call `resized` and the new ones construct one, with the same ranks and name; the old group works
+until it is closed. Only the members of the new group take part.
 """
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
+import torch
 import torch.distributed as dist
 
-from coordinator.graph_capture import GraphCaptureContext, capture_on_side_stream
+from coordinator.context import alone, connect, meet_in
+from coordinator.group import (
+    GraphCaptureContext,
+    GroupCoordinator,
+    capture_on_side_stream,
+    own_group,
+)
+from coordinator.hosts import Nodes, TellingWhy, find_nodes, known_nodes
+from coordinator.launcher import Launch, own_address
 from coordinator.rank_grid import MODEL_AXES, RankGrid
-from coordinator.setup.bootstrap import DEFAULT_TIMEOUT
-from coordinator.setup.launcher import Launch
-from coordinator.setup.settings import OPERATION_TIMEOUT, Settings
-from coordinator.setup.topology import Topology
-from coordinator.stores.secret import launcher_secret
-from shm_broadcast import Deadline
-from shm_broadcast.machine.forked_child import Closing
+from coordinator.rendezvous import (
+    DEFAULT_TIMEOUT,
+    OPERATION_TIMEOUT,
+    Exchange,
+    Settings,
+    authenticated,
+    meet,
+)
+from coordinator.secret import launcher_secret
+from coordinator.torch_groups import SocketChoice
+from shm_broadcast import Board, Deadline
+from shm_broadcast.process import Closing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    import torch
     from torch.distributed.distributed_c10d import Store
 
-    from coordinator.group import GroupCoordinator
-    from shm_broadcast import Board
+
+@dataclass(frozen=True)
+class Topology:
+    """What the groups of a job are built from.
+
+    Attributes:
+        rank: this process's global rank.
+        world_size: the number of ranks.
+        settings: the settings of all groups.
+        nodes: which ranks share a host, and this host's board; None for a world of one without a
+            board.
+        exchange: swaps values between all ranks; None for a world of one.
+    """
+
+    rank: int
+    world_size: int
+    settings: Settings
+    nodes: Nodes | None
+    exchange: Exchange | None
+
+    @classmethod
+    def meet(
+        cls,
+        launch: Launch,
+        settings: Settings,
+        closing: ExitStack,
+        *,
+        store: Store | None = None,
+        board: Board | None = None,
+        node_of: Sequence[int] | None = None,
+        timeout: float | Deadline | None = DEFAULT_TIMEOUT,
+        sizes: Mapping[str, object] = {},
+    ) -> Topology:
+        """Wait for all ranks and find out which share a host.
+
+        Args:
+            launch: this process's rank, and where to meet.
+            settings: of all groups; where gloo listens is found out.
+            closing: closes what is made here.
+            store: a store to meet in instead.
+            board: this node's board, if a launcher made it: member i is rank i.
+            node_of: for each rank the first rank on its node, if the launcher that made the boards
+                knows; None: the ranks find out.
+            timeout: seconds for all set-up; None: for ever.
+            sizes: what else all ranks have to be given alike, by name.
+
+        Collective: yes, every rank.
+
+        Raises:
+            ValueError, SecretError: the ranks were given different things; names them.
+            GroupTimeoutError: some ranks did not come in time; names them.
+        """
+        if launch.world_size == 1:
+            nodes = None if board is None else known_nodes(board, (0,), (board.member or 0,))
+            return cls(0, 1, settings, nodes, None)
+        terms = {name: str(size) for name, size in sizes.items()} | settings.terms()
+        exchange, address = meet(launch, store, timeout, terms, board)
+        with exchange.setting_up():
+            exchange = authenticated(exchange, launch.secret, closing, address)
+            if board is None or node_of is None:
+                nodes = find_nodes(exchange, board, address)
+            else:
+                nodes = known_nodes(board, node_of)
+        closing.callback(nodes.close)
+        address = address or ("127.0.0.1" if len(nodes.all()) == 1 else "")
+        settings = replace(settings, sockets=SocketChoice(launch.interface, address))
+        return cls(launch.rank, launch.world_size, settings, nodes, exchange)
+
+    def telling_why(self) -> AbstractContextManager[None]:
+        """For set-up behind which this rank leaves if it fails: the others are told why."""
+        return nullcontext() if self.nodes is None else TellingWhy(self.nodes.board)
+
+    def group(
+        self, name: str, ranks: Sequence[int], timeout: float | Deadline | None = DEFAULT_TIMEOUT
+    ) -> GroupCoordinator:
+        """Build the group of these global ranks, this process's among them.
+
+        Args:
+            name: the group's name.
+            ranks: the members' global ranks, by rank in the group.
+            timeout: seconds for the group's set-up; None: for ever.
+
+        Collective: yes, these ranks.
+
+        Raises:
+            GroupTimeoutError: some of them did not come in time; names them.
+            ValueError: this process is not among them, one is there twice, or one is not in the
+                world.
+        """
+        own_group([ranks], self.rank, self.world_size)
+        nodes = self.nodes and self.nodes.sub(ranks)
+        if self.exchange is None or len(ranks) == 1:
+            link = alone(name, self.rank, self.settings, nodes)
+        else:
+            exchange = self.exchange.sub(name, ranks, Deadline.after(timeout))
+            link = connect(exchange, ranks, self.settings, nodes)
+        return GroupCoordinator.from_link(link)
 
 
 @dataclass(frozen=True)
@@ -329,3 +441,89 @@ def _launch(
 
 def _needs(grid: RankGrid) -> str:
     return f"{grid} takes {grid.size} ranks"
+
+
+class StatelessGroupCoordinator(GroupCoordinator):
+    """A group whose members meet in a store of their choice."""
+
+    def __init__(
+        self,
+        group_ranks: Sequence[Sequence[int]],
+        local_rank: int,
+        torch_distributed_backend: str | None,
+        use_device_communicator: bool,
+        coord_store: Store,
+        use_message_queue_broadcaster: bool = False,
+        group_name: str | None = None,
+        host: str = "127.0.0.1",
+        global_rank: int = 0,
+        *,
+        timeout: float | None = DEFAULT_TIMEOUT,
+        secret: bytes | None = None,
+    ) -> None:
+        """Build the group that ``global_rank`` is in.
+
+        Args:
+            group_ranks: global ranks of all groups of this kind; this process is in one.
+            local_rank: this process's number on its node; chooses its GPU.
+            torch_distributed_backend: ``"gloo"`` or ``"nccl"``; None: NCCL if there is a GPU.
+            use_device_communicator: as for `GroupCoordinator`.
+            coord_store: the store in which the members meet; it must outlive the group.
+            use_message_queue_broadcaster: as for `GroupCoordinator`.
+            group_name: for errors and status. Members meet by this name and ``group_ranks``.
+            host: a host that all members reach: gloo listens at the address on the route to it.
+            global_rank: this process's global rank.
+            timeout: seconds for set-up; None: for ever.
+            secret: as for `GroupCoordinator`.
+
+        Collective: yes, every member of this process's group.
+
+        Raises:
+            ValueError: this process is in none of the groups or in several.
+            GroupTimeoutError: some members did not come in time; names them.
+        """
+        self._store = coord_store
+        self._host = host
+        self._uses = (use_device_communicator, use_message_queue_broadcaster)
+        name = group_name or "anonymous"
+        ranks = own_group(group_ranks, global_rank)
+        sockets = SocketChoice(address=own_address(host, 1))
+        settings = Settings.of(
+            torch_distributed_backend,
+            local_rank,
+            sockets,
+            torch_only=not use_device_communicator,
+            secret=launcher_secret(secret),
+        )
+        place = f"stateless/{name}"
+        link = meet_in(lambda: coord_store, place, global_rank, ranks, name, settings, timeout)
+        self._begin(link, use_message_queue_broadcaster)
+
+    def resized(
+        self, group_ranks: Sequence[Sequence[int]], *, timeout: float | None = DEFAULT_TIMEOUT
+    ) -> Self:
+        """A new group with other members, of which this process is one; this group stays usable.
+
+        Args:
+            group_ranks: as for the constructor, which the new members call.
+            timeout: seconds for set-up; None: for ever.
+
+        Collective: yes, every member of the new group.
+
+        Raises:
+            What the constructor raises.
+        """
+        device_communicator, queue = self._uses
+        return type(self)(
+            group_ranks,
+            self.local_rank,
+            self._link.settings.backend,
+            device_communicator,
+            self._store,
+            queue,
+            self.name,
+            self._host,
+            self.rank,
+            timeout=timeout,
+            secret=self._link.settings.secret,
+        )

@@ -29,7 +29,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from shm_broadcast.checked_arguments import line, whole
+from shm_broadcast.arguments import line, whole
 
 MODEL_AXES: Final = ("dp", "pp", "pcp", "tp")
 """The axes that every job has, outermost first."""

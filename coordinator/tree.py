@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Iterator
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)

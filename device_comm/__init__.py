@@ -9,16 +9,20 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from device_comm.backend import Backend, Capabilities, Identity
+    from device_comm.backend import Backend, Capabilities, Identity, LoopbackBackend
     from device_comm.communicator import Communicator
-    from device_comm.loopback import LoopbackBackend
-    from device_comm.operation import ALL_VERBS, Operation
-    from device_comm.reduce_op import ReduceOp, check_reduction, reduce_in_rank_order
+    from device_comm.operation import (
+        ALL_VERBS,
+        Operation,
+        ReduceOp,
+        check_reduction,
+        reduce_in_rank_order,
+    )
     from device_comm.shm.shm_backend import ShmBackend
-    from device_comm.torch_group.torch_backend import TorchBackend
+    from device_comm.torch_backend import TorchBackend
     from device_comm.watch import LoneWatch, Watch
     from device_comm.work import Joined, Pending, Work, join
-    from device_comm.wrappers.wrapper import Wrapper
+    from device_comm.wrappers import Wrapper
     from shm_broadcast import __version__
 
 __all__ = [
@@ -45,16 +49,33 @@ __all__ = [
 ]
 
 _HOMES: Final = {
-    "device_comm.backend": ("Backend", "Capabilities", "Identity"),
+    "device_comm.backend": (
+        "Backend",
+        "Capabilities",
+        "Identity",
+        "LoopbackBackend",
+    ),
     "device_comm.communicator": ("Communicator",),
-    "device_comm.loopback": ("LoopbackBackend",),
-    "device_comm.operation": ("ALL_VERBS", "Operation"),
-    "device_comm.reduce_op": ("ReduceOp", "check_reduction", "reduce_in_rank_order"),
+    "device_comm.operation": (
+        "ALL_VERBS",
+        "Operation",
+        "ReduceOp",
+        "check_reduction",
+        "reduce_in_rank_order",
+    ),
     "device_comm.shm.shm_backend": ("ShmBackend",),
-    "device_comm.torch_group.torch_backend": ("TorchBackend",),
-    "device_comm.watch": ("LoneWatch", "Watch"),
-    "device_comm.work": ("Joined", "Pending", "Work", "join"),
-    "device_comm.wrappers.wrapper": ("Wrapper",),
+    "device_comm.torch_backend": ("TorchBackend",),
+    "device_comm.watch": (
+        "LoneWatch",
+        "Watch",
+    ),
+    "device_comm.work": (
+        "Joined",
+        "Pending",
+        "Work",
+        "join",
+    ),
+    "device_comm.wrappers": ("Wrapper",),
     "shm_broadcast": ("__version__",),
 }
 

@@ -4,7 +4,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Buffer
 
-from device_comm.shm.collectives.slot_plan import SlotPlan
+from device_comm.shm.collectives import SlotPlan
 
 def call_number() -> int: ...
 def set_call_number(number: int, /) -> None: ...

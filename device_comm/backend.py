@@ -1,8 +1,8 @@
-"""The interface of backends, which move tensors between the ranks of a group.
+"""Define what a backend does, what `explain` returns, and the backend of a group of one.
 
 A backend subclasses `Backend` and defines `Backend.start` for the verbs in its capabilities; the
 other methods have defaults. A backend that changes how another one works, such as
-`device_comm.wrappers.host_staging`, is a `device_comm.wrappers.wrapper.Wrapper`.
+`device_comm.wrappers`, is a `device_comm.wrappers.Wrapper`.
 
 What `Backend.start` may rely on
     - There are two ranks or more: communicators handle a single rank themselves.
@@ -27,30 +27,102 @@ What `Backend.start` must do
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
+from torch import Tensor
 
-from device_comm.begun import Begun
-from device_comm.choice import Choice, Explanation
-from device_comm.operation import ALL_VERBS, Verb
-from device_comm.recorder import Recorder
-from device_comm.watch import LoneWatch
+from device_comm.call_number import Begun
+from device_comm.operation import ALL_VERBS, NO_TENSOR, Operation, ReduceOp, Verb
+from device_comm.watch import LoneWatch, Recorder, Watch
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import DivergenceError, GroupAbortedError, GroupClosedError
-from shm_broadcast.machine.forked_child import Closing, disown_in_children
+from shm_broadcast.process import Closing, disown_in_children
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from device_comm.operation import Operation
-    from device_comm.reduce_op import ReduceOp
-    from device_comm.watch import Watch
     from device_comm.work import Pending
+
+
+_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The backend that carries out one verb, for a range of sizes.
+
+    Attributes:
+        verb: one of `device_comm.ALL_VERBS`.
+        above: the range's lower end, exclusive, in bytes of the whole tensor; -1: none.
+        up_to: the range's upper end, inclusive; None: none.
+        backend: the backend's name.
+        reason: why it was chosen.
+        refused: each other candidate, with the reason why it was not chosen.
+    """
+
+    verb: str
+    above: int
+    up_to: int | None
+    backend: str
+    reason: str = ""
+    refused: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def sizes(self) -> str:
+        """The range as text."""
+        if self.up_to is None:
+            return "any size" if self.above < 0 else f"above {in_bytes(self.above)}"
+        low = "" if self.above < 0 else f"{in_bytes(self.above)} to "
+        return f"{low or 'up to '}{in_bytes(self.up_to)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """All choices of a group; ``str()`` gives a readable table.
+
+    Attributes:
+        group: the group's name.
+        choices: the choices, by verb, then by size.
+        refused: backends, or parts of them, that are not used at all, with the reason.
+    """
+
+    group: str
+    choices: tuple[Choice, ...]
+    refused: tuple[tuple[str, str], ...] = ()
+
+    def backend(self, verb: str, size: int) -> str:
+        """The backend for ``verb`` on a tensor of ``size`` bytes.
+
+        Raises:
+            KeyError: no backend offers ``verb``.
+        """
+        for choice in self.choices:
+            if choice.verb == verb and choice.above < size <= (
+                size if choice.up_to is None else choice.up_to
+            ):
+                return choice.backend
+        raise KeyError(f"{self.group} has no {verb}")
+
+    def __str__(self) -> str:
+        rows = [(each.verb, each.sizes, each.backend, each.reason) for each in self.choices]
+        widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
+        lines = [self.group]
+        for row, choice in zip(rows, self.choices, strict=True):
+            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+            lines.append(f"  {'  '.join([*cells, row[3]])}".rstrip())
+            lines += [f"      not {name}: {why}" for name, why in choice.refused]
+        lines += [f"  not used: {name}: {why}" for name, why in self.refused]
+        return "\n".join(lines)
+
+
+def in_bytes(size: int) -> str:
+    """``size`` as text, not rounded: such as ``64 KiB`` or ``1025 B``."""
+    for unit, scale in _UNITS:
+        if size >= scale and size % scale == 0:
+            return f"{size // scale} {unit}"
+    return f"{size} B"
 
 
 @dataclass(frozen=True)
@@ -301,3 +373,31 @@ def end_group(identity: Identity, error: BaseException) -> None:
     identity.name_globally(error)
     if not isinstance(error, (GroupAbortedError, GroupClosedError)):
         identity.watch.abort(error)
+
+
+class LoopbackBackend(Backend):
+    """A group whose only rank is this process: what it gives, it gets."""
+
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        *,
+        name: str = "loopback",
+        watch: Watch | None = None,
+        member: int = 0,
+    ) -> None:
+        """Make one. Collective: no.
+
+        Args:
+            device: where the tensors are.
+            name: the group's name, for errors and status.
+            watch: the board that this process is on, if any.
+            member: this process's member number there.
+        """
+        identity = Identity.of(0, 1, device, name=name, watch=watch, members=[member])
+        super().__init__(identity, Capabilities("loopback"))
+
+    def start(self, operation: Operation) -> None:
+        """Copy. Communicators do not ask for it: in a group of one they return the input itself."""
+        if operation.output is not NO_TENSOR:
+            operation.output.view(-1).copy_(operation.source.view(-1))

@@ -1,4 +1,4 @@
-"""The number of the pool's call that a thread carries out, which all ranks must agree on.
+"""Hold the number of the pool's call that a thread runs, and count the operations begun in it.
 
 If one rank leaves an operation out of a call, its operation of the next call would be matched with
 the others' of this call, and they would use each other's data of different requests. To prevent
@@ -11,15 +11,29 @@ must do so on every rank.
 
 A group that has members outside of the pool, or from another pool, takes part in no calls: its
 members have no number in common.
+
+In a correct call all ranks of a group begin the same collectives in the same order, and every
+message is both sent and received. A rank keeps the number of its collectives in the call, a rolling
+checksum of their signatures (`device_comm.shm.signature`), and the last few signatures. Number
+and checksum show a difference of verb, dtype, shape, reduction, root or order whatever the
+transport, over hosts as well; the signatures name it.
+
+    checksum 0 = 0     checksum n = mix(checksum n - 1, hash of the n-th signature)
+
+`mix` is a bijection of the checksum, so ranks that differ once differ from there on. A send is no
+recv: messages are counted, for each pair of ranks and direction.
 """
 
 from __future__ import annotations
 
+import struct
 import threading
-from typing import TYPE_CHECKING
+from array import array
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Final, NamedTuple
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from shm_broadcast.layout import DID_NAMES
 
 __all__ = ["call_number", "naming_call", "numbering", "set_call_number"]
 
@@ -52,3 +66,137 @@ def numbering(in_calls: bool) -> Callable[[], int]:
 def naming_call(what: str, number: int) -> str:
     """``what`` with the number of the call, if it is not 0, for error messages."""
     return f"{what} in call {number}" if number else what
+
+
+VERBS: Final = DID_NAMES[1 : DID_NAMES.index("send")]
+"""The collectives. The place in this tuple is a collective's code in all that ranks compare."""
+
+BEGUN_KEPT: Final = 8
+"""How many of its last collectives a rank reports."""
+
+BEGUN_COUNT: Final = 0
+BEGUN_CHECKSUM: Final = 1
+BEGUN_LAST: Final = 2
+SIGNATURE_WORDS: Final = 7
+BEGUN_FACTOR: Final = 0x9E3779B97F4A7C15
+BEGUN_SENT: Final = BEGUN_LAST + BEGUN_KEPT * SIGNATURE_WORDS
+_ITEM: Final = "Q"
+_SIZE: Final = 8
+_SIGNATURE_BYTES: Final = SIGNATURE_WORDS * _SIZE
+_HEAD: Final = struct.Struct("=QQ")
+
+_U64: Final = (1 << 64) - 1
+
+
+class Did(NamedTuple):
+    """What one rank began in one group, decoded from what `Begun.take` returned.
+
+    Attributes:
+        collectives: how many.
+        checksum: that of their signatures, in order.
+        last: the signatures of the last ones, by number; the first collective of a call is 1.
+        sent: the messages sent to each rank.
+        received: the messages received from each rank.
+    """
+
+    collectives: int
+    checksum: int
+    last: dict[int, bytes]
+    sent: list[int]
+    received: list[int]
+
+
+class Begun:
+    """The fingerprint of one rank's operations in one group since the last `take`.
+
+    Only operations of a thread that is in a call are counted; one such thread at a time.
+
+    Attributes:
+        words: u64: how many collectives, their checksum, the signatures of the last ones, then the
+            messages sent to each rank, then those received from each rank. The C extension writes
+            them, too.
+    """
+
+    __slots__ = ("_nothing", "_world_size", "words")
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self.words = array(_ITEM, [0]) * (BEGUN_SENT + 2 * world_size)
+        self._nothing = self.words.tobytes()
+
+    def add(self, signature: bytes) -> None:
+        """Count a collective, and take its signature into the checksum."""
+        if call_number():
+            words = self.words
+            count = words[BEGUN_COUNT]
+            at = BEGUN_LAST + count % BEGUN_KEPT * SIGNATURE_WORDS
+            words[at : at + SIGNATURE_WORDS] = array(_ITEM, signature)
+            words[BEGUN_CHECKSUM] = _mixed(words[BEGUN_CHECKSUM], _hashed(signature))
+            words[BEGUN_COUNT] = count + 1
+
+    def count_sent(self, rank: int) -> None:
+        """Count a message to ``rank``, if that is a rank of the group."""
+        if call_number() and 0 <= rank < self._world_size:
+            self.words[BEGUN_SENT + rank] += 1
+
+    def count_received(self, rank: int) -> None:
+        """Count the receipt of a message from ``rank``, if that is a rank of the group."""
+        if call_number() and 0 <= rank < self._world_size:
+            self.words[BEGUN_SENT + self._world_size + rank] += 1
+
+    def take(self) -> bytes:
+        """Return the fingerprint and begin a new one; ``b""`` if nothing was counted.
+
+        Equal if ranks began the same collectives, except for the messages at the end.
+        """
+        words = self.words
+        taken = words.tobytes()
+        if taken == self._nothing:
+            return b""
+        count, head = words[BEGUN_COUNT], BEGUN_LAST * _SIZE
+        words[:] = array(_ITEM, self._nothing)
+        signatures, messages = taken[head : BEGUN_SENT * _SIZE], taken[BEGUN_SENT * _SIZE :]
+        if count <= BEGUN_KEPT:
+            signatures = signatures[: count * _SIGNATURE_BYTES]
+        else:  # the oldest first
+            oldest = count % BEGUN_KEPT * _SIGNATURE_BYTES
+            signatures = signatures[oldest:] + signatures[:oldest]
+        if messages == self._nothing[BEGUN_SENT * _SIZE :]:
+            messages = b""
+        return taken[:head] + signatures + messages
+
+
+def has_messages(begun: bytes) -> bool:
+    """Whether what `Begun.take` returned counts messages."""
+    return bool(begun) and len(begun) > _size_of_head(begun)
+
+
+def did_of(begun: bytes, world_size: int) -> Did:
+    """Decode what `Begun.take` returned."""
+    if not begun:
+        return Did(0, 0, {}, [0] * world_size, [0] * world_size)
+    count, checksum = _HEAD.unpack_from(begun)
+    head, size = _size_of_head(begun), _SIGNATURE_BYTES
+    signatures = [begun[at : at + size] for at in range(_HEAD.size, head, size)]
+    first = count - len(signatures) + 1
+    counts = array(_ITEM, begun[head:] or bytes(2 * world_size * _SIZE)).tolist()
+    last = {first + index: signature for index, signature in enumerate(signatures)}
+    return Did(count, checksum, last, counts[:world_size], counts[world_size:])
+
+
+def _size_of_head(begun: bytes) -> int:
+    count, _ = _HEAD.unpack_from(begun)
+    return _HEAD.size + int(min(count, BEGUN_KEPT)) * _SIGNATURE_BYTES
+
+
+@lru_cache(maxsize=1024)
+def _hashed(signature: bytes) -> int:
+    hashed = 0
+    for word in array(_ITEM, signature):
+        hashed = _mixed(hashed, word)
+    return hashed
+
+
+def _mixed(checksum: int, word: int) -> int:
+    product = (checksum ^ word) * BEGUN_FACTOR & _U64
+    return product ^ product >> 32

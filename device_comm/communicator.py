@@ -7,7 +7,7 @@ What all verbs share
     - Ranks are ranks in the group, 0 to N - 1, never negative. ``dim`` may be negative.
     - Shapes, dtypes, sizes and ranks are checked first, without communicating: `ValueError`
       or `TypeError`, and the communicator can be used on.
-    - Every dtype is moved; reductions are defined by `device_comm.reduce_op`.
+    - Every dtype is moved; reductions are defined by `device_comm.operation`.
     - ``out`` has exactly the shape and dtype of the result and may be non-contiguous.
       Without it, results are new and contiguous, in memory that torch may be unable to resize.
       No autograd history is recorded.
@@ -27,24 +27,19 @@ What they raise beyond that
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, final
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Self, final
 
-from device_comm.verbs.all_to_all import AllToAllVerbs
+from device_comm.verbs.collectives import AllToAllVerbs, SymmetricVerbs
 from device_comm.verbs.point_to_point import PointToPointVerbs
-from device_comm.verbs.rooted import RootedVerbs
-from device_comm.verbs.rooted_parts import RootedPartVerbs
+from device_comm.verbs.rooted import RootedPartVerbs, RootedVerbs
 from device_comm.verbs.runner import Runner
-from device_comm.verbs.symmetric import SymmetricVerbs
 from device_comm.verbs.uneven import UnevenVerbs
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import CoordinatorError, GroupClosedError
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-    from typing import Self
-
-    from device_comm.backend import Backend
-    from device_comm.choice import Explanation
+    from device_comm.backend import Backend, Explanation
 
 
 @final

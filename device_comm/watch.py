@@ -1,4 +1,4 @@
-"""The part of a board that communicators use, and a stand-in for a group without a board.
+"""Watch a group's board for communicators, and record their operations on it.
 
 `Watch` is the interface, which `shm_broadcast.Board` offers. `LoneWatch` is for a communicator
 without a board: it knows deadlines and this process's own aborts, but nothing about its peers.
@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Protocol
+from array import array
+from collections.abc import Callable, Iterable
+from typing import Final, Protocol
 
-from shm_broadcast.board.failures import kind_and_message
-from shm_broadcast.doorbell import DEFAULT_SPIN_SECONDS
+from device_comm.operation import NO_TENSOR, ROOTED, Operation
+from device_comm.shm.signature import DTYPE_CODES
+from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import Failure, GroupAbortedError, GroupClosedError, MemberStatus
-from shm_broadcast.layout import NO_PEER
-from shm_broadcast.machine.forked_child import DISOWNED, disown_in_children
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from shm_broadcast.deadline import Deadline
+from shm_broadcast.eventcount import DEFAULT_SPIN_SECONDS
+from shm_broadcast.layout import DID_NAMES, NO_PEER
+from shm_broadcast.process import DISOWNED, disown_in_children
+from shm_broadcast.state.table import kind_and_message
 
 _SLICE = 0.02
 """The longest sleep between two calls of ``ready``, in seconds."""
@@ -211,3 +211,54 @@ class LoneWatch:
     def suspect(self, members: Iterable[int]) -> Callable[[], bool]:  # noqa: ARG002
         """True at once: other processes are not seen, so `wait` never raises because of them."""
         return lambda: True
+
+
+_CODES: Final = {verb: code for code, verb in enumerate(DID_NAMES) if code}
+_TO_A_PEER: Final = frozenset({*ROOTED, "send", "recv"})
+_MOST: Final = 0xFFFFFFFF
+
+
+class Recorder:
+    """Numbers and writes down the operations of one rank in one group. One thread at a time.
+
+    Attributes:
+        numbers: u32: of the rank's last collective, of its last sends to each rank, of its last
+            receipts from each rank. The C extension counts in them, too.
+    """
+
+    def __init__(self, watch: Watch, group: str, world_size: int) -> None:
+        """Write to the history of ``watch``, in the name of ``group``."""
+        self._watch = watch
+        self._group = group
+        self._world_size = world_size
+        self.numbers = array("I", [0]) * (1 + 2 * world_size)
+
+    def begin(self, operation: Operation) -> int:
+        """Stamp ``operation`` on the board and write it down; the entry, for `Watch.ended`.
+
+        Of one in the background, ``ended`` is set.
+        """
+        verb, peer, place = operation.verb, operation.peer, 0
+        if verb == "send":
+            place = 1 + peer
+        elif verb == "recv":
+            place = 1 + self._world_size + peer
+        number = self.numbers[place] = (self.numbers[place] + 1) & _MOST
+        tensor = operation.buffer
+        entry = self._watch.stamp(
+            operation.name,
+            self._group,
+            _CODES[verb],
+            tensor.nbytes,
+            number,
+            peer if verb in _TO_A_PEER else NO_PEER,
+            0 if tensor is NO_TENSOR else DTYPE_CODES.get(tensor.dtype, 0),
+        )
+        if operation.background:
+            operation.ended = lambda error: self._watch.ended(entry, error)
+        return entry
+
+    def begin_nothing(self, verb: str, name: str) -> int:
+        """As `begin`, of an operation of one rank, or of no tensors."""
+        number = self.numbers[0] = (self.numbers[0] + 1) & _MOST
+        return self._watch.stamp(name, self._group, _CODES[verb], 0, number)

@@ -7,13 +7,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import CoordinatorError, GroupTimeoutError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
 
 S = TypeVar("S")
 T = TypeVar("T")

@@ -24,7 +24,7 @@ from coordinator.layout import (
     Shard,
     SubMesh,
     calibrate_mesh,
-    differentiable,
+    moves,
     plan,
     redistribute,
     reshard,
@@ -53,7 +53,7 @@ def run(
     """The model on the ranks of ``tp``: [batch, SIZE] → [batch, SIZE], the same on each."""
     hidden = functional.gelu(functional.linear(x, weights["up.weight"], weights["up.bias"]))
     terms = functional.linear(hidden, weights["down.weight"])
-    return differentiable.reduce(terms, tp) + weights["down.bias"]
+    return moves.reduce(terms, tp) + weights["down.bias"]
 
 
 def main(rank: int, port: int) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         __version__,
     )
 
+    from .config import PoolConfig
     from .errors import (
         CallDivergedError,
         CallRefusedError,
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from .hosts.place import Hosts
     from .launchers.ray_actors import RayCluster
     from .pool import WorkerPool
-    from .pool_config import PoolConfig
     from .replicas import Replicas
     from .worker import WorkerContext
 
@@ -82,7 +82,7 @@ __all__ = [
 ]
 
 _HOMES: Final = {
-    ".pool_config": ("PoolConfig",),
+    ".config": ("PoolConfig",),
     ".errors": (
         *("CallDivergedError", "CallRefusedError", "CallStuckError", "CallTimeoutError"),
         *("DescriptorLimitError", "HostError", "PoolClosedError", "ProcessLimitError"),

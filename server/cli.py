@@ -15,17 +15,14 @@ import argparse
 import gc
 import importlib
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import Any, Final, NoReturn
 
 from shm_broadcast import __version__
 from shm_broadcast.errors import CoordinatorError
 
 from .control.output import drop_output, hold_standard_numbers
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 
 COMMANDS: Final = {
     "demo": ("demo", "embed sentences with a pool of workers, and check the result"),

@@ -27,20 +27,17 @@ restarted raises that failure again from every later call, with a note that says
 from __future__ import annotations
 
 import errno
+from collections.abc import Mapping
 from traceback import clear_frames
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from shm_broadcast.errors import (
     CoordinatorError,
     DivergenceError,
     GroupClosedError,
     GroupTimeoutError,
+    MemberStatus,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from shm_broadcast.errors import MemberStatus
 
 E = TypeVar("E", bound=BaseException)
 

@@ -37,36 +37,28 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Self
 
 from coordinator.rank_grid import RankGrid
-from shm_broadcast import Deadline
-from shm_broadcast.checked_arguments import whole
+from shm_broadcast import CoordinatorError, Deadline, MemberStatus
+from shm_broadcast.arguments import whole
+from shm_broadcast.state.flight_recorder import VerbTotal
 
-from .calls.call_future import awaited
-from .calls.call_stream import CallStream
-from .calls.pending_call import PendingCall
+from .calls.pending_call import CallStream, PendingCall, awaited
+from .config import PoolConfig, settings_of
 from .control.output import hold_standard_numbers
 from .control.reference import check_may_make_pool
 from .driver.limits import check_has_system_threads
 from .driver.pool_plan import PoolPlan
 from .errors import PoolClosedError
-from .launchers.circumstances import worker_environment
-from .launchers.fork_servers import FORK_SERVERS
-from .pool_config import settings_of
+from .hosts.place import Hosts
+from .launchers.fork_servers import FORK_SERVERS, worker_environment
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Sequence
-    from concurrent.futures import Future
-
-    from shm_broadcast import CoordinatorError, MemberStatus
-    from shm_broadcast.board.totals import VerbTotal
-
     from .driver.crew import Crew
-    from .hosts.place import Hosts
     from .launchers.ray_actors import RayCluster
-    from .pool_config import PoolConfig
 
 _EXIT_SECONDS = 2.0
 """How long workers have to leave when the interpreter exits, or a ``with`` block raises."""

@@ -13,36 +13,25 @@ from __future__ import annotations
 
 import logging
 import threading
-from concurrent.futures import wait
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
-from coordinator.apart import begin_apart
+from coordinator.daemon_threads import begin_apart
 from coordinator.rank_grid import RankGrid
-from shm_broadcast import CoordinatorError, Deadline
-from shm_broadcast.checked_arguments import function, optional, whole
+from shm_broadcast import CoordinatorError, Deadline, MemberStatus
+from shm_broadcast.arguments import function, optional, whole
+from shm_broadcast.state.flight_recorder import VerbTotal
 
-from .calls.call_future import awaited
-from .driver.binding import bound_here, written
-from .driver.cores import worker_threads
-from .driver.devices import assign, checked_device, count_gpus
+from .calls.pending_call import CallStream, PendingCall, awaited
+from .config import PoolConfig, settings_of
+from .driver.binding import assign, bound_here, checked_device, count_gpus, worker_threads, written
 from .driver.limits import telling_limits
 from .errors import PoolClosedError, with_notes
 from .pool import WorkerPool
-from .pool_config import settings_of
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-    from concurrent.futures import Future
-
-    from shm_broadcast import MemberStatus
-    from shm_broadcast.board.totals import VerbTotal
-
-    from .calls.call_stream import CallStream
-    from .calls.pending_call import PendingCall
-    from .pool_config import PoolConfig
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""The worker's side of a pool: makes the user's worker, then answers calls in order.
+"""Run one worker process: make the user's worker, then answer calls and streams in order.
 
 After a failed call a worker takes no other call until the driver tells it to go on. The other ranks
 may still be in the failed call, waiting for this rank: they would match its group operations of the
@@ -18,16 +18,20 @@ import socket
 import sys
 import threading
 import traceback
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import torch
 from msgspec.structs import astuple, replace
+from torch.distributed import Store
 
 import coordinator
-from coordinator.begun_in_call import forget_groups, serve_calls, take_begun
-from coordinator.stores.authenticated import guest_store
+from coordinator.call_counts import BegunInGroup, forget_groups, serve_calls, take_begun
+from coordinator.key_values import Answer, Question
+from coordinator.rendezvous import guest_store
+from coordinator.store_client import AskedStore
 from device_comm.call_number import set_call_number
 from shm_broadcast import (
     DRIVER_RANK,
@@ -40,26 +44,108 @@ from shm_broadcast import (
     MessageQueue,
     PeerLostError,
 )
-from shm_broadcast.board.stacks import writes_stacks_to
-from shm_broadcast.machine.affinity import bind_process
+from shm_broadcast.cpu import bind_process
+from shm_broadcast.state.stacks import writes_stacks_to
 
-from .control.cancelled_calls import CancelledCalls
 from .control.channel import Channel, ChannelClosedError
 from .control.output import label_output
-from .control.protocol import VOID, Call, Left, Ready, Reply, Resume, Start, WorkProgress
+from .control.pool_memory import CancelledCalls
+from .control.protocol import (
+    VOID,
+    Call,
+    Left,
+    Ready,
+    Reply,
+    Resume,
+    Start,
+    WorkProgress,
+    describe,
+    unsendable,
+)
 from .control.reference import making_no_pool, worker_class
-from .control.seat import take_seat
-from .control.worker_failure import describe, unsendable
+from .errors import StreamLostError
 from .launchers.boot import retitle
-from .running_streams import RunningStreams
 from .spans import of_call, record
 
+
+@contextmanager
+def take_seat(seat: int, timeout: float | None) -> Iterator[Store]:
+    """The store that all workers of the pool share, until the end of the block.
+
+    Args:
+        seat: the inherited descriptor; closed at the end.
+        timeout: seconds to wait for each answer; None: for ever.
+    """
+    connection = socket.socket(fileno=seat)
+    connection.set_inheritable(False)
+    channel = Channel(connection, Answer)
+
+    def ask(question: Question, deadline: Deadline) -> Answer:
+        channel.send(question, deadline)
+        while True:
+            answer: Answer = channel.receive(deadline)
+            # Another number: the answer to a question whose asker was interrupted while waiting.
+            if answer.number == question.number:
+                return answer
+
+    with closing(channel), closing(AskedStore(ask, timeout)) as store:
+        yield store
+
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    Running: TypeAlias = Generator[Any, None, Any]
 
-    from torch.distributed import Store
 
-    from coordinator.begun_in_call import BegunInGroup
+class RunningStreams:
+    """Runs generators an item at a time, as `control.protocol.Call.stream` says.
+
+    Args:
+        worker: the user's worker.
+    """
+
+    def __init__(self, worker: object) -> None:
+        self._worker = worker
+        self._running: dict[int, Running] = {}
+
+    def step(self, call: Call, wanted: bool) -> tuple[Any, ...] | None:
+        """Run a call that belongs to a stream.
+
+        Args:
+            call: the call.
+            wanted: whether the driver wants this rank's item.
+
+        Returns:
+            ``(item,)``, where the item is ``None`` if it is not wanted; ``()`` at the end;
+            ``None`` if the call closes the stream.
+
+        Raises:
+            StreamLostError: the stream began before the pool was restarted.
+            TypeError: the method returned something else than a generator.
+            What the generator raises.
+        """
+        if call.stream < 0:
+            self._running.pop(-call.stream, _ended()).close()
+            return None
+        if call.begins:
+            # If the method raises, the stream has ended on this rank; the driver closes it.
+            self._running[call.stream] = _ended()
+            self._running[call.stream] = self._begin(call)
+        elif call.stream not in self._running:
+            raise StreamLostError(call.method)
+        for item in self._running[call.stream]:
+            return (item if wanted else None,)
+        return ()
+
+    def _begin(self, call: Call) -> Running:
+        made = getattr(self._worker, call.method)(*call.args, **call.kwargs)
+        if not isinstance(made, Generator):
+            raise TypeError(f"{call.method} is not a generator: it returned {type(made).__name__}")
+        return made
+
+
+def _ended() -> Running:
+    yield from ()
+
 
 _ENDS = (GroupAbortedError, GroupClosedError, PeerLostError, ChannelClosedError)
 """Errors after which a worker ends without a report: the driver knows why, or has ended."""
@@ -98,7 +184,7 @@ def main(control: int, seat: int, stacks: int) -> None:
 
     Args:
         control: the descriptor of the control channel.
-        seat: the descriptor for `seat.take_seat`.
+        seat: the descriptor for `take_seat`.
         stacks: the descriptor to which this process writes its stacks.
     """
     writes_stacks_to(stacks)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any, Final
 
-from shm_broadcast.board.board import Board, BoardHandle
 from shm_broadcast.deadline import NEVER, Deadline
 from shm_broadcast.errors import (
     DRIVER_RANK,
@@ -32,8 +31,9 @@ from shm_broadcast.errors import (
     TransportError,
 )
 from shm_broadcast.extension import MissingExtensionWarning
-from shm_broadcast.machine.liveness import ProcessId, ProcessWatch
+from shm_broadcast.process import ProcessId, ProcessWatch
 from shm_broadcast.segment import Segment, SegmentHandle
+from shm_broadcast.state.board import Board, BoardHandle
 
 if TYPE_CHECKING:
     from shm_broadcast.queue.handle import DEFAULT_CAPACITY, QueueHandle

@@ -1,4 +1,5 @@
-"""Atomic words of shared memory: the C extension's type, or a slower one in Python.
+"""Read and write words and texts of shared memory: the C extension's type, or a slower one in
+Python.
 
 `make_words` gives the extension's ``Words`` where it was built, else `PythonWords`. The latter is
 correct on x86-64 for words with a single writer: CPython copies an aligned word in one move, and
@@ -12,7 +13,8 @@ from __future__ import annotations
 import os
 import struct
 import time
-from typing import TYPE_CHECKING, TypeAlias
+from types import ModuleType
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from shm_broadcast.extension import extension_of
 from shm_broadcast.layout import (
@@ -45,11 +47,38 @@ from shm_broadcast.layout import (
 )
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from typing_extensions import Buffer
 
     from shm_broadcast._native import Words
+
+
+class SharedBytes(Protocol):
+    """A segment, or a copy of one that is only read."""
+
+    @property
+    def words(self) -> WordsLike:
+        """Its atomic words."""
+
+    @property
+    def memory(self) -> memoryview:
+        """Its bytes."""
+
+
+def read_text(segment: SharedBytes, offset: int, size: int) -> str:
+    """The text in the ``size`` bytes at ``offset``."""
+    return text_of(bytes(segment.memory[offset : offset + size]))
+
+
+def text_of(field: bytes) -> str:
+    """The text in a field."""
+    return field.split(b"\0", 1)[0].decode(errors="replace")
+
+
+def write_text(segment: SharedBytes, offset: int, text: str, size: int) -> None:
+    """Put ``text`` there; a character that the limit would cut in two is dropped whole."""
+    kept = text.encode(errors="replace")[:size].decode(errors="ignore").encode()
+    segment.words.write(offset, kept.ljust(size, b"\0"))
+
 
 native: ModuleType | None = extension_of("shm_broadcast")
 

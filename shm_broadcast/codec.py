@@ -17,6 +17,7 @@ import io
 import pickle
 import signal
 import traceback
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import msgspec
@@ -24,8 +25,6 @@ import msgspec
 from shm_broadcast.errors import MessageDecodeError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from typing_extensions import Buffer
 
 OUT_OF_BAND_BYTES: Final = 16 << 10

@@ -1,4 +1,4 @@
-"""The errors between processes; `server.errors` and `coordinator.layout.errors` add to them.
+"""The errors between processes; `server.errors` and `coordinator.layout.checkpoint` add to them.
 
     CoordinatorError
     ├── GroupTimeoutError (TimeoutError)      a deadline passed; names who is behind
@@ -24,11 +24,9 @@ Ranks: errors name global ranks. Only errors about wrong arguments, and descript
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from typing import Any, Final
 
 DRIVER_RANK: Final = -1
 """Stands for the rank of the driver: the process that starts the ranks and is none of them."""

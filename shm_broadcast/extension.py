@@ -12,13 +12,10 @@ import platform
 import sys
 import warnings
 from functools import cache
-from typing import TYPE_CHECKING, Final
+from types import ModuleType
+from typing import Final
 
-from shm_broadcast.machine.affinity import GIVEN_CORES
-from shm_broadcast.machine.core_map import share_a_cache
-
-if TYPE_CHECKING:
-    from types import ModuleType
+from shm_broadcast.cpu import GIVEN_CORES, share_a_cache
 
 COST: Final = (
     "small collectives and messages take about 25 times as long (1 KiB: 17 to 34 times, 64 KiB: 4 "

@@ -18,8 +18,9 @@ import os
 import socket
 import sys
 import weakref
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import msgspec
 
@@ -35,11 +36,7 @@ from shm_broadcast.layout import (
     VERSION,
     align,
 )
-from shm_broadcast.machine.liveness import NO_DESCRIPTOR, ProcessId, is_ending
-from shm_broadcast.machine.system_calls import system_call, why
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from shm_broadcast.process import NO_DESCRIPTOR, ProcessId, is_ending, system_call, why
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MADV_POPULATE_WRITE = 23

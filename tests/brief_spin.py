@@ -2,7 +2,7 @@
 
 import os
 
-from server.launchers.circumstances import worker_environment
+from server.launchers.fork_servers import worker_environment
 
 _NAMES = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
 _of_workers = worker_environment(threads=1)

@@ -22,7 +22,7 @@ import warnings
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from coordinator.apart import begin_apart
+from coordinator.daemon_threads import begin_apart
 from server.launchers import forking
 from tests.patience import PATIENCE_SECONDS
 from tests.ranks import CONTEXT

@@ -28,7 +28,7 @@ import torch
 
 import server.worker  # noqa: F401 - what fork servers load
 from server.launchers import boot, fork_servers, forking
-from server.launchers.circumstances import Circumstances, python_command, worker_environment
+from server.launchers.fork_servers import Circumstances, python_command, worker_environment
 from tests.patience import PATIENCE_SECONDS
 
 if TYPE_CHECKING:

@@ -5,21 +5,19 @@ mesh. `plan` finds the cheapest steps, `calibrate` measures what they cost. `loa
 `save_sharded` read and write checkpoints; only these two need the package safetensors.
 """
 
-from coordinator.layout.checkpoints.load import load_sharded
-from coordinator.layout.checkpoints.safetensors_file import Checkpoint
-from coordinator.layout.checkpoints.save import save_sharded
-from coordinator.layout.dim_partition import convert_dim_partition_dict, merge_same_dim_mesh_list
-from coordinator.layout.errors import (
+from coordinator.layout.checkpoint import (
+    Checkpoint,
     CheckpointError,
     CheckpointFormatError,
     MissingTensorError,
     TensorShapeError,
+    load_sharded,
+    save_sharded,
 )
-from coordinator.layout.hooks import ParamOpHook, use_param_hooks
+from coordinator.layout.comm_spec import CommCost, CommPattern, CommSpec, ShardingSpec
+from coordinator.layout.hooks import ParamOpHook, named_parameters, use_param_hooks
+from coordinator.layout.measure import AlphaBeta, MeasuredPlan, calibrate, calibrate_mesh, measure
 from coordinator.layout.mesh import Mesh
-from coordinator.layout.moving.between import redistribute_between, reshard
-from coordinator.layout.moving.redistribute import redistribute
-from coordinator.layout.parameters import named_parameters
 from coordinator.layout.placement import (
     Axis,
     Extent,
@@ -29,13 +27,11 @@ from coordinator.layout.placement import (
     Placement,
     Replicate,
     Shard,
+    convert_dim_partition_dict,
+    merge_same_dim_mesh_list,
 )
-from coordinator.layout.planning.calibrate import AlphaBeta, calibrate, calibrate_mesh
-from coordinator.layout.planning.comm_spec import CommCost, CommPattern, CommSpec, ShardingSpec
-from coordinator.layout.planning.costs import MeshCosts
-from coordinator.layout.planning.measure import MeasuredPlan, measure
-from coordinator.layout.planning.plan import Plan, Step, plan
-from coordinator.layout.planning.route import SubMesh
+from coordinator.layout.plan import MeshCosts, Plan, Step, SubMesh, plan
+from coordinator.layout.redistribute import redistribute, redistribute_between, reshard
 
 __all__ = [
     "AlphaBeta",

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed.tensor as dt
+from torch import Tensor
 
 from coordinator.layout.placement import Layout, Partial, Place, Placement, Replicate, Shard
 from device_comm import ReduceOp
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
 
 _OPS = {

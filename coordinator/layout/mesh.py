@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
+from coordinator import torch_groups
 from coordinator.group import GroupCoordinator
-from coordinator.layout.planning.costs import MeshCosts
-from coordinator.setup import torch_groups
+from coordinator.layout.plan import Axes, MeshCosts
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-    from coordinator.layout.planning.costs import Axes
 
 
 @dataclass(frozen=True, slots=True)

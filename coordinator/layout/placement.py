@@ -1,4 +1,4 @@
-"""Layouts of tensors on the ranks of a mesh: pure arithmetic, no tensors.
+"""Describe how tensors are divided over the ranks of a mesh. Pure arithmetic.
 
 A `Layout` has one `Placement` for each mesh axis (a group), outermost first. A placement divides
 what the axes before it have left to this rank:
@@ -10,18 +10,20 @@ what the axes before it have left to this rank:
 A dimension that does not divide evenly is sharded as `torch.chunk` and DTensor do it: every shard
 has ceil(size / ranks) elements until none are left. A padded shard always has that many; those
 beyond the tensor's end are padding.
+
+A `Layout` cuts in the order of its axes. On the way from one layout to another there are
+arrangements that no layout describes: a dimension that axis 1 cuts first and axis 0 second, for
+example. Only the innermost cut of a dimension can be undone, and a new cut becomes the innermost.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from device_comm import ReduceOp
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 class Axis(Protocol):
@@ -216,3 +218,132 @@ class Layout:
     def local_shape(self, shape: Sequence[int], axes: Sequence[Axis]) -> tuple[int, ...]:
         """The shape of this rank's part of a tensor of ``shape``, padding included."""
         return tuple(extent.length for extent in self.extents(shape, axes))
+
+
+def convert_dim_partition_dict(
+    dim_size: int, dim_partition_dict: Mapping[int, Sequence[int]]
+) -> dict[int, list[int]]:
+    """A copy of the table with non-negative dimensions.
+
+    Args:
+        dim_size: the tensor's number of dimensions.
+        dim_partition_dict: for each dimension, which may be negative, the mesh axes that shard it.
+
+    Raises:
+        ValueError: the tensor has no such dimension, or two keys are the same dimension: see
+            `merge_same_dim_mesh_list`.
+    """
+    converted: dict[int, list[int]] = {}
+    for dim, axes in dim_partition_dict.items():
+        found = Shard(dim).normalized(dim_size).dim
+        if found in converted:
+            raise ValueError(f"dimension {found} is there twice: {dict(dim_partition_dict)}")
+        converted[found] = list(axes)
+    return converted
+
+
+def merge_same_dim_mesh_list(
+    dim_size: int, dim_partition_dict: Mapping[int, Sequence[int]]
+) -> dict[int, list[int]]:
+    """As `convert_dim_partition_dict`, but keys that are the same dimension are merged.
+
+    For a tensor of two dimensions ``{1: [0], -1: [1]}`` gives ``{1: [0, 1]}``. The axes are in the
+    order of the keys.
+
+    Raises:
+        ValueError: the tensor has no such dimension, or an axis occurs twice.
+    """
+    merged: dict[int, list[int]] = {}
+    for dim, axes in dim_partition_dict.items():
+        merged.setdefault(Shard(dim).normalized(dim_size).dim, []).extend(axes)
+    every = [axis for axes in merged.values() for axis in axes]
+    if len(set(every)) != len(every):
+        raise ValueError(f"an axis cuts twice: {dict(dim_partition_dict)}")
+    return merged
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """Which axes cut a tensor, and on which axes the ranks hold terms of it.
+
+    Attributes:
+        cuts: (axis, its `Shard`), sorted by dimension; those of one dimension outermost first.
+        terms: (axis, its `Partial`), sorted by axis.
+    """
+
+    cuts: tuple[tuple[int, Shard], ...] = ()
+    terms: tuple[tuple[int, Partial], ...] = ()
+
+    @classmethod
+    def of(cls, layout: Layout, ndim: int, mesh: Sequence[int]) -> Arrangement:
+        """The arrangement of a layout.
+
+        Args:
+            layout: the layout.
+            ndim: the tensor's number of dimensions.
+            mesh: the number of ranks on each axis. Axes of one rank are left out.
+
+        Raises:
+            ValueError: there are more or fewer axes than placements, the tensor has no such
+                dimension, or the layout has terms of different reductions.
+        """
+        if len(mesh) != len(layout.placements):
+            raise ValueError(f"{layout} is for {len(layout.placements)} axes, not {len(mesh)}")
+        found = cls()
+        for axis, placement in enumerate(layout.normalized(ndim).placements):
+            if mesh[axis] > 1:
+                found = found.then(axis, placement)
+        if len({partial.op for _, partial in found.terms}) > 1:
+            raise ValueError(f"{layout} mixes reductions: their order would matter")
+        return found
+
+    def at(self, axis: int) -> Placement:
+        """The placement of ``axis``."""
+        for each, placement in (*self.cuts, *self.terms):
+            if each == axis:
+                return placement
+        return Replicate()
+
+    def then(self, axis: int, placement: Placement) -> Arrangement:
+        """With ``placement`` added on ``axis``, which has none yet; a cut becomes the innermost."""
+        if isinstance(placement, Shard):
+            cuts = sorted((*self.cuts, (axis, placement)), key=lambda cut: cut[1].dim)
+            return Arrangement(tuple(cuts), self.terms)
+        if isinstance(placement, Partial):
+            terms = sorted((*self.terms, (axis, placement)), key=lambda term: term[0])
+            return Arrangement(self.cuts, tuple(terms))
+        return self
+
+    def without(self, axis: int) -> Arrangement:
+        """Without the cut or the terms of ``axis``."""
+        return Arrangement(
+            tuple(cut for cut in self.cuts if cut[0] != axis),
+            tuple(term for term in self.terms if term[0] != axis),
+        )
+
+    def is_innermost(self, axis: int, dim: int) -> bool:
+        """Whether the cut by ``axis`` is the innermost one of dimension ``dim``."""
+        return [each for each, shard in self.cuts if shard.dim == dim][-1] == axis
+
+    def extents(
+        self, shape: Sequence[int], mesh: Sequence[int], coordinates: Sequence[int]
+    ) -> tuple[Extent, ...]:
+        """The part of a tensor of ``shape`` that the rank at ``coordinates`` has, by dimension."""
+        extents = tuple(Extent(0, size, size) for size in shape)
+        for axis, shard in self.cuts:
+            extents = shard.split(extents, Place(coordinates[axis], mesh[axis]))
+        return extents
+
+    def largest(self, shape: Sequence[int], mesh: Sequence[int]) -> tuple[int, ...]:
+        """The largest local size of each dimension on any rank.
+
+        Raises:
+            ValueError: the explicit sizes of a cut do not fit on some rank.
+        """
+        lengths = [{size} for size in shape]
+        for axis, shard in self.cuts:
+            parts = [shard.cut(length, mesh[axis]) for length in lengths[shard.dim]]
+            lengths[shard.dim] = {
+                size for cut in parts for size in ([max(cut)] if shard.padded else cut)
+            }
+        return tuple(max(each) for each in lengths)

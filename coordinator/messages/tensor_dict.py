@@ -17,21 +17,18 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 import torch
 from torch import Tensor
 
-from coordinator.messages.plain import DTYPES, is_key, is_scalar
-from coordinator.messages.wire import Wire
+from coordinator.messages.wire import DTYPES, Wire, is_key, is_scalar
 from device_comm.verbs.checks import why_not_dense
 from shm_broadcast import MessageDecodeError
 from shm_broadcast.codec import UNDECODABLE
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 INLINE_BYTES: Final = 1536
 """Of the tensors that travel with their header. A frame then has half a kilobyte for that."""

@@ -1,28 +1,276 @@
-"""`PipelineEnd`: one stage's end of a pipeline, and the one operation that all others are."""
+"""Exchange trees of tensors with the neighbours in a pipeline: one operation that all others use.
+
+    "way"     which way the message goes: "next" or "previous"
+    "tree"    the nesting, as plain data; where named tuples or keys are not plain, itself
+    "0" …     the leaves, in order
+
+or, where it cannot be sent, "way" and
+
+    "refused"   why
+
+The header of the dict therefore says everything that a receiver has to know: the nesting, and
+shape, dtype, device and requires_grad of every tensor.
+
+In a ring of two stages the next stage is the previous one: activations and gradients come from
+the same peer, in the order in which it sent them, which need not be the order in which they are
+asked for. A message therefore says which way it goes, and is kept until that way is asked for.
+
+    want(NEXT) ──┐   ┌── coming: receives that were begun, not there or not looked at yet
+    want(PREV) ──┤   ├── arrived[way]: there, and nobody asked for it yet
+                 └───┴── a `Request` has its message once one of its way is there
+
+Only `Request.finish` communicates with other peers (it gathers slices), so that order is the
+caller's. One thread at a time.
+"""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack, overload
 
-from coordinator.messages.framing import Kind
-from coordinator.messages.outgoing import AnotherThreadError
-from coordinator.messages.tensor_dict import WHOLE
-from coordinator.pipeline.inflow import Inflow
-from coordinator.pipeline.message import NEXT, PREV, by_place, refused_tree, to_dict
-from device_comm import Joined, Work
-from device_comm.verbs.checks import check_rank
-from shm_broadcast import Deadline
+from coordinator.messages.incoming import IncomingDict
+from coordinator.messages.tensor_dict import WHOLE, Header, Slicing
+from coordinator.messages.transport import AnotherThreadError
+from coordinator.messages.wire import Kind, decode_plain, encode_plain, why_refused
+from coordinator.tree import Node, Structure, flatten, places, unflatten
+from device_comm import Joined, Pending, Work
+from device_comm.verbs.checks import Later, Maybe, Now, Timeout, check_rank
+from shm_broadcast import CoordinatorError, Deadline, MessageDecodeError, MessageRefusedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from coordinator.group import GroupCoordinator
-    from coordinator.messages.tensor_dict import Slicing
+    from coordinator.messages.messenger import Messenger
     from coordinator.messages.transport import Make, Packed
-    from coordinator.pipeline.inflow import Request
-    from device_comm import Pending
-    from device_comm.verbs.arguments import Later, Maybe, Now, Timeout
 
+
+NEXT, PREV = "next", "previous"
+"""Which way a message goes: to the next stage (activations) or to the previous one (gradients)."""
+
+WAY = "way"
+"""The key at which a message says that."""
+
+
+def to_dict(tree: Any, way: str) -> dict[str, Any]:
+    """The tensor dict of a tree."""
+    leaves, structure = flatten(tree)
+    numbered = {str(number): leaf for number, leaf in enumerate(leaves)}
+    return {WAY: way, "tree": _describe(structure), **numbered}
+
+
+def refused_tree(error: Exception, way: str) -> dict[str, Any]:
+    """The tensor dict in the place of a tree that cannot be sent for ``error``."""
+    return {WAY: way, "refused": why_refused(error)}
+
+
+def by_place(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree, by their places in it."""
+    leaves, structure = flatten(tree)
+    return dict(zip(places(structure, "tree"), leaves, strict=True))
+
+
+def from_dict(values: dict[str, Any], refused: Callable[[str], MessageRefusedError]) -> Any:
+    """The tree of a tensor dict; ``refused`` makes the error of one in the place of a tree.
+
+    Raises:
+        MessageRefusedError: its sender could not send it.
+        MessageDecodeError: it cannot be restored here.
+    """
+    if "refused" in values:
+        raise refused(values["refused"])
+    leaves = [values[str(number)] for number in range(len(values) - 2)]
+    return unflatten(_restore(values["tree"]), leaves)
+
+
+def way_of(header: Header) -> str:
+    """Which way the message of a header goes.
+
+    Raises:
+        MessageDecodeError: a `Stage` did not send it.
+    """
+    way = header.scalars.get(WAY)
+    if way not in (NEXT, PREV):
+        raise MessageDecodeError("a message arrived that no pipeline stage sent")
+    return str(way)
+
+
+def _describe(structure: Structure) -> bytes | Structure:
+    return _remembered(structure) if _has_text_keys(structure) else _encode(structure)
+
+
+def _has_text_keys(structure: Structure) -> bool:
+    """Whether equal structures are the same: other keys may be equal and differ, as 1 and True."""
+    return structure is None or (
+        _TEXT.issuperset(map(type, structure.keys)) and all(map(_has_text_keys, structure.children))
+    )
+
+
+_TEXT = frozenset({str})
+
+
+def _encode(structure: Structure) -> bytes | Structure:
+    try:
+        return encode_plain(_to_plain(structure))
+    except TypeError:
+        return structure
+
+
+_remembered = lru_cache(maxsize=256)(_encode)
+
+
+def _restore(described: bytes | Structure) -> Structure:
+    if isinstance(described, bytes):
+        return _decode(described)
+    if described is None or isinstance(described, Node):
+        return described
+    raise MessageDecodeError(f"the nesting of a message is a {type(described).__name__}")
+
+
+@lru_cache(maxsize=256)
+def _decode(data: bytes) -> Structure:
+    try:
+        return _from_plain(decode_plain(data))
+    except (TypeError, ValueError, KeyError) as error:
+        raise MessageDecodeError(f"cannot restore the nesting of a message: {error}") from error
+
+
+_KINDS: dict[str, type] = {"dict": dict, "list": list, "tuple": tuple}
+
+
+def _to_plain(structure: Structure) -> Any:
+    if structure is None:
+        return None
+    if structure.kind not in _KINDS.values():
+        raise TypeError(f"a {structure.kind.__name__}")
+    children = [_to_plain(child) for child in structure.children]
+    return structure.kind.__name__, structure.keys, children
+
+
+def _from_plain(value: Any) -> Structure:
+    if value is None:
+        return None
+    kind, keys, children = value
+    return Node(_KINDS[kind], tuple(keys), tuple(_from_plain(child) for child in children))
+
+
+class Request:
+    """A message that was asked for; a `device_comm.Pending`. Made by `Inflow.want`."""
+
+    def __init__(self, inflow: Inflow) -> None:
+        """Wait for a message of ``inflow``."""
+        self._inflow = inflow
+        self.message: IncomingDict | None = None
+
+    def ready(self) -> bool:
+        """Whether `wait` would return or raise at once. Never blocks."""
+        try:
+            while self.message is None and self._inflow.has_come():
+                self._inflow.settle(Deadline.after(0))
+        except CoordinatorError:  # a receive has failed, as `wait` says
+            return True
+        return self.message is not None
+
+    def wait(self, deadline: Deadline) -> None:
+        """Return once the message is there.
+
+        Raises:
+            GroupTimeoutError: not yet; it is still under way.
+        """
+        while self.message is None:
+            self._inflow.settle(deadline)
+
+    def finish(self, timeout: Timeout) -> Any:
+        """The tree. Collective: yes over the peers' group, if it came in slices.
+
+        Raises:
+            MessageRefusedError: its sender could not send it.
+        """
+        if self.message is None:
+            raise RuntimeError("a message is finished once it is ready, not before")
+        way_of(self.message.header())
+        return from_dict(self.message.result(timeout), self.message.refused)
+
+    def leave(self, error: BaseException) -> None:
+        """As `Incoming.leave`, of a message that is there."""
+        if self.message is not None:
+            self.message.leave(error)
+
+
+class Inflow:
+    """What one peer sends to this stage.
+
+    Attributes:
+        src: the peer, a rank in the pipeline group.
+    """
+
+    def __init__(self, messenger: Messenger, src: int, peers: Messenger | None) -> None:
+        """Sort the messages of ``src``.
+
+        Args:
+            messenger: the pipeline group's.
+            src: a rank in it.
+            peers: of the group that receives the other slices.
+        """
+        self._messenger = messenger
+        self.src = src
+        self._peers = peers
+        self._coming: deque[tuple[IncomingDict, Pending]] = deque()
+        self._arrived: dict[str, deque[IncomingDict]] = {NEXT: deque(), PREV: deque()}
+        self._wanting: list[tuple[str, Request]] = []
+
+    def want(self, way: str) -> Request:
+        """Ask for the next message that goes ``way``. Never blocks."""
+        request = Request(self)
+        if self._arrived[way]:
+            request.message = self._arrived[way].popleft()
+        else:
+            self._begin(len(self._wanting) + 1)
+            self._wanting.append((way, request))
+        return request
+
+    def has_come(self) -> bool:
+        """Whether a message is there that was not sorted, or failed. Never blocks."""
+        return bool(self._coming) and self._coming[0][1].ready()
+
+    def settle(self, deadline: Deadline) -> None:
+        """Wait until one more message is there, and sort it.
+
+        Raises:
+            GroupTimeoutError: none is; it is still under way.
+        """
+        if not self._coming:  # a signal handler has raised while it was sorted
+            self._messenger.cpu.check()
+        self._coming[0][1].wait(deadline)
+        try:
+            message, _ = self._coming.popleft()
+            self._sort(message)
+        except BaseException as error:  # a signal handler's
+            self._messenger.cpu.abort(error)
+            raise
+
+    def _sort(self, message: IncomingDict) -> None:
+        try:
+            way = way_of(message.header())
+            wanted = [each for each in self._wanting if each[0] == way]
+        except CoordinatorError:  # who has waited longest gets it, and the error
+            wanted = self._wanting
+        if wanted:
+            first = wanted[0]
+            self._wanting.remove(first)
+            first[1].message = message
+        else:
+            self._arrived[way].append(message)
+            self._begin(len(self._wanting))
+
+    def _begin(self, n_wanted: int) -> None:
+        """Have so many receives begun, one for every request without a message. Never blocks."""
+        while len(self._coming) < n_wanted:
+            message = self._messenger.incoming_dict(self.src, self._peers, WAY)
+            self._coming.append((message, self._messenger.begin(message, self.src)))
+
+
+if TYPE_CHECKING:
     Send = tuple[Any, str, int]
     """A tree, the way that it goes, and the rank that gets it."""
 

@@ -1,4 +1,4 @@
-"""`Stage`: the named exchanges of a pipeline, as ColossalAI's users know them.
+"""Offer the named exchanges of a pipeline stage, as ColossalAI has them.
 
 Forward goes from the first stage to the last, backward the other way. The first five do nothing
 and return None at the ends of the pipeline; the last three go round in a ring, for stages that
@@ -14,17 +14,39 @@ All of them:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Unpack, overload
+from collections.abc import Sequence
+from typing import Any, Unpack, overload
 
-from coordinator.pipeline.expect import check
+import torch
+from torch import Tensor
+
 from coordinator.pipeline.pipeline_end import PipelineEnd
+from coordinator.tree import flatten
+from device_comm import Work
+from device_comm.verbs.checks import Later, Maybe, Now
 
-if TYPE_CHECKING:
-    import torch
+Shapes = Sequence[int] | Sequence[Sequence[int]]
+"""One tensor's shape; or one for each tensor of a tree, in order."""
 
-    from coordinator.pipeline.expect import Shapes
-    from device_comm import Work
-    from device_comm.verbs.arguments import Later, Maybe, Now
+
+def check(tree: Any, shapes: Shapes | None, dtype: torch.dtype | None) -> None:
+    """Require that the tensors of ``tree`` have these shapes and this dtype; None: any will do.
+
+    Raises:
+        ValueError: they have not.
+    """
+    if tree is None:
+        return
+    tensors = [leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor)]
+    if shapes is not None:
+        many = any(isinstance(each, Sequence) for each in shapes)
+        wanted = [tuple(each) for each in shapes] if many else [tuple(shapes)]  # type: ignore[arg-type]
+        found = [tuple(tensor.shape) for tensor in tensors]
+        if found != wanted:
+            raise ValueError(f"tensors of shapes {found} arrived where {wanted} were expected")
+    others = {tensor.dtype for tensor in tensors} - {dtype}
+    if dtype is not None and others:
+        raise ValueError(f"tensors of {others} arrived where {dtype} was expected")
 
 
 class Stage(PipelineEnd):

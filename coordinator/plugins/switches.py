@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
 
 SWITCH_VARIABLE = "GROUP_COORDINATOR"
 PARTS = ("communicator", "queue", "status")

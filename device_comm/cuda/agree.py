@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 
-from device_comm.cuda.errors import IpcUnavailableError
+from device_comm.cuda.driver import IpcUnavailableError
+from shm_broadcast.deadline import Deadline
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from device_comm.communicator import Communicator
-    from shm_broadcast.deadline import Deadline
 
     Swap = Callable[[bytes], list[bytes]]
     """Gives this rank's bytes to all ranks; returns all ranks' bytes, by rank. Collective."""

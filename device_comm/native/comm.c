@@ -51,7 +51,7 @@ static Py_ssize_t read_spans(PyObject *tuple, span *spans, size_t most) {
     return count;
 }
 
-/* The fields of device_comm.shm.collectives.slot_plan.SlotPlan, in that order. */
+/* The fields of device_comm.shm.collectives.SlotPlan, in that order. */
 static int read_plan(Comm *self, PyObject *object) {
     steps *s = &self->steps;
     const char *signature, *awaits;

@@ -9,7 +9,7 @@
 #include "steps.h"
 #include "tensors.h"
 
-/* From here on, results come from memory that is recycled: see shm_broadcast/ring/recycling.py. */
+/* From here on, results come from memory that is recycled: see shm_broadcast/ring/buffers.py. */
 #define RECYCLED_BYTES (1 << 20)
 
 /* The call that a thread carries out, 0 if none: device_comm/call_number.py says what for. */
@@ -21,8 +21,8 @@ enum { OPERATION_SEND = VERBS, OPERATION_RECV, OPERATIONS };
 typedef struct {
     PyObject_HEAD
     Py_buffer group, board; /* keep the memory below alive */
-    Py_buffer begun;        /* u64: their fingerprint; see device_comm/begun.py */
-    Py_buffer numbers;      /* u32: see device_comm/recorder.py */
+    Py_buffer begun;        /* u64: their fingerprint; see device_comm/call_number.py */
+    Py_buffer numbers;      /* u32: see device_comm/watch.py */
     char *history;          /* of this rank's process on the board; NULL if none is kept */
     gc_entry about;         /* of the operation that begins; the group is filled in for good */
     gc_pace pace;           /* the clock of direct calls */

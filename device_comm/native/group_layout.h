@@ -37,7 +37,7 @@
 
 #define NO_OP 255
 
-/* Words of a fingerprint, u64: device_comm/begun.py. */
+/* Words of a fingerprint, u64: device_comm/call_number.py. */
 #define BEGUN_COUNT 0
 #define BEGUN_CHECKSUM 1
 #define BEGUN_LAST 2

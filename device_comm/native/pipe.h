@@ -1,4 +1,4 @@
-/* Bytes through a pipe between two ranks: the protocol of device_comm/shm/pipes/pipe.py. */
+/* Bytes through a pipe between two ranks: the protocol of device_comm/shm/channel.py. */
 #ifndef GC_PIPE_H
 #define GC_PIPE_H
 
@@ -7,7 +7,7 @@
 
 #include "way.h"
 
-/* As in device_comm/shm/pipes/pipe.py. A test compares the two. */
+/* As in device_comm/shm/channel.py. A test compares the two. */
 #define PIPE_POSTED 64
 #define PIPE_TAKEN 128
 #define PIPE_READS 136

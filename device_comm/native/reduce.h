@@ -1,11 +1,11 @@
-/* Reducing numbers of several ranks, in rank order: see device_comm/reduce_op.py for the meaning. */
+/* Reducing numbers of several ranks, in rank order: see device_comm/operation.py for the meaning. */
 #ifndef GC_REDUCE_H
 #define GC_REDUCE_H
 
 #include <stdbool.h>
 #include <stddef.h>
 
-/* Bagua's numbers, as in device_comm/reduce_op.py. */
+/* Bagua's numbers, as in device_comm/operation.py. */
 enum { OP_SUM = 0, OP_PRODUCT = 1, OP_MIN = 2, OP_MAX = 3, OP_BOR = 7, OP_BAND = 8, OP_BXOR = 9, OP_AVG = 10 };
 
 /* As in device_comm/shm/signature.py. What comes after is moved, not reduced. */

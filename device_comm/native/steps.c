@@ -1,5 +1,5 @@
 /* Guarantees and assumptions are those of device_comm/shm/layout.py, whose rules are quoted by
- * number; device_comm/shm/collectives/python_steps.py keeps the same protocol in
+ * number; device_comm/shm/python_steps.py keeps the same protocol in
  * Python, plain and slow. */
 #include "steps.h"
 

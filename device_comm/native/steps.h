@@ -14,7 +14,7 @@ typedef struct {
     uint64_t size;
 } span;
 
-/* What this rank does in one collective; device_comm/shm/collectives/slot_plan.py says it in full. */
+/* What this rank does in one collective; device_comm/shm/collectives.py says it in full. */
 typedef struct {
     unsigned char signature[SIGNATURE_BYTES];
     int kind, dtype, op;

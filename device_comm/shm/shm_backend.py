@@ -1,10 +1,10 @@
-"""Collectives and messages between ranks of one host, through shared memory.
+"""Run collectives and messages between the ranks of one host through shared memory.
 
 Every group has one segment, with two slots and a ring for each rank, through which all collectives
 go in steps: `device_comm.shm.layout` draws it and states the protocol. Reductions are in rank
 order, so all ranks get bit-identical results. Messages between two ranks go through a separate
 pipe, and messages that are not received yet through additional memory
-(`device_comm.shm.pipes.transfers`). No sockets are used.
+(`device_comm.shm.transfers`). No sockets are used.
 
 Memory: a ring of 2 MiB and two pages for each of n ranks, and ``64 n (n + 1)`` bytes; rings are
 shorter where n is more than 8, and have 16 MiB together. Each ordered pair of ranks that exchanges
@@ -15,50 +15,63 @@ on.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from types import ModuleType
 from typing import TYPE_CHECKING, Self
 
 import msgspec
 import torch
+from torch import Tensor
 
-from device_comm.backend import Backend, Capabilities, Identity, end_group
-from device_comm.begun import VERBS
-from device_comm.call_number import numbering
-from device_comm.reduce_op import ReduceOp
+from device_comm._native import Comm
+from device_comm.backend import Backend, Capabilities, Explanation, Identity, end_group
+from device_comm.call_number import VERBS, numbering
+from device_comm.operation import Operation, ReduceOp
 from device_comm.shm import layout
-from device_comm.shm.attendance import Attendance
-from device_comm.shm.collectives.collective import Collective
-from device_comm.shm.collectives.direct import DirectCalls
-from device_comm.shm.collectives.planned import Plans
-from device_comm.shm.collectives.python_steps import PythonSteps
-from device_comm.shm.execution import Execution
+from device_comm.shm.channel import Mover, PythonMover
+from device_comm.shm.collectives import Attendance, Collective, Execution, Plans, Steps
+from device_comm.shm.direct import DirectCalls
 from device_comm.shm.layout import GroupLayout
-from device_comm.shm.pipes.peer_pipes import PeerPipes
-from device_comm.shm.pipes.pipe import PythonMover
-from device_comm.shm.pipes.transfers import ReceiveTask, SendTask
-from device_comm.shm.results import Results
+from device_comm.shm.python_steps import PythonSteps
+from device_comm.shm.transfers import PeerPipes, ReceiveTask, SendTask
+from shm_broadcast.cpu import GIVEN_CORES
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import SharedMemoryError
+from shm_broadcast.executor import Progress, Task
 from shm_broadcast.extension import COST, extension_of
-from shm_broadcast.machine.affinity import GIVEN_CORES
-from shm_broadcast.progress import Progress
+from shm_broadcast.ring.buffers import RECYCLED_BYTES, new_pool
 from shm_broadcast.segment import Segment, SegmentHandle
+from shm_broadcast.state.board import Board
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from types import ModuleType
-
-    from torch import Tensor
-
-    from device_comm._native import Comm
-    from device_comm.choice import Explanation
-    from device_comm.operation import Operation
-    from device_comm.shm.collectives.steps import Steps
-    from device_comm.shm.pipes.pipe import MakeMover, Mover
+    from device_comm.shm.channel import MakeMover
     from device_comm.work import Pending
-    from shm_broadcast.board.board import Board
-    from shm_broadcast.progress import Task
+
+
+class Results:
+    """Makes tensors on the CPU.
+
+    The C extension holds it, so it must not hold the backend that holds the extension's end.
+    """
+
+    def __init__(self) -> None:
+        self._pool = new_pool()
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A new contiguous tensor of ``shape``."""
+        size = math.prod(shape) * dtype.itemsize
+        if size < RECYCLED_BYTES:
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+        flat = torch.frombuffer(self._pool.take(size), dtype=dtype)
+        return flat if len(shape) == 1 else flat.view(shape)
+
+    def empty_like(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """As `empty`, of the dtype of ``like``."""
+        return self.empty(shape, like.dtype)
+
 
 extension: ModuleType | None = extension_of("device_comm")
 

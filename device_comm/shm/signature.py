@@ -23,18 +23,13 @@ import math
 import struct
 import zlib
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 
-from device_comm.begun import VERBS
-from device_comm.call_number import naming_call
-from device_comm.operation import CUT, REDUCTIONS, ROOTED
-from device_comm.reduce_op import ReduceOp
+from device_comm.call_number import VERBS, naming_call
+from device_comm.operation import CUT, REDUCTIONS, ROOTED, Operation, ReduceOp
 from shm_broadcast.layout import DTYPE_NAMES
-
-if TYPE_CHECKING:
-    from device_comm.operation import Operation
 
 SIGNATURE: Final = struct.Struct("<BBBBI5QII")
 COMPARED: Final = 48

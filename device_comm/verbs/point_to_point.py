@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
+import torch
+from torch import Tensor
+
 from device_comm.operation import NO_TENSOR, Operation
-from device_comm.verbs.arrange import landing, plain
-from device_comm.verbs.checks import check_out, check_peer, check_shape, check_tensor
+from device_comm.verbs.checks import (
+    Later,
+    Maybe,
+    Now,
+    Out,
+    Shape,
+    Timeout,
+    check_out,
+    check_peer,
+    check_shape,
+    check_tensor,
+    landing,
+    plain,
+)
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import CoordinatorError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import torch
-    from torch import Tensor
-
-    from device_comm.verbs.arguments import Later, Maybe, Now, Out, Timeout
-    from device_comm.verbs.checks import Shape
     from device_comm.verbs.runner import Runner
     from device_comm.work import Work
 

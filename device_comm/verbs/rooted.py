@@ -1,22 +1,31 @@
-"""The verbs in which one rank, the root, gives or gets a tensor like everybody's."""
+"""Collectives with a root: broadcast, reduce, gather, scatter."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
-from device_comm.operation import NO_TENSOR, Operation
-from device_comm.reduce_op import ReduceOp, check_reduction
-from device_comm.verbs.arrange import (
+from torch import Tensor
+
+from device_comm.operation import NO_TENSOR, Operation, ReduceOp, check_reduction
+from device_comm.verbs.checks import (
+    Later,
+    Maybe,
+    Now,
+    Out,
+    Timeout,
+    check_dim,
+    check_rank,
+    check_tensor,
+    equal_share,
     landing,
+    landing_pieces,
+    pieces_first,
     plain,
+    resized,
     shares_memory,
 )
-from device_comm.verbs.checks import check_rank, check_tensor
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from device_comm.verbs.arguments import Later, Maybe, Now, Out, Timeout
     from device_comm.verbs.runner import Runner
     from device_comm.work import Work
 
@@ -177,3 +186,234 @@ class RootedVerbs:
         run = self.runner
         out = x if run.rank == dst else None
         return self.reduce(x, dst=dst, op=op, out=out, async_op=async_op, timeout=timeout)
+
+
+class RootedPartVerbs:
+    """Gathering and scattering. See `device_comm.communicator` for what all verbs share."""
+
+    runner: Runner
+
+    @overload
+    def gather(
+        self, x: Tensor, dst: int = ..., dim: int = ..., *, out: Out = ..., **how: Unpack[Now]
+    ) -> Tensor | None: ...
+    @overload
+    def gather(
+        self, x: Tensor, dst: int = ..., dim: int = ..., *, out: Out = ..., **how: Unpack[Later]
+    ) -> Work[Tensor | None]: ...
+    @overload
+    def gather(
+        self, x: Tensor, dst: int = ..., dim: int = ..., *, out: Out = ..., **how: Unpack[Maybe]
+    ) -> Tensor | Work[Tensor | None] | None: ...
+    def gather(
+        self,
+        x: Tensor,
+        dst: int = 0,
+        dim: int = -1,
+        *,
+        out: Out = None,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Any:
+        """Concatenate the ``x`` of all ranks, for rank ``dst``. Collective: yes, every member.
+
+        Args:
+            x: (..., s, ...), the same shape and dtype on all ranks.
+            dst: a rank in the group.
+            dim: along which to concatenate.
+            out: on ``dst`` only: (..., N * s, ...).
+            async_op: return a `Work` of the result.
+            timeout: seconds; None: what the group allows.
+
+        Returns:
+            On ``dst`` (..., N * s, ...), or ``x`` itself in a group of one; elsewhere None.
+        """
+        run = self.runner
+        if not async_op and (shortcut := run.backend.shortcut) is not None:
+            done = shortcut.collective("gather", timeout, x, dst, dim, out)
+            if done is not NotImplemented:
+                return done
+        check_tensor("x", x, run.device)
+        dim = check_dim(dim, x)
+        n = run.world_size
+        dst = run.check_dst(dst, out)
+        shape = resized(x.shape, dim, n * x.shape[dim])
+        if n == 1:
+            return run.identity("gather", x, out, async_op)
+        source = plain(x)
+        buffer, finish = None, None
+        if run.rank == dst:
+            buffer, finish = landing_pieces(run.new, out, shape, dim, n, source, x)
+        output = NO_TENSOR if buffer is None else buffer
+        operation = Operation("gather", source, output, async_op, timeout, peer=dst, shape=x.shape)
+        return run.run(operation, buffer, finish)
+
+    @overload
+    def gather_(
+        self, x: Tensor, dst: int = ..., dim: int = ..., **how: Unpack[Now]
+    ) -> Tensor | None: ...
+    @overload
+    def gather_(
+        self, x: Tensor, dst: int = ..., dim: int = ..., **how: Unpack[Later]
+    ) -> Work[Tensor | None]: ...
+    @overload
+    def gather_(
+        self, x: Tensor, dst: int = ..., dim: int = ..., **how: Unpack[Maybe]
+    ) -> Tensor | Work[Tensor | None] | None: ...
+    def gather_(
+        self,
+        x: Tensor,
+        dst: int = 0,
+        dim: int = -1,
+        *,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Any:
+        """`gather` into the ``x`` of ``dst``. Collective: yes, every member.
+
+        Args:
+            x: on ``dst`` (..., N * s, ...), of which part ``dst`` is its own input;
+                elsewhere (..., s, ...).
+            dst: a rank in the group.
+            dim: along which the parts lie.
+            async_op: return a `Work` of the result.
+            timeout: seconds; None: what the group allows.
+
+        Returns:
+            ``x`` on ``dst``, None elsewhere.
+        """
+        run = self.runner
+        dst = check_rank("dst", dst, run.world_size)
+        if run.rank != dst:
+            return self.gather(x, dst=dst, dim=dim, async_op=async_op, timeout=timeout)
+        mine = run.copy_of_part(x, dim, dst)
+        return self.gather(mine, dst=dst, dim=dim, out=x, async_op=async_op, timeout=timeout)
+
+    @overload
+    def scatter(
+        self,
+        x: Tensor | None,
+        src: int = ...,
+        dim: int = ...,
+        *,
+        out: Out = ...,
+        **how: Unpack[Now],
+    ) -> Tensor: ...
+    @overload
+    def scatter(
+        self,
+        x: Tensor | None,
+        src: int = ...,
+        dim: int = ...,
+        *,
+        out: Out = ...,
+        **how: Unpack[Later],
+    ) -> Work[Tensor]: ...
+    @overload
+    def scatter(
+        self,
+        x: Tensor | None,
+        src: int = ...,
+        dim: int = ...,
+        *,
+        out: Out = ...,
+        **how: Unpack[Maybe],
+    ) -> Tensor | Work[Tensor]: ...
+    def scatter(
+        self,
+        x: Tensor | None,
+        src: int = 0,
+        dim: int = -1,
+        *,
+        out: Out = None,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Any:
+        """Give part r of the ``x`` of rank ``src`` to rank r. Collective: yes, every member.
+
+        Args:
+            x: on ``src`` (..., N * s, ...); elsewhere None.
+            src: a rank in the group.
+            dim: along which ``x`` is cut.
+            out: (..., s, ...); needed on all ranks but ``src``, which know no shape else.
+            async_op: return a `Work` of the result.
+            timeout: seconds; None: what the group allows.
+
+        Returns:
+            (..., s, ...), contiguous unless ``out`` is not; ``x`` itself in a group of one.
+        """
+        run = self.runner
+        if not async_op and (shortcut := run.backend.shortcut) is not None:
+            done = shortcut.collective("scatter", timeout, x, src, dim, out)
+            if done is not NotImplemented:
+                return done
+        src = check_rank("src", src, run.world_size)
+        if run.rank == src:
+            return self._scatter_own(x, src, dim, out, async_op, timeout)
+        if x is not None:
+            raise ValueError(f"x is given on rank {src} only; this is rank {run.rank}")
+        if out is None:
+            raise ValueError(f"rank {run.rank} needs out= to know the shape that it gets")
+        check_tensor("out", out, run.device)
+        check_dim(dim, out)
+        buffer, finish = landing(run.new, out, out.shape, out, None)
+        operation = Operation(
+            "scatter", NO_TENSOR, buffer, async_op, timeout, peer=src, shape=out.shape
+        )
+        return run.run(operation, buffer, finish)
+
+    @overload
+    def scatter_(self, x: Tensor, src: int = ..., dim: int = ..., **how: Unpack[Now]) -> Tensor: ...
+    @overload
+    def scatter_(
+        self, x: Tensor, src: int = ..., dim: int = ..., **how: Unpack[Later]
+    ) -> Work[Tensor]: ...
+    @overload
+    def scatter_(
+        self, x: Tensor, src: int = ..., dim: int = ..., **how: Unpack[Maybe]
+    ) -> Tensor | Work[Tensor]: ...
+    def scatter_(
+        self,
+        x: Tensor,
+        src: int = 0,
+        dim: int = -1,
+        *,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Any:
+        """`scatter` of the ``x`` of ``src``, into each ``x``. Collective: yes, every member.
+
+        Args:
+            x: on ``src`` (..., N * s, ...), whose first part becomes its own result;
+                elsewhere (..., s, ...).
+            src: a rank in the group.
+            dim: along which the parts lie.
+            async_op: return a `Work` of the result.
+            timeout: seconds; None: what the group allows.
+
+        Returns:
+            (..., s, ...): on ``src`` a view of ``x``, elsewhere and in a group of one ``x``.
+        """
+        run = self.runner
+        src = check_rank("src", src, run.world_size)
+        if run.rank != src:
+            return self.scatter(None, src=src, dim=dim, out=x, async_op=async_op, timeout=timeout)
+        out = run.part(x, dim, 0)
+        return self.scatter(x, src=src, dim=dim, out=out, async_op=async_op, timeout=timeout)
+
+    def _scatter_own(
+        self, x: Tensor | None, src: int, dim: int, out: Out, async_op: bool, timeout: Timeout
+    ) -> Any:
+        run = self.runner
+        if x is None:
+            raise ValueError(f"rank {src} is the source: it needs x")
+        check_tensor("x", x, run.device)
+        dim = check_dim(dim, x)
+        n = run.world_size
+        shape = resized(x.shape, dim, equal_share(x.shape[dim], n, dim))
+        if n == 1:
+            return run.identity("scatter", x, out, async_op)
+        source = pieces_first(x, dim, n)
+        buffer, finish = landing(run.new, out, shape, source, x)
+        operation = Operation("scatter", source, buffer, async_op, timeout, peer=src, shape=shape)
+        return run.run(operation, buffer, finish)

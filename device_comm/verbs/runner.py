@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
+import torch
+from torch import Tensor
 from torch.autograd import profiler
 from torch.compiler import is_compiling
 from torch.profiler import record_function
 
 from device_comm.call_number import call_number
+from device_comm.operation import Operation, ReduceOp, Verb
 from device_comm.shm.signature import sign, signature_with_sizes
 from device_comm.verbs.checks import (
+    Shape,
     check_apart,
     check_dim,
     check_out,
@@ -19,21 +24,12 @@ from device_comm.verbs.checks import (
     check_tensor,
     equal_share,
 )
-from device_comm.work import Followed, Work, join
+from device_comm.work import Followed, Pending, Work, join
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import CoordinatorError, GroupClosedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import torch
-    from torch import Tensor
-
     from device_comm.backend import Backend
-    from device_comm.operation import Operation, Verb
-    from device_comm.reduce_op import ReduceOp
-    from device_comm.verbs.checks import Shape
-    from device_comm.work import Pending
 
 
 class Traced(Protocol):

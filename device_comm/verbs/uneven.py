@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from torch import Tensor
 
-from device_comm.operation import Operation
-from device_comm.reduce_op import ReduceOp, check_reduction
-from device_comm.verbs.arrange import (
+from device_comm.operation import Operation, ReduceOp, check_reduction
+from device_comm.verbs.checks import (
+    Later,
+    Maybe,
+    Now,
+    Out,
+    Sizes,
+    Timeout,
+    check_dim,
+    check_out,
+    check_sizes,
+    check_tensor,
+    check_total,
     elements_of,
+    equal_share,
     landing_pieces,
     pieces_first,
     resized,
     row_elements,
     shares_memory,
 )
-from device_comm.verbs.checks import (
-    check_dim,
-    check_out,
-    check_sizes,
-    check_tensor,
-    check_total,
-    equal_share,
-)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from device_comm.verbs.arguments import Later, Maybe, Now, Out, Sizes, Timeout
     from device_comm.verbs.runner import Runner
     from device_comm.work import Work
 

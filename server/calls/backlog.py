@@ -1,17 +1,129 @@
-"""The calls of a pool in order: first those that the workers have ("under way"), then the queued.
+"""Keep the calls of a pool in order, and decide which ones are late.
+
+A call without its own timeout is not late while the calls before it are being answered.
 
 Plain bookkeeping: no locks, and no knowledge of what an answer means.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from shm_broadcast import Deadline
 
+from ..control.attentive_clock import AttentiveClock
+
+if TYPE_CHECKING:
     from .pending_call import PendingCall
+
+
+class CallClock:
+    """Times one call at a time. Not thread-safe.
+
+    It is meant for the oldest call under way: ranks answer calls in order, so one that has not
+    answered a later call may still be busy with an earlier one, and is not late. A time during
+    which all processes were stopped, as in a paused container, counts as a quarter of ``seconds``
+    at most.
+
+    Attributes:
+        call: the call that is timed; ``None`` if none is.
+
+    Args:
+        seconds: how long it may take.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.call: PendingCall | None = None
+        self._seconds = seconds
+        self._clock = AttentiveClock(seconds / 4)
+        self._until = math.inf
+
+    def watch(self, call: PendingCall | None) -> bool:
+        """Time ``call``, from now on if it is another one than before; whether it is."""
+        if call is self.call:
+            return False
+        self._until = math.inf if call is None else self._clock.look() + self._seconds
+        self.call = call  # last: a signal handler may raise before
+        return call is not None
+
+    def forget(self, call: PendingCall) -> None:
+        """Time ``call`` no more, which is over: its arguments may be large."""
+        if self.call is call:
+            self.watch(None)
+
+    def passed(self) -> PendingCall | None:
+        """The call, if its time has passed; each one only once."""
+        if self._until > self._clock.look():
+            return None
+        self._until = math.inf
+        return self.call
+
+    def next_look(self) -> float:
+        """Seconds until `passed` has to be called again; ``inf`` if no call is timed."""
+        if self._until == math.inf:
+            return math.inf
+        return min(self._until - self._clock.look(), self._seconds / 4)
+
+
+class Lateness:
+    """Tells when calls are late. Not thread-safe.
+
+    Args:
+        call_seconds: calls are late when none was answered for so long.
+    """
+
+    def __init__(self, call_seconds: float) -> None:
+        self._call_seconds = call_seconds
+        self._answered_at = -math.inf
+        self._watched: dict[PendingCall, None] = {}
+        self._looks_at = math.inf
+
+    def answered(self, call: PendingCall) -> None:
+        """Note that every rank has answered ``call``, just now."""
+        self._answered_at = time.monotonic()
+        self._watched.pop(call, None)
+
+    def resumed(self) -> None:
+        """Note that calls can be answered again, from now on."""
+        self._answered_at = time.monotonic()
+
+    def due(self, call: PendingCall) -> Deadline:
+        """When ``call`` becomes late, if no call is answered before that."""
+        if call.timeout is not None:
+            return Deadline(call.since + call.timeout, call.timeout)
+        since = max(call.since, self._answered_at)
+        return Deadline(since + self._call_seconds, self._call_seconds)
+
+    def watch(self, call: PendingCall) -> bool:
+        """Have `look` report ``call`` when it is late.
+
+        Returns:
+            Whether `look` must be called earlier than it asked for last.
+        """
+        at = self.due(call).at
+        if at < math.inf:
+            self._watched[call] = None
+        return at < self._looks_at
+
+    def forget(self, call: PendingCall) -> None:
+        """Have `look` not report ``call`` any more."""
+        self._watched.pop(call, None)
+
+    def look(self) -> tuple[list[PendingCall], float]:
+        """The watched calls that are late now, each reported once; and the seconds until it has to
+        be called again.
+        """
+        waiting = [call for call in self._watched if not call.done]
+        late = [call for call in waiting if self.due(call).expired]
+        self._watched = dict.fromkeys(waiting)
+        for call in late:
+            del self._watched[call]
+        self._looks_at = min((self.due(call).at for call in self._watched), default=math.inf)
+        return late, self._looks_at - time.monotonic()
 
 
 class Backlog:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -36,14 +37,11 @@ from shm_broadcast import (
     PeerLostError,
     SharedMemoryError,
 )
-from shm_broadcast.doorbell import AdaptiveSpin
-from shm_broadcast.timed_lock import new_turn
+from shm_broadcast.eventcount import AdaptiveSpin, new_turn
 
 from ..control.protocol import Call, Reply
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from shm_broadcast import Board, Deadline, MessageQueue
 
     from .ledger import Ledger

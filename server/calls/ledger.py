@@ -1,4 +1,10 @@
-"""Keeps the state of a pool's calls: which are queued, which are under way, what replies mean.
+"""Keep the state of a pool's calls: which are queued, which are in flight, what replies mean.
+
+Actions are collected under the ledger's lock, and run after it was released.
+
+Plain bookkeeping, guarded by the ledger's lock; reading needs no lock. A failure is noted by
+assignments with no call between them. Python runs signal handlers only after calls, so when one
+raises, the failure is noted completely or not at all, and one that ends the pool takes effect.
 
 No processes and no queues here: the dispatcher sends the calls that the ledger tells it to, and
 reports the replies.
@@ -31,28 +37,156 @@ which may call the pool again and would wait for this very lock.
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
-from ..control.worker_failure import rebuild
-from ..errors import WorkerError
-from .backlog import Backlog
-from .call_clock import CallClock
-from .hooks import LedgerHooks, ignore, in_main_thread, run_all
-from .lateness import Lateness
-from .pool_state import PoolState
+from shm_broadcast import CoordinatorError, Deadline, MessageDecodeError, SharedMemoryError
+
+from ..control.protocol import Failed, Reply, rebuild
+from ..errors import CallTimeoutError, PoolClosedError, WorkerError, again, free_frames, located
+from .backlog import Backlog, CallClock, Lateness
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from shm_broadcast import CoordinatorError, Deadline, MessageDecodeError, SharedMemoryError
-
-    from ..control.protocol import Failed, Reply
-    from ..errors import CallTimeoutError
-    from .hooks import Actions
     from .pending_call import PendingCall
+
+if TYPE_CHECKING:
+    Actions: TypeAlias = "list[Callable[[], None]]"
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerHooks:
+    """What a ledger asks its owner to do. Called by any thread, without the ledger's lock.
+
+    Attributes:
+        resume: ``(rank, number)``: tell the rank, which has failed call ``number``, to go on.
+        wake: wake the thread that listens for replies: a call ended without a reply.
+        clock: call `Ledger.tick` now: it has to look earlier than it said last, or to break the
+            pool.
+        broke: ``(error)``: the pool broke; called once in each generation.
+        late: ``(calls)``: these calls are late: call `Ledger.expire`. Each call once.
+        stuck: ``(call)``: this call has been the oldest one for too long. Each call once.
+    """
+
+    resume: Callable[[int, int], None]
+    wake: Callable[[], None]
+    clock: Callable[[], None]
+    broke: Callable[[CoordinatorError], None]
+    late: Callable[[list[PendingCall]], None]
+    stuck: Callable[[PendingCall], None]
+
+
+def run_all(actions: Actions) -> None:
+    """Run the actions in order.
+
+    Raises:
+        BaseException: in the main thread, what a signal handler, or an action, raises; the rest is
+            not done then. In other threads that is logged.
+    """
+    for action in actions:
+        try:
+            action()
+        except BaseException:
+            if in_main_thread():  # maybe a signal handler's
+                raise
+            _log.exception("what a user of the pool wants to be called has raised")
+
+
+def in_main_thread() -> bool:
+    """Whether this is the thread that signal handlers interrupt."""
+    return threading.current_thread() is threading.main_thread()
+
+
+def ignore(*_: object) -> None:
+    """Do nothing."""
+
+
+_BROKEN = "The pool broke with this failure and takes no more calls."
+
+
+class PoolState:
+    """The state of a pool. Not thread-safe.
+
+    Attributes:
+        generation: the number of the generation that works, or worked last; 0 before the first.
+        restarts: how often there was a new generation in the place of a broken one.
+        last_failure: when the pool broke last, in seconds since the epoch, and why.
+        ended: what broke the pool for good, or `PoolClosedError`; ``None`` while it takes calls.
+        works: whether calls may go to the workers.
+        breaking: a failure whose consequences for the calls are still to be drawn.
+
+    Args:
+        name: the pool's, for its errors; ``""``: none.
+        restartable: whether it is restarted when it has broken, or ended.
+    """
+
+    def __init__(self, name: str, restartable: bool) -> None:
+        self.generation = 0
+        self.restarts = 0
+        self.last_failure: tuple[float, CoordinatorError] | None = None
+        self.ended: CoordinatorError | None = None
+        self.works = False
+        self.breaking: CoordinatorError | None = None
+        self._name = name
+        self._restartable = restartable
+
+    @property
+    def restarting(self) -> CoordinatorError | None:
+        """What broke the pool, while it is restarted because of that."""
+        if self.works or self.ended is not None or self.last_failure is None:
+            return None
+        return self.last_failure[1]
+
+    @property
+    def closed(self) -> bool:
+        """Whether the pool was closed, and had not broken before."""
+        return isinstance(self.ended, PoolClosedError)
+
+    def over(self, generation: int) -> bool:
+        """Whether the workers of ``generation`` take no more calls."""
+        return not self.works or generation != self.generation
+
+    def check(self) -> None:
+        """Raise the error that broke the pool, or `PoolClosedError`; nothing while it is usable."""
+        if self.ended is not None:
+            raise again(self.ended, "" if self.closed else _BROKEN)
+
+    def open(self, generation: int) -> None:
+        """Begin a generation, whose number is higher than those before."""
+        restarted = self.generation > 0
+        self.generation = generation
+        self.works = True
+        # Whoever sees the restart counted must not find the pool restarting any more.
+        self.restarts += restarted
+
+    def break_off(self, error: CoordinatorError) -> None:
+        """Note what broke the generation that works."""
+        self._fail(error, ends=not self._restartable)
+
+    def end(self, error: CoordinatorError) -> None:
+        """Note what ended the pool for good."""
+        self._fail(error, ends=True)
+
+    def let_go(self) -> None:
+        """Keep no memory of where the failure came from, once no thread is there any more."""
+        if self.last_failure is not None:
+            free_frames(self.last_failure[1])
+
+    def _fail(self, error: CoordinatorError, *, ends: bool) -> None:
+        error = located(again(error), self._name)  # the pool keeps it
+        closed = isinstance(error, PoolClosedError)
+        last = self.last_failure if closed else (time.time(), error)
+        ended = error if ends else None
+        if self.ended is None:
+            self.works, self.breaking, self.ended, self.last_failure = False, error, ended, last
+
 
 _LOOK_SECONDS = 1e-3
 

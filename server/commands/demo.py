@@ -1,28 +1,218 @@
 """Embed the lines of a text with a tensor- and pipeline-parallel pool of workers, show their
-nearest neighbours, and check the result against sentence-transformers in one process."""
+nearest neighbours, and check the result against sentence-transformers in one process.
+"""
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
 
-from ..defaults import TOLERANCES
-from . import demo_text
-from .demo_pool import DemoEmbeddings, embed
-from .read_model import Model, read_model
+from shm_broadcast.errors import counted
+
+from ..config import REQUEST_LINES, TOLERANCES
+from ..pool import WorkerPool
+from ..workers.minilm import EncodedText, ModelFolder, Placed
+from .read_options import Model, read_model
+from .terminal import shown
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Sequence
 
-    from ..workers.minilm import ModelFolder
+    import tqdm
+
+
+Neighbours = list[tuple[int, list[tuple[int, float]]]]
+"""For some lines: the line, and its nearest others with their cosine, nearest first."""
+
+
+def title(folder: ModelFolder, tp: int, pp: int, device: str, threads: int) -> str:
+    """The model, and how it is divided among the workers."""
+    bert = folder.bert
+    return (
+        f"model  {folder.path}\n"
+        f"       {bert.num_hidden_layers} layers, {bert.num_attention_heads} heads, "
+        f"hidden size {bert.hidden_size}, at most {folder.max_length} tokens\n"
+        f"pool   tp={tp} x pp={pp}: {counted(tp * pp, 'worker')} on {device}, "
+        f"{counted(threads, 'thread')} each"
+    )
+
+
+def grid(places: Sequence[Placed], seconds: float) -> str:
+    """A table of the ranks: a row for each pipeline stage, a column for each tp rank."""
+    stages = max(place.pp_rank for place in places) + 1
+    parts = max(place.tp_rank for place in places) + 1
+    cells = {
+        (place.pp_rank, place.tp_rank): f"rank {place.rank}, pid {place.pid}" for place in places
+    }
+    names = {place.pp_rank: _layers(place) for place in places}
+    width = max(map(len, cells.values())) + 3
+    side = max(map(len, names.values())) + 3
+    rows = [" " * (side + 2) + "".join(f"{f'tp {part}':<{width}}" for part in range(parts))]
+    for stage in range(stages):
+        row = "".join(f"{cells[stage, part]:<{width}}" for part in range(parts))
+        rows.append(f"  {names[stage]:<{side}}{row}")
+    size = sum(place.parameter_bytes for place in places) / 2**20
+    rows.append(f"ready after {seconds:.1f} s, {size:.1f} MiB of weights in all")
+    return "\n".join(["", *(row.rstrip() for row in rows)])
+
+
+def speed(tokens: np.ndarray, seconds: float) -> str:
+    """The number of sentences and tokens, the time, and the speed."""
+    return (
+        f"embedded {counted(len(tokens), 'sentence')} ({counted(int(tokens.sum()), 'token')}) in "
+        f"{seconds:.3f} s: {len(tokens) / seconds:.1f} sentences/s"
+    )
+
+
+def truncation(line: int, limit: int) -> str:
+    """A note about one line, ended by a newline."""
+    return f"note: sentence {line + 1} is longer than {limit} tokens; the rest was left out\n"
+
+
+def verdict(difference: float, tolerance: float) -> str:
+    """The outcome of the check."""
+    word = "equal to" if difference <= tolerance else "NOT equal to"
+    return (
+        f"max_abs_diff={difference:.3e}\n"
+        f"{word} sentence-transformers in one process, within {tolerance:g}"
+    )
+
+
+def find_neighbours(vectors: np.ndarray, lines: int, nearest: int) -> Neighbours:
+    """The ``nearest`` others, by cosine, of ``lines`` rows spread evenly over ``vectors``."""
+    n = len(vectors)
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    directions = vectors / np.maximum(lengths, np.finfo(np.float32).tiny)
+    found: Neighbours = []
+    for row in np.linspace(0, n, min(lines, n), endpoint=False).astype(int).tolist():
+        cosines = directions @ directions[row]
+        cosines[row] = -np.inf
+        order = np.argsort(-cosines)[: min(nearest, n - 1)]
+        found.append((row, [(int(other), float(cosines[other])) for other in order]))
+    return found
+
+
+def nearest_neighbours(lines: Sequence[str], found: Neighbours) -> str:
+    """Some lines with their nearest neighbours below."""
+    width = max(40, shutil.get_terminal_size((100, 24)).columns - 12)
+    rows = ["", "nearest neighbours, by cosine"]
+    for row, nearest in found:
+        rows.append(f"  {shown(lines[row], width)}")
+        rows += [f"     {cosine:5.2f}  {shown(lines[other], width)}" for other, cosine in nearest]
+    return "\n".join([*rows, ""])
+
+
+def _layers(place: Placed) -> str:
+    first, end = place.layers
+    what = f"layer {first}" if end - first == 1 else f"layers {first}-{end - 1}"
+    return f"stage {place.pp_rank}, {what}"
+
+
+WARM_UP_LINES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class DemoEmbeddings:
+    """The embeddings of the lines, and how long they took.
+
+    Attributes:
+        places: what each worker computes, by rank.
+        vectors: the embeddings, float32 [lines, hidden].
+        tokens: the number of tokens of each line, special ones included; int64 [lines].
+        truncated: the indexes of the lines that were longer than the model takes.
+        start_seconds: how long the workers took to start.
+        seconds: how long all lines took, after a warm-up.
+    """
+
+    places: list[Placed]
+    vectors: np.ndarray
+    tokens: np.ndarray
+    truncated: list[int]
+    start_seconds: float
+    seconds: float
+
+
+def embed(
+    model: Model, lines: Sequence[str], timeout: float, say: Callable[[str], None]
+) -> DemoEmbeddings:
+    """Start the pool, embed the lines, end the pool.
+
+    Args:
+        model: what the workers compute, on how many ranks.
+        lines: what they embed.
+        timeout: seconds that the start, and each call, may take.
+        say: shows the grid of ranks, once they are ready.
+
+    Raises:
+        CoordinatorError: a worker failed, was lost or took too long; none is left running.
+    """
+    began = time.perf_counter()
+    with (
+        _bar("loading weights", model.workers.tp * model.workers.pp) as bar,
+        WorkerPool(**model.arguments(timeout), on_progress=_Loading(bar).report) as pool,
+    ):
+        bar.close()
+        ready = time.perf_counter()
+        places: list[Placed] = pool.collective_rpc("placed", timeout=timeout)
+        say(grid(places, ready - began))
+        tokenizer = model.tokenizer
+
+        def embed_from(start: int, count: int) -> tuple[EncodedText, np.ndarray]:
+            chunk = lines[start : start + count]
+            encoded = tokenizer.encode(chunk, truncate=True, first=start)
+            return encoded, pool.call("embed", encoded.tokens, timeout=timeout)
+
+        embed_from(0, WARM_UP_LINES)
+        warm = time.perf_counter()
+        parts = []
+        with _bar("embedding", len(lines)) as bar:
+            for start in range(0, len(lines), REQUEST_LINES):
+                parts.append(embed_from(start, REQUEST_LINES))
+                bar.update(len(parts[-1][1]))
+        seconds = time.perf_counter() - warm
+    return DemoEmbeddings(
+        places,
+        np.concatenate([vectors for _, vectors in parts]),
+        np.array([len(tokens) for encoded, _ in parts for tokens in encoded.tokens]),
+        [line for encoded, _ in parts for line in encoded.truncated],
+        ready - began,
+        seconds,
+    )
+
+
+class _Loading:
+    """Shows on a progress bar how much of their weights the workers have read, on average."""
+
+    def __init__(self, bar: tqdm.tqdm[NoReturn]) -> None:
+        self._bar = bar
+        self._shares: dict[int, float] = {}
+
+    def report(self, rank: int, done: int, total: int, _what: str) -> None:
+        self._shares[rank] = done / total if total else 1.0
+        self._bar.update(sum(self._shares.values()) - self._bar.n)
+
+
+def _bar(what: str, total: int) -> tqdm.tqdm[NoReturn]:
+    """A progress bar on stderr, if that is a terminal; it goes away when closed."""
+    import tqdm  # noqa: PLC0415
+
+    return tqdm.tqdm(
+        total=total,
+        disable=None,
+        leave=False,
+        bar_format=f"{what} {{percentage:3.0f}}%|{{bar}}| {{elapsed}}",
+    )
+
 
 PACKAGES = ("safetensors", "sentence_transformers", "tokenizers", "tqdm")
 NEIGHBOURS_OF = 5
@@ -84,23 +274,19 @@ def run(plan: DemoPlan) -> int:
     """
     say: Callable[[str], None] = _quiet if plan.json else _print
     model = plan.model
-    say(
-        demo_text.title(
-            model.folder, model.workers.tp, model.workers.pp, plan.where, model.workers.threads
-        )
-    )
+    say(title(model.folder, model.workers.tp, model.workers.pp, plan.where, model.workers.threads))
     embedded = embed(plan.model, plan.lines, plan.timeout, say)
-    say(demo_text.speed(embedded.tokens, embedded.seconds))
+    say(speed(embedded.tokens, embedded.seconds))
     for line in embedded.truncated:
-        sys.stderr.write(demo_text.truncation(line, model.folder.max_length))
-    neighbours = demo_text.find_neighbours(embedded.vectors, NEIGHBOURS_OF, NEIGHBOURS)
-    say(demo_text.neighbours(plan.lines, neighbours))
+        sys.stderr.write(truncation(line, model.folder.max_length))
+    neighbours = find_neighbours(embedded.vectors, NEIGHBOURS_OF, NEIGHBOURS)
+    say(nearest_neighbours(plan.lines, neighbours))
     if plan.out is not None:
         with plan.out.open("wb") as file:
             np.save(file, embedded.vectors)
         say(f"embeddings written to {plan.out}: float32 {list(embedded.vectors.shape)}")
     difference = float(np.abs(embedded.vectors - reference(model.folder, plan.lines)).max())
-    say(demo_text.verdict(difference, plan.tolerance))
+    say(verdict(difference, plan.tolerance))
     if plan.json:
         _print(json.dumps(_report(plan, embedded, neighbours, difference)))
     return 0 if difference <= plan.tolerance else 1
@@ -151,7 +337,7 @@ def reference(folder: ModelFolder, lines: Sequence[str]) -> np.ndarray:
 def _report(
     plan: DemoPlan,
     embedded: DemoEmbeddings,
-    neighbours: demo_text.Neighbours,
+    neighbours: Neighbours,
     difference: float,
 ) -> dict[str, Any]:
     return {

@@ -9,19 +9,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import spans
-from ..defaults import PACKAGED_NAME
+from ..config import PACKAGED_NAME, ServiceLimits
 from ..hosts.place import Hosts
-from ..service.service_limits import ServiceLimits
-from ..web import descriptors, listener, logs
-from .read_hosts import read_hosts, run_headless
-from .read_model import decoder_path, read_decoder, read_model
-from .serve_plan import HeadlessPlan, ServePlan
+from ..launchers.ray_actors import RayCluster
+from ..service import listener, logs
+from ..service import listener as descriptors
+from .read_options import (
+    DecoderModel,
+    HeadlessPlan,
+    Model,
+    ServePlan,
+    decoder_path,
+    read_decoder,
+    read_hosts,
+    read_model,
+    run_headless,
+)
 
 if TYPE_CHECKING:
     import argparse
 
-    from ..launchers.ray_actors import RayCluster
-    from .read_model import DecoderModel, Model
 
 PACKAGES = ("prometheus_client", "safetensors", "starlette", "tokenizers", "uvicorn")
 _COUNTS = (

@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import uvicorn
 from starlette.middleware import Middleware
 
 from .. import spans
-from ..completion.completion_face import CompletionFace
-from ..completion.completion_service import CompletionService
-from ..embedding.embedding_face import EmbeddingFace
-from ..embedding.embedding_service import EmbeddingService
 from ..pool import WorkerPool
 from ..replicas import Replicas
-from ..web import descriptors, listener, logs
-from ..web.api import ServedModel
-from ..web.connections import ConnectionLimits, TimedConnection
-from ..web.own_names import OwnNames, names_of
-from ..web.web_server import WebServer
-from .read_model import DecoderModel
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from .read_model import Model
-    from .serve_plan import ServePlan
+from ..service import listener, logs
+from ..service import listener as descriptors
+from ..service.api import ServedModel
+from ..service.completions import CompletionFace, CompletionService
+from ..service.embeddings import EmbeddingFace, EmbeddingService
+from ..service.face import OwnNames, names_of
+from ..service.web_server import ConnectionLimits, TimedConnection, WebServer
+from .read_options import DecoderModel, Model, ServePlan
 
 _KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep idle connections: so they, not the server, close them. A request that is

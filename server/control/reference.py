@@ -12,13 +12,11 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from typing import Any
 
 _MAKES_NO_POOL: ContextVar[bool] = ContextVar("makes_no_pool", default=False)
 

@@ -1,4 +1,4 @@
-"""Which cores each worker of this host is bound to: `PoolConfig.bind`.
+"""Assign cores and devices to the workers of a host, before any worker starts.
 
 The setting is one of
 
@@ -10,6 +10,12 @@ The setting is one of
 
 Cores are assigned in the order of the ranks, so the workers of a tensor-parallel group are
 neighbours. Every host does this for its own workers.
+
+A process may be bound to some cores (its affinity), and its control group may limit its processor
+time (a quota, as in containers). More threads than that slow each other down.
+
+The driver only counts the GPUs: it creates no CUDA context, so it takes none of their memory. If
+all workers use the CPU, it does not even load torch.
 """
 
 from __future__ import annotations
@@ -18,16 +24,15 @@ import math
 import os
 import re
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final, TypeAlias
+from pathlib import Path
+from typing import Final, TypeAlias
 
-from shm_broadcast.machine.core_map import cores_of, listed
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from shm_broadcast.machine.core_map import Core
+from shm_broadcast.arguments import texts
+from shm_broadcast.cpu import Core, control_groups, cores_of, listed
+from shm_broadcast.errors import counted
 
 Bound: TypeAlias = tuple[tuple[int, ...], ...]
 """The CPUs of each worker of a host, in the order of the ranks; ``()``: they are not bound."""
@@ -155,3 +160,124 @@ def _named(place: str, nodes: dict[int, tuple[int, ...]]) -> tuple[int, ...]:
     if not cpus:
         raise ValueError(f"bind={place!r} names no core")
     return tuple(sorted(cpus))
+
+
+MOST_THREADS: Final = 8192
+"""As many cores as Linux knows. OpenMP ends a process that asks for far more."""
+
+
+def worker_threads(
+    n_workers: int, bound: Bound = (), environment: Mapping[str, str] = os.environ
+) -> int:
+    """CPU threads for each of ``n_workers`` workers: ``OMP_NUM_THREADS``, or an equal share.
+
+    Args:
+        n_workers: of this host.
+        bound: the cores that they are bound to: no worker gets more threads than these keep busy.
+        environment: where the variable is; one of more than `MOST_THREADS` counts as none.
+    """
+    wanted = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if wanted.isdecimal() and 0 < int(wanted) <= MOST_THREADS:
+        return int(wanted)
+    share = max(1, usable_cores() // n_workers)
+    return min(share, threads_of(bound)) if bound else share
+
+
+def usable_cores() -> int:
+    """The number of cores that this process may keep busy, at least 1."""
+    allowed = min(len(os.sched_getaffinity(0)), cpu_quota())
+    return max(1, math.floor(allowed))
+
+
+def cpu_quota(root: Path = Path("/")) -> float:
+    """The processor time that this process's control groups allow, in cores; ``inf``: no limit.
+
+    Args:
+        root: the folder to find the groups in: see `control_groups`.
+    """
+    quota = math.inf
+    for unified, folder in control_groups("cpu", root):
+        files = ("cpu.max",) if unified else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        quota = min(quota, _ratio(*(folder / file for file in files)))
+    return quota
+
+
+def _ratio(*files: Path) -> float:
+    """Quota divided by period, both read from ``files``; ``inf`` for no limit."""
+    try:
+        quota, period = (int(word) for file in files for word in file.read_text().split())
+    except (OSError, ValueError):  # "max" is no number: no limit
+        return math.inf
+    return quota / period if quota > 0 and period > 0 else math.inf
+
+
+CPU: Final = "cpu"
+_CUDA: Final = re.compile(r"cuda(?::(\d{1,4}))?", re.ASCII)
+
+
+def assign(device: str | Sequence[str], ranks: int, gpus: int, share_gpu: bool) -> tuple[str, ...]:
+    """The device of each rank, by rank.
+
+    Args:
+        device: ``"cpu"``, ``"cuda"`` (the GPUs in turn), one GPU for all, as ``"cuda:0"``, or a
+            device for each rank.
+        ranks: how many ranks there are.
+        gpus: how many GPUs this host has.
+        share_gpu: whether several ranks may be on one GPU.
+
+    Raises:
+        ValueError: there is no such device, or ranks would have to share a GPU and must not.
+    """
+    if not isinstance(device, str):
+        if len(device) != ranks:
+            raise ValueError(f"device: {len(device)} devices for {ranks} ranks")
+        return tuple(one for each in device for one in assign(each, 1, gpus, share_gpu))
+    if device == CPU:
+        if share_gpu:
+            raise ValueError(f"sharing a GPU is for device 'cuda'; got {device!r}")
+        return (CPU,) * ranks
+    wanted = _CUDA.fullmatch(device)
+    if wanted is None:
+        raise ValueError(f"device must be 'cpu', 'cuda' or one GPU as 'cuda:0'; got {device!r}")
+    index = None if wanted[1] is None else int(wanted[1])
+    if not gpus:
+        raise ValueError(f"device {device!r}: torch sees no CUDA device")
+    if index is not None and index >= gpus:
+        raise ValueError(f"device {device!r}: there are {counted(gpus, 'GPU')}, numbered from 0")
+    usable = 1 if index is not None else gpus
+    if ranks > usable and not share_gpu:
+        raise ValueError(
+            f"device {device!r}: {ranks} ranks for {counted(usable, 'GPU')}: several on one have "
+            "to be asked for, by share_gpu=True or --share-gpu"
+        )
+    first = index or 0
+    return tuple(f"cuda:{first + rank % usable}" for rank in range(ranks))
+
+
+def share_of_a_host(n_workers: int, nnodes: int) -> int:
+    """How many workers each of the hosts has.
+
+    Raises:
+        ValueError: they would have to have different numbers.
+    """
+    if n_workers % nnodes:
+        raise ValueError(f"{nnodes} hosts cannot share {n_workers} workers evenly")
+    return n_workers // nnodes
+
+
+def checked_device(device: str | Sequence[str]) -> str | tuple[str, ...]:
+    """The argument ``device`` of a pool.
+
+    Raises:
+        TypeError: it is neither a text nor a sequence of them.
+    """
+    return device if isinstance(device, str) else texts("device", device)
+
+
+def count_gpus(device: str | Sequence[str]) -> int:
+    """How many GPUs this host has; 0, without a look, if only the CPU is asked for."""
+    if all(each == CPU for each in ([device] if isinstance(device, str) else device)):
+        return 0
+    import torch  # noqa: PLC0415
+
+    return torch.cuda.device_count()

@@ -1,4 +1,4 @@
-"""Runs the workers of one pool: passes calls on to them, handles their failures, ends them.
+"""Run the workers of one pool: pass calls on to them, handle their failures, restart and end them.
 
 A pool that is restarted has one *generation* of workers after another. When one breaks, all workers
 leave its groups and queues; those that cannot are ended, and replaced; then all join new ones.
@@ -10,26 +10,31 @@ import logging
 import math
 import threading
 import time
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from coordinator.apart import begin_apart, in_thread
+from coordinator.daemon_threads import begin_apart, in_thread
 from shm_broadcast import (
     NEVER,
     CoordinatorError,
     Deadline,
+    Failure,
     GroupAbortedError,
     GroupTimeoutError,
+    MemberStatus,
 )
+from shm_broadcast.inspection.diagnosis import Verdict
+from shm_broadcast.state.flight_recorder import VerbTotal
 
-from ..calls.agreement import fatal_divergence
 from ..calls.dispatcher import Dispatcher
-from ..calls.hooks import LedgerHooks, in_main_thread
-from ..calls.ledger import Ledger
+from ..calls.ledger import Ledger, LedgerHooks, in_main_thread
+from ..calls.pending_call import PendingCall, fatal_divergence
 from ..control.channel import ChannelClosedError
-from ..control.protocol import Failed, Resume, WorkProgress
+from ..control.protocol import Failed, FromWorker, Resume, WorkProgress
 from ..errors import (
     CallDivergedError,
     CallStuckError,
@@ -45,23 +50,54 @@ from ..errors import (
 from ..launchers.local import end
 from .limits import telling_limits
 from .links import Links
-from .restart_budget import RestartBudget
-from .staff import Staff
 from .supervisor import REASON_SECONDS, Watcher
+from .worker_processes import Staff
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
-    from concurrent.futures import Future
-    from contextlib import AbstractContextManager
-
-    from shm_broadcast import Failure, MemberStatus
-    from shm_broadcast.board.totals import VerbTotal
-    from shm_broadcast.onlooker.blame import Verdict
-
-    from ..calls.pending_call import PendingCall
-    from ..control.protocol import FromWorker
     from .pool_plan import PoolPlan
 
+
+_FIRST_PAUSE_SECONDS = 0.1
+_LONGEST_PAUSE_SECONDS = 5.0
+
+
+class RestartBudget:
+    """Counts the restarts of one pool.
+
+    Args:
+        most: how many restarts there may be within ``window``.
+        window: seconds.
+    """
+
+    def __init__(self, most: int, window: float) -> None:
+        self._most = most
+        self._window = window
+        self._restarted_at: list[float] = []
+        self._in_vain = 0
+
+    def take(self, now: float, worked: bool) -> float | None:
+        """Count a restart.
+
+        Args:
+            now: the time, in seconds of any clock.
+            worked: whether the workers have answered a call since the last restart.
+
+        Returns:
+            The seconds to wait before it: none at first, and after each restart in vain twice as
+            many. ``None``: the pool may not be restarted: there were as many within the window, or
+            in vain one after the other, however long they took.
+        """
+        self._restarted_at = [at for at in self._restarted_at if at > now - self._window]
+        self._in_vain = 0 if worked else self._in_vain + 1
+        if max(len(self._restarted_at), self._in_vain - 1) >= self._most:
+            return None
+        self._restarted_at.append(now)
+        if self._in_vain <= 1:
+            return 0.0
+        return min(_FIRST_PAUSE_SECONDS * 2.0 ** (self._in_vain - 2), _LONGEST_PAUSE_SECONDS)
+
+
+if TYPE_CHECKING:
     Seen: TypeAlias = "tuple[tuple[MemberStatus, ...], str, Mapping[int, str], tuple[int, ...]]"
 
 _SeenT = TypeVar("_SeenT")

@@ -10,16 +10,13 @@ import queue
 import resource
 import select
 import threading
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from shm_broadcast import SharedMemoryError
 
 from ..errors import DescriptorLimitError, ProcessLimitError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _OF_A_POOL = 18
 _OF_A_WORKER = 8

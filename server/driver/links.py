@@ -1,4 +1,4 @@
-"""What the driver shares with its workers for one generation: the board and the queues.
+"""Hold what the driver shares with its workers for one generation: the board and the queues.
 
 Each generation has its own board, queues and groups, so nothing left over from an earlier one, such
 as a message or a process that hangs in an operation, can reach it.
@@ -9,27 +9,56 @@ Workers are members 0 to n-1 of the board, by rank; the driver is the last membe
 from __future__ import annotations
 
 import secrets
+import select
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
-from shm_broadcast import DRIVER_RANK, MessageQueue
-from shm_broadcast.board.totals import added_up
+from shm_broadcast import DRIVER_RANK, Deadline, MessageQueue, QueueHandle
+from shm_broadcast.eventcount import WakeFd
+from shm_broadcast.state.flight_recorder import VerbTotal, added_up
 
-from ..control.cancelled_calls import CancelledCalls
-from ..control.pool_board import create_pool_board
+from ..control.pool_memory import CancelledCalls, create_pool_board
 from ..control.protocol import Handles, Start
-from ..hosts.reply_bell import ReplyBell
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from coordinator.curve_store import StoreHost
 
-    from coordinator.stores.curve_store import StoreHost
-    from shm_broadcast import Deadline, QueueHandle
-    from shm_broadcast.board.totals import VerbTotal
-
-    from ..hosts.distant_hosts import DistantHosts
+    from ..hosts.remote_hosts import DistantHosts
     from .pool_plan import PoolPlan
+
+
+class ReplyBell:
+    """Watches queues from other hosts in a thread of its own. Close it before they are closed.
+
+    Args:
+        queues: the queues, at their readers.
+        wake: called in the thread each time that something may have arrived.
+    """
+
+    def __init__(self, queues: Iterable[MessageQueue], wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._end = WakeFd()
+        self._poll = select.epoll()
+        self._poll.register(self._end.fileno(), select.EPOLLIN)
+        for queue in queues:
+            # By edges: the descriptor stays readable until the queue itself is looked at.
+            self._poll.register(queue.fileno(), select.EPOLLIN | select.EPOLLET)
+        self._thread = threading.Thread(target=self._watch, name="pool-reply-bell", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; idempotent."""
+        self._end.ring()
+        self._thread.join()
+        self._poll.close()
+        self._end.close()
+
+    def _watch(self) -> None:
+        while all(fd != self._end.fileno() for fd, _ in self._poll.poll()):
+            self._wake()
 
 
 class Links:
@@ -90,7 +119,7 @@ class Links:
         }
         echo = None
         if hosts is not None:
-            from coordinator.stores.curve_store import StoreHost  # noqa: PLC0415 - loads ZeroMQ
+            from coordinator.curve_store import StoreHost  # noqa: PLC0415 - loads ZeroMQ
 
             self._store = StoreHost(range(plan.n_workers), hosts.address, self._secret)
             undo.callback(self._store.close, 0.0)  # its members have left before, or ended

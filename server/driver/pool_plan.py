@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
 
-from shm_broadcast.checked_arguments import function, optional, some_seconds, whole
+from coordinator.rank_grid import RankGrid
+from shm_broadcast.arguments import function, optional, some_seconds, whole
 
-from ..calls.hooks import ignore
+from ..calls.ledger import ignore
+from ..config import MAX_RESTARTS, RESTART_WINDOW, RESTARTS, PoolConfig
 from ..control.reference import main_of, worker_name
-from ..defaults import MAX_RESTARTS, RESTART_WINDOW, RESTARTS
 from ..hosts.place import Hosts, hosts_of
-from .binding import bound_here
-from .cores import worker_threads
-from .devices import assign, checked_device, count_gpus, share_of_a_host
+from .binding import assign, bound_here, checked_device, count_gpus, share_of_a_host, worker_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from coordinator.rank_grid import RankGrid
-
     from ..launchers.ray_actors import RayCluster
-    from ..pool_config import PoolConfig
 
 _MOST_WORKERS: Final = 4096
 """Of a pool: a slip in a number should not take all memory for boards and queues."""

@@ -10,23 +10,20 @@ from __future__ import annotations
 import logging
 import select
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from msgspec import structs
 
 from shm_broadcast import MessageDecodeError
 from shm_broadcast.deadline import milliseconds
-from shm_broadcast.remote.wake_fd import WakeFd
+from shm_broadcast.eventcount import WakeFd
 
 from ..control.channel import ChannelClosedError
-from ..control.protocol import Hello, Left
-from ..control.worker_failure import describe
+from ..control.protocol import FromWorker, Hello, Left, describe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ..control.protocol import FromWorker
-    from ..launchers.worker_handle import WorkerHandle
+    from ..launchers.local import WorkerHandle
 
 
 REASON_SECONDS: Final = 5.0

@@ -13,6 +13,7 @@ import threading
 import time
 import uuid
 from collections import deque
+from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cached_property
@@ -20,31 +21,28 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import structs
 
-from coordinator.apart import in_thread
-from coordinator.hosts.remote_boards import compose, decode_beat
-from shm_broadcast import Deadline, GroupTimeoutError, SharedMemoryError, TransportError
-from shm_broadcast.board.stacks import STACK_SIGNAL
-from shm_broadcast.onlooker.own import own_programs
+from coordinator.daemon_threads import in_thread
+from coordinator.remote_boards import compose, decode_beat
+from shm_broadcast import Board, Deadline, GroupTimeoutError, SharedMemoryError, TransportError
+from shm_broadcast.inspection.diagnosis import own_programs
+from shm_broadcast.state.stacks import STACK_SIGNAL
 
-from ..control.cancelled_calls import CancelledCalls
-from ..control.channel import ChannelClosedError
-from ..control.meeting import WorkerMeeting
-from ..control.pool_board import create_pool_board
-from ..control.protocol import Ready, Start
-from ..driver.binding import Bound, bound_here
-from ..driver.cores import worker_threads
+from ..control.channel import ChannelClosedError, WorkerMeeting
+from ..control.pool_memory import CancelledCalls, create_pool_board
+from ..control.protocol import FromWorker, Ready, Start
+from ..driver.binding import Bound, bound_here, worker_threads
 from ..driver.limits import telling_limits
 from ..driver.supervisor import Supervisor, Watcher
 from ..errors import HostError, WorkerStartError
-from ..launchers.local import end, launch, worker_stacks
-from .host_facts import facts_here
-from .host_link import HostLink
-from .link_messages import (
+from ..launchers.local import LocalWorker, end, launch, worker_stacks
+from .discovery import address_of_head, address_on_the_way, find_port
+from .link import (
     BeginGeneration,
     FromHead,
     HostAdmitted,
     HostDismissed,
     HostHello,
+    HostLink,
     HostRefused,
     HostSees,
     LookAround,
@@ -55,17 +53,10 @@ from .link_messages import (
     ToWorker,
     WorkerEnded,
     WorkerStack,
+    facts_here,
 )
-from .meeting_port import find_port
-from .way_to_head import address_of_head, address_on_the_way
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from shm_broadcast import Board
-
-    from ..control.protocol import FromWorker
-    from ..launchers.local import LocalWorker
     from .place import Hosts
 
 _LOOK_SECONDS = 0.05

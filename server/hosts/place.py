@@ -14,16 +14,14 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
-from coordinator.setup.launcher import Launch, number_in, text_in
-from coordinator.stores.secret import ADVICE, SECRET_FILE, SecretError, launcher_secret
+from coordinator.launcher import Launch, number_in, text_in
+from coordinator.secret import ADVICE, SECRET_FILE, SecretError, launcher_secret
 
-from ..defaults import HEAD_PORT, HOST_SILENCE_SECONDS, LAUNCHERS
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from ..config import HEAD_PORT, HOST_SILENCE_SECONDS, LAUNCHERS
 
 _LONGEST_SILENCE = 7.0
 """Seconds. The pool's queues give up after 7.5, its groups after 10, and do not say which host."""

@@ -38,15 +38,13 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+from typing import NoReturn
 
 STACK_SIGNAL = signal.SIGRTMIN + 10
-"""The same as `shm_broadcast.board.stacks` has, which is not imported yet."""
+"""The same as `shm_broadcast.state.stacks` has, which is not imported yet."""
 END_SIGNAL = signal.SIGRTMIN + 11
 """Sent to the keeper: end the worker by SIGKILL, and all that it has started."""
 _PASSED_ON = (signal.SIGTERM, STACK_SIGNAL)

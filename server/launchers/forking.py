@@ -34,10 +34,8 @@ import time
 import weakref
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
-
-if TYPE_CHECKING:
-    from types import ModuleType
+from types import ModuleType
+from typing import Any, NoReturn
 
 _CLONE = {"x86_64": 56, "aarch64": 220}
 """The number of the system call clone(2), by machine."""

@@ -1,4 +1,4 @@
-"""Starts workers as processes of this host, each in a session of its own, and ends them.
+"""Start workers as processes of this host, each in a session of its own, and end them.
 
 In its own session a worker does not get the terminal's signals (Ctrl-C, hang-up): the driver gets
 them, and ends the workers in order. Between the driver and each worker runs the worker's keeper, a
@@ -22,31 +22,93 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import msgspec
 
 from shm_broadcast import Deadline, GroupTimeoutError
-from shm_broadcast.board.stacks import STACK_SIGNAL, StackFile, read_stacks
+from shm_broadcast.cpu import memory_kills
 from shm_broadcast.deadline import milliseconds
-from shm_broadcast.machine.control_groups import memory_kills
-from shm_broadcast.machine.liveness import is_ending
-from shm_broadcast.machine.system_calls import system_call
+from shm_broadcast.process import is_ending, system_call
+from shm_broadcast.state.stacks import STACK_SIGNAL, StackFile, read_stacks
 
 from ..control.channel import Channel, ChannelClosedError
-from ..control.protocol import FromWorker
+from ..control.protocol import FromWorker, Resume, Start
 from ..errors import WorkerStartError
 from .boot import END_SIGNAL
-from .circumstances import python_command, worker_environment, working_folder
-from .fork_servers import FORK_SERVERS, ChildProcess
+from .fork_servers import (
+    FORK_SERVERS,
+    ChildProcess,
+    python_command,
+    worker_environment,
+    working_folder,
+)
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
 
-    from ..control.protocol import Start
-    from .worker_handle import WorkerHandle
+class WorkerChannel(Protocol):
+    """The driver's end of a control channel; see `control.channel.Channel`."""
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when `take` has something to give, or to raise."""
+
+    def send(self, message: Start | Resume, deadline: Deadline = ...) -> None:
+        """Send a message."""
+
+    def take(self) -> FromWorker | None:
+        """The next message if it has arrived, else ``None``. Raises `ChannelClosedError`."""
+
+
+class WorkerHandle(Protocol):
+    """A worker's process: `local.LocalWorker` here, `remote_hosts.DistantWorker` elsewhere.
+
+    Attributes:
+        rank: the worker's global rank.
+        pid: its process id.
+        greeted: whether its `Hello` has come: it can show its stack.
+        away: whether its `Left` has come: it waits for `start`.
+    """
+
+    rank: int
+    pid: int
+    greeted: bool
+    away: bool
+
+    @property
+    def channel(self) -> WorkerChannel:
+        """The driver's end of the control channel."""
+
+    @property
+    def pidfd(self) -> int:
+        """A descriptor that is readable when the process has ended."""
+
+    @property
+    def stack_file(self) -> StackFile:
+        """Where the worker's stack comes."""
+
+    def start(self, start: Start, deadline: Deadline) -> None:
+        """Send the start message. Does nothing if the process has ended."""
+
+    def ended(self, timeout: float = 0.0) -> bool:
+        """Wait until the process has ended; False after ``timeout`` seconds."""
+
+    def signal(self, number: int) -> None:
+        """Send SIGTERM, SIGKILL or `STACK_SIGNAL`, unless it has ended.
+
+        The last has its stack come into `stack_file`, and is for a worker whose `Hello` has come.
+        """
+
+    def cut_off(self) -> None:
+        """End the process, whose end of the control channel is closed, unless it ends by itself."""
+
+    def bury(self) -> str:
+        """Wait for a process that has ended, or was killed; how it ended."""
+
+    def close(self) -> None:
+        """Close all descriptors, after `bury`; idempotent, from any thread."""
+
 
 _ENDING_SECONDS = 0.5
 """How long an ordinary end may take after descriptors are closed; sandboxes may not show it."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from shm_broadcast import Deadline
 
-from ..defaults import RAY_SILENCE_SECONDS
+from ..config import RAY_SILENCE_SECONDS
 from ..errors import HostError
 from ..hosts.place import Hosts
 

@@ -1,9 +1,18 @@
-"""Layers whose parameters are cut over the ranks of a tensor-parallel group.
+"""Layers of models whose parameters are cut over the ranks of a tensor-parallel group, and their
+stages.
+
+torch's own float32 product repacks the weight in every call: for the few rows of one text that
+takes longer than the product itself.
+
+oneDNN keeps kernels, 0.6 MiB of them, for each number of rows that it has met. So rows are computed
+in blocks, and the last block is padded to one of a few sizes. The same goes for oneDNN's own
+functions, such as gelu. Their kernels are small, but fragment the heap between the tensors of
+batches: 600 batches of different sizes left 0.5 GiB that later batches could not use.
 
 A column-parallel layer cuts its outputs and needs no communication; a row-parallel one cuts
 its inputs and sums its outputs over the group: together, one all-reduce. Sizes that the group
 does not divide are padded with zeros, which change no sum; or each rank has as many as it is told
-to, as where attention heads must stay whole (`shares.HeadSplit`).
+to, as where attention heads must stay whole (`model_folder.HeadSplit`).
 
     heads = HeadSplit.over(queries=9, keys=3, ranks=2)   # rank 0: 6 and 2, rank 1: 3 and 1
     query = ColumnParallelLinear(576, 576, tp, sizes=heads.query_sizes(64))   # 384, 192 outputs
@@ -13,22 +22,80 @@ to, as where attention heads must stay whole (`shares.HeadSplit`).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from coordinator.layout import Layout, Placement, Replicate, Shard
+from coordinator import GroupCoordinator
+from coordinator.layout import Layout, Placement, Replicate, Shard, load_sharded
 
-from . import prepacked
+from ..config import TOLERANCES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from coordinator import ParallelGroups
 
-    from coordinator import GroupCoordinator
 
+_BLOCK = 128
+"""Rows computed at once; fewer make poor use of the caches, more need more memory for kernels."""
+_COARSE, _FINE = 32, 8
+"""A block is filled up to a multiple of these rows: of `_COARSE` beyond ``2 * _COARSE`` rows."""
+_FUSED: dict[object, tuple[str, str]] = {None: ("none", ""), functional.gelu: ("gelu", "none")}
+"""What oneDNN computes along with a product, which saves a pass over the memory: its names."""
+
+
+def can_prepack(weight: torch.Tensor) -> bool:
+    """Whether `linear` takes such a weight once it is prepacked."""
+    on_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32
+    return on_cpu and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+
+
+def prepack(weight: torch.Tensor) -> torch.Tensor:
+    """A float32 weight [outputs, inputs] as `linear` takes it: opaque, and of the same size."""
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _BLOCK)
+    return packed
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """``activation(x @ weight.T + bias)``: float32 [rows, inputs] → a new [rows, outputs].
+
+    Args:
+        x: on the CPU.
+        weight: prepacked.
+        bias: [outputs].
+        activation: a function of each element.
+    """
+    blocks = [_block(each, weight, bias, activation) for each in torch.split(x, _BLOCK)]
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+
+
+def _block(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: Callable[[torch.Tensor], torch.Tensor] | None,
+) -> torch.Tensor:
+    rows = len(x)
+    missing = -rows % (_FINE if rows <= 2 * _COARSE else _COARSE)
+    if missing:
+        x = functional.pad(x, (0, 0, 0, missing))
+    name, algorithm = _FUSED.get(activation, _FUSED[None])
+    y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, name, [], algorithm)
+    if activation is not None and activation not in _FUSED:
+        y = activation(y)
+    return y[:rows]
+
+
+if TYPE_CHECKING:
     Activation: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -82,8 +149,8 @@ class ShardedLinear(ShardedModule):
 
     def prepack(self) -> None:
         """Lay the weight out as this device computes best; no other use of it is possible then."""
-        if prepacked.can_prepack(self.weight):
-            self.weight = nn.Parameter(prepacked.prepack(self.weight), requires_grad=False)
+        if can_prepack(self.weight):
+            self.weight = nn.Parameter(prepack(self.weight), requires_grad=False)
 
     def product(
         self,
@@ -93,7 +160,7 @@ class ShardedLinear(ShardedModule):
     ) -> torch.Tensor:
         """``activation(x @ weight.T + bias)``, of this rank's part of the weight; a new tensor."""
         if self.weight.is_mkldnn:
-            return prepacked.linear(x, self.weight, bias, activation)
+            return linear(x, self.weight, bias, activation)
         y = functional.linear(x, self.weight, bias)
         return y if activation is None else activation(y)
 
@@ -210,3 +277,102 @@ def regroup(model: nn.Module, group: GroupCoordinator) -> None:
     for module in model.modules():
         if isinstance(module, ShardedModule):
             module.group = group
+
+
+def whole_parameters(model: nn.Module) -> dict[str, WholeParameter]:
+    """Every parameter of ``model`` as the checkpoint has it, by its name in ``model``.
+
+    Parameters of modules that are not `ShardedModule` are replicated.
+    """
+    found: dict[str, WholeParameter] = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            full = f"{prefix}.{name}" if prefix else name
+            if isinstance(module, ShardedModule):
+                found[full] = module.whole[name]
+            else:
+                found[full] = WholeParameter(tuple(parameter.shape), Layout())
+    return found
+
+
+def read_parameters(
+    path: Path,
+    whole: Mapping[str, WholeParameter],
+    names: Mapping[str, str],
+    tp: GroupCoordinator,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    report: Callable[[int, int, str], None],
+) -> dict[str, torch.Tensor]:
+    """Read this rank's part of a stage's parameters, as ``dtype``.
+
+    Args:
+        path: the checkpoint.
+        whole: the stage's parameters, of `whole_parameters`.
+        names: what the checkpoint calls them.
+        tp: the group that they are cut over.
+        device: where they shall lie.
+        dtype: what they shall be.
+        report: called with ``(done, total, what)`` meanwhile.
+
+    Raises:
+        CheckpointError: the weights are not those of this stage.
+
+    Collective: no.
+    """
+    return load_sharded(
+        path,
+        {name: parameter.layout for name, parameter in whole.items()},
+        tp,
+        source=names.__getitem__,
+        shapes={name: parameter.shape for name, parameter in whole.items()},
+        dtype=dtype,
+        device=device,
+        report=report,
+    )
+
+
+def checkpoint_name(name: str, layers: str, modules: Mapping[str, str]) -> str:
+    """The checkpoint's name of a stage's parameter.
+
+    Args:
+        name: the stage's name of it: ``"layers.3.query.weight"``.
+        layers: what the checkpoint calls its layers: ``"encoder.layer"``.
+        modules: what it calls the modules: ``"query"`` gives ``"attention.self.query"``.
+    """
+    module, _, parameter = name.rpartition(".")
+    if module.startswith("layers."):
+        _, index, part = module.split(".")
+        return f"{layers}.{index}.{modules[part]}.{parameter}"
+    return f"{modules[module]}.{parameter}"
+
+
+def hand_on(groups: ParallelGroups, hidden: torch.Tensor) -> None:
+    """Send what this stage has computed to the next. Collective: yes, every rank of the stage."""
+    groups.pp.send_tensor_dict({"hidden": hidden}, all_gather_group=groups.tp)
+
+
+def handed_on(groups: ParallelGroups) -> torch.Tensor:
+    """What the stage before has sent. Collective: yes, every rank of this stage."""
+    hidden: torch.Tensor = groups.pp.recv_tensor_dict(all_gather_group=groups.tp)["hidden"]
+    return hidden
+
+
+def compute_with(threads: int | None, dtype: str) -> torch.dtype:
+    """Have torch use ``threads`` in this process, if they are given, and attention that takes any
+    length at once; return the dtype.
+
+    Raises:
+        ValueError: ``threads`` is less than 1, or ``dtype`` none of `TOLERANCES`.
+    """
+    if dtype not in TOLERANCES:
+        raise ValueError(f"dtype must be one of {', '.join(TOLERANCES)}; got {dtype!r}")
+    if threads is not None:
+        if threads < 1:
+            raise ValueError(f"threads must be 1 or more; got {threads}")
+        torch.set_num_threads(threads)
+    # cuDNN makes a plan for each new length of a sequence: 2.4 ms in every layer.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    found: torch.dtype = getattr(torch, dtype)
+    return found

@@ -104,7 +104,7 @@ static void made_progress(RingEnd *self) {
 }
 
 /* The header of the next record, and how much padding goes before it: Body.place of
- * ring/records.py, in C. */
+ * ring/writer.py, in C. */
 static record_header next_record(const RingEnd *self, const body *b, uint64_t position,
                                  uint64_t largest, uint64_t *padding) {
     bool splits = b->total > largest;

@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <sys/mman.h>
 
-/* Smaller requests are malloc's, which keeps their pages itself: shm_broadcast/ring/recycling.py. */
+/* Smaller requests are malloc's, which keeps their pages itself: shm_broadcast/ring/buffers.py. */
 #define RECYCLED_BYTES ((size_t)1 << 20)
 
 /* Larger mappings ask for huge pages, of which each covers so much. */
@@ -32,7 +32,7 @@ typedef struct {
     size_t size, capacity;
 } Block;
 
-/* As `size_class` of shm_broadcast/ring/recycling.py: at most an eighth more. */
+/* As `size_class` of shm_broadcast/ring/buffers.py: at most an eighth more. */
 static size_t size_class(size_t size) {
     size_t step = 1;
     for (size_t rest = size >> 4; rest > 0; rest >>= 1) step <<= 1;

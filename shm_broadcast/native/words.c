@@ -163,7 +163,7 @@ static PyObject *spin64(PyObject *self, PyObject *const *args, Py_ssize_t n) {
 /* From this size on a copy runs without the GIL; dropping it costs more than a smaller copy. */
 #define LARGE_COPY 65536
 
-/* Only blocks (ring/arena.py) are written in pieces of this size. Their readers begin when the whole
+/* Only blocks (ring/buffers.py) are written in pieces of this size. Their readers begin when the whole
  * block is there; by then this core's caches would have lost its beginning, so it is streamed. */
 #define STREAMED_WRITE (8 << 20)
 

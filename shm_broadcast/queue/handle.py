@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 
 from shm_broadcast import layout
-from shm_broadcast.board.board import BoardHandle  # noqa: TC001  (msgspec reads a field's annotation)
-from shm_broadcast.checked_arguments import whole
-from shm_broadcast.remote.frames import RemoteHandle  # noqa: TC001
+from shm_broadcast.arguments import whole
+from shm_broadcast.net.protocol import RemoteHandle
 from shm_broadcast.segment import Segment, SegmentHandle
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from shm_broadcast.board.board import Board
+from shm_broadcast.state.board import (
+    Board,
+    BoardHandle,
+)
 
 DEFAULT_CAPACITY: Final = 4 << 20
 """Default bytes of a ring; also the most that ``max_chunk_bytes`` times ``max_chunks`` gives."""

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from shm_broadcast import layout
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import GroupClosedError, MessageDecodeError
+from shm_broadcast.eventcount import AdaptiveSpin, TimedLock
 from shm_broadcast.queue.writer import REMOTE_HEADER
-from shm_broadcast.timed_lock import TimedLock
+from shm_broadcast.state.board import Board
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from typing_extensions import Buffer
 
-    from shm_broadcast.board.board import Board
     from shm_broadcast.codec import Codec
-    from shm_broadcast.doorbell import AdaptiveSpin
-    from shm_broadcast.remote.reader import RemoteReader
+    from shm_broadcast.net.reader import RemoteReader
     from shm_broadcast.ring.reader import EncodedMessage, RingReader
 
 

@@ -5,16 +5,15 @@ Which of them share the writer's memory, and the queue's handle.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
-from shm_broadcast.checked_arguments import whole, wholes
+from shm_broadcast.arguments import whole, wholes
 from shm_broadcast.errors import DRIVER_RANK, ForeignMemoryError, SharedMemoryError
 from shm_broadcast.segment import Segment, SegmentHandle
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch.distributed import ProcessGroup
 
 

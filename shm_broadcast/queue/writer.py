@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import struct
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,22 +22,20 @@ from shm_broadcast.deadline import NEVER, Deadline
 from shm_broadcast.errors import (
     GroupClosedError,
     GroupTimeoutError,
+    MemberStatus,
     PeerLostError,
     counted,
     name_of,
 )
-from shm_broadcast.ring.arena import PLACED_BYTES, BlockWriter, PlacedBuffer
-from shm_broadcast.timed_lock import TimedLock
+from shm_broadcast.eventcount import TimedLock
+from shm_broadcast.ring.buffers import PLACED_BYTES, BlockWriter, PlacedBuffer
+from shm_broadcast.state.board import Board
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from typing_extensions import Buffer
 
-    from shm_broadcast.board.board import Board
     from shm_broadcast.codec import Codec
-    from shm_broadcast.errors import MemberStatus
-    from shm_broadcast.remote.writer import RemoteWriter
+    from shm_broadcast.net.writer import RemoteWriter
     from shm_broadcast.ring.writer import RingWriter
 
 _log = logging.getLogger(__name__)

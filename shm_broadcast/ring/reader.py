@@ -11,6 +11,7 @@ Assumes: one reading thread at a time.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, cast
 
@@ -23,22 +24,17 @@ from shm_broadcast.errors import (
     SharedMemoryError,
     name_of,
 )
-from shm_broadcast.machine.liveness import is_ending
-from shm_broadcast.ring.arena import BlockReader
-from shm_broadcast.ring.recycling import new_pool
-from shm_broadcast.segment import may_pass
+from shm_broadcast.process import is_ending
+from shm_broadcast.ring.buffers import BlockReader, FreshMemory, new_pool
+from shm_broadcast.segment import Segment, may_pass
+from shm_broadcast.state.board import Board
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     import numpy as np
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
     from shm_broadcast._native import FastReader, RecyclingPool
-    from shm_broadcast.board.board import Board
-    from shm_broadcast.ring.recycling import FreshMemory
-    from shm_broadcast.segment import Segment
 
 _RECORD = struct.Struct(layout.RECORD_FORMAT)
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from coordinator import host_store
 from coordinator.compat.vllm import parallel_state as ps
-from coordinator.setup.topology import Topology
+from coordinator.groups import Topology
 from shm_broadcast import GroupTimeoutError
 from tests.forked import in_a_child
 from tests.patience import all_here

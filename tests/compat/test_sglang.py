@@ -14,8 +14,7 @@ import torch.distributed as dist
 from coordinator.compat import sglang
 from coordinator.compat.sglang.communication_tags import P2PTag
 from coordinator.compat.sglang.device_communicators.shm_broadcast import MessageQueue
-from coordinator.compat.sglang.model_groups import Widths
-from coordinator.compat.sglang.tagged import TaggedMail
+from coordinator.compat.sglang.group import TaggedMail, Widths
 from tests.ranks import init_gloo, run_ranks
 
 # --- helpers ------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from coordinator.compat.vllm.device_communicators.shm_broadcast import (
     check_shm_free_space,
 )
 from coordinator.compat.vllm.stateless_coordinator import StatelessGroupCoordinator
-from coordinator.compat.vllm.stateless_torch_groups import create_tcp_store
+from coordinator.compat.vllm.utils import create_tcp_store
 from shm_broadcast import GroupClosedError
 from tests.ranks import init_gloo, run_ranks
 

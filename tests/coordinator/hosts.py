@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import FileStore
 
 import coordinator
-import coordinator.hosts.nodes
+import coordinator.hosts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -33,7 +33,7 @@ def move_to(folder: str, hosts: Sequence[Host], place: int) -> None:
         raise OSError(ctypes.get_errno(), "cannot take a host name")
     boot = Path(folder) / NAMES[place]
     boot.write_text(NAMES[place])
-    coordinator.hosts.nodes._BOOT_ID = boot
+    coordinator.hosts._BOOT_ID = boot
 
 
 @contextmanager

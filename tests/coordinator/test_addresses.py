@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from coordinator.setup.addresses import resolve
+from coordinator.launcher import resolve
 
 
 def test_the_error_names_a_host_that_cannot_be_resolved(monkeypatch: pytest.MonkeyPatch) -> None:

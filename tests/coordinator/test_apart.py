@@ -13,7 +13,7 @@ from functools import partial
 
 import pytest
 
-from coordinator.apart import Apart, begin_apart, is_done_within
+from coordinator.daemon_threads import Apart, begin_apart, is_done_within
 from shm_broadcast import NEVER, Deadline
 from tests.forked import in_a_child
 from tests.patience import PATIENCE_SECONDS, until
@@ -125,10 +125,10 @@ def test_a_forked_child_begins_anew() -> None:
 
 ENDS = """
 import os, time
-import coordinator.apart
-from coordinator.apart import begin_apart
+import coordinator.daemon_threads
+from coordinator.daemon_threads import begin_apart
 
-coordinator.apart._ENDING_SECONDS = 60.0  # on a busy machine "soon" may take longer than usual
+coordinator.daemon_threads._ENDING_SECONDS = 60.0  # "soon", on a busy machine
 
 def call():
     time.sleep(0.1)

@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch.distributed import DistStoreError, PrefixStore, ProcessGroup
 
-from coordinator.setup.exchange import Exchange
-from coordinator.setup.torch_groups import SocketChoice, connect_process_group, destroy
-from coordinator.stores.asked_store import AskedStore
-from coordinator.stores.key_values import MAX_BYTES, Answer, Get, KeyValues, Question, Set
+from coordinator.key_values import MAX_BYTES, Answer, Get, KeyValues, Question, Set
+from coordinator.rendezvous import Exchange
+from coordinator.store_client import AskedStore
+from coordinator.torch_groups import SocketChoice, connect_process_group, destroy
 from shm_broadcast import Deadline, GroupClosedError, GroupTimeoutError
 
 if TYPE_CHECKING:

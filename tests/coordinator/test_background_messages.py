@@ -9,8 +9,8 @@ import torch
 
 import coordinator
 from coordinator import GroupCoordinator
-from coordinator.messages.outgoing import COPIED_BYTES
-from device_comm.shm.pipes.spills import AHEAD_BYTES
+from coordinator.messages.transport import COPIED_BYTES
+from device_comm.shm.channel import AHEAD_BYTES
 from tests.coordinator.sent import agree
 from tests.ranks import run_ranks
 from tests.shared_store import SharedStore

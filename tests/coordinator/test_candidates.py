@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from coordinator.setup.candidates import select, try_together
+from coordinator.cuda_candidates import select, try_together
 from device_comm import Communicator, LoopbackBackend
-from device_comm.choosing.cache import Key, TableCache
-from device_comm.choosing.selection import Candidate
 from device_comm.cuda.agree import agree, swap_over
-from device_comm.cuda.errors import IpcUnavailableError
+from device_comm.cuda.driver import IpcUnavailableError
+from device_comm.measuring import Key, TableCache
+from device_comm.selection import Candidate
 from device_comm.shm.shm_backend import ShmBackend
 from shm_broadcast import Board, BoardHandle, CoordinatorError
 from tests.device_comm.shm_ranks import make_comm

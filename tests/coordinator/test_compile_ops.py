@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import coordinator
-from coordinator import GroupCoordinator, ReduceOp
-from coordinator.compiling import compile_ops
+from coordinator import GroupCoordinator, ReduceOp, compile_ops
 from tests.ranks import run_ranks
 from tests.shared_store import SharedStore
 

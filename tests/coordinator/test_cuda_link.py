@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from coordinator.setup import cuda_link
-from coordinator.setup.cuda_link import cuda_comm
+from coordinator import cuda_candidates
+from coordinator.cuda_candidates import cuda_comm
 from device_comm import Backend, Capabilities, Communicator, Identity
-from device_comm.choosing.selection import Candidate, Selection
-from device_comm.cuda.device import cupy_driver
-from device_comm.cuda.device.kernel_source import kernel_source
-from device_comm.cuda.errors import DeviceError
+from device_comm.cuda import cupy_driver
+from device_comm.cuda.driver import DeviceError, kernel_source
 from device_comm.cuda.nccl.library import NcclLibrary
-from device_comm.wrappers.host_staging import HostStaging
+from device_comm.selection import Candidate, Selection
+from device_comm.wrappers import HostStaging
 from shm_broadcast import Deadline, __version__
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from device_comm import Operation
-    from device_comm.choosing.cache import Key
+    from device_comm.measuring import Key
 
 DEVICE = torch.device("cuda", 0)
 LIMIT = 4096
@@ -83,9 +82,9 @@ class Machine:
         self.limit = 0.0
         self._driver = folder / "version"
         patch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(folder))
-        patch.setattr(cuda_link, "_DRIVER", self._driver)
-        patch.setattr(cuda_link, "swap_over", lambda *_: self._swap)
-        patch.setattr(cuda_link, "select", self._select)
+        patch.setattr(cuda_candidates, "_DRIVER", self._driver)
+        patch.setattr(cuda_candidates, "swap_over", lambda *_: self._swap)
+        patch.setattr(cuda_candidates, "select", self._select)
         patch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="GPU-0"))
         patch.setattr(torch.cuda, "get_device_name", lambda _: "Some Card")
         patch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
@@ -99,7 +98,7 @@ class Machine:
             ("SymmetricBackend", "switch"),
             ("TorchBackend", ""),
         ):
-            patch.setattr(cuda_link, name, kind(name, partial(self._has, needs)))
+            patch.setattr(cuda_candidates, name, kind(name, partial(self._has, needs)))
 
     def set_up(self) -> tuple[list[Candidate], Key]:
         """The candidates in order, and what their table is kept for."""
@@ -210,10 +209,10 @@ def test_other_kernels_another_version_or_mps_need_another_table(
     keys = [machine.key(), machine.key()]
     assert keys[0] == keys[1]
     with monkeypatch.context() as patch:
-        patch.setattr(cuda_link, "kernel_source", lambda: f"{kernel_source()} ")
+        patch.setattr(cuda_candidates, "kernel_source", lambda: f"{kernel_source()} ")
         keys.append(machine.key())
     with monkeypatch.context() as patch:
-        patch.setattr(cuda_link, "__version__", f"{__version__}.1")
+        patch.setattr(cuda_candidates, "__version__", f"{__version__}.1")
         keys.append(machine.key())
     machine.version = "NVRM version: 580.2"
     keys.append(machine.key())

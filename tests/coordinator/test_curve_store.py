@@ -16,12 +16,10 @@ import zmq
 from torch.distributed import HashStore, PrefixStore, Store
 
 import coordinator
-from coordinator.setup.exchange import Exchange
-from coordinator.stores import curve_store
-from coordinator.stores.authenticated import authenticated
-from coordinator.stores.curve_store import StoreGuest, StoreHost
-from coordinator.stores.key_values import Add, CompareSet
-from coordinator.stores.store_address import StoreAddress
+from coordinator import curve_store
+from coordinator.curve_store import StoreGuest, StoreHost
+from coordinator.key_values import Add, CompareSet, StoreAddress
+from coordinator.rendezvous import Exchange, authenticated
 from shm_broadcast import (
     CoordinatorError,
     Deadline,

@@ -14,10 +14,9 @@ import msgspec
 import pytest
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
-from coordinator.setup.exchange import LEFT_FOR_NEXT, Exchange, _digest
-from coordinator.stores import store_asker
-from coordinator.stores.authenticated import authenticated
-from coordinator.stores.curve_store import StoreHost
+from coordinator import store_client
+from coordinator.curve_store import StoreHost
+from coordinator.rendezvous import LEFT_FOR_NEXT, Exchange, _digest, authenticated
 from shm_broadcast import (
     Board,
     Deadline,
@@ -29,7 +28,7 @@ from shm_broadcast import (
     PeerProtocolError,
     TransportError,
 )
-from shm_broadcast.board.outward import read_waits
+from shm_broadcast.state.status import read_waits
 from tests.patience import STALL_SECONDS, until
 
 if TYPE_CHECKING:
@@ -76,7 +75,7 @@ def test_the_source_of_a_broadcast_gives_something() -> None:
 
 
 def test_whoever_looks_on_sees_who_has_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_asker, "_SHOW_SECONDS", 0.0)
+    monkeypatch.setattr(store_client, "_SHOW_SECONDS", 0.0)
     store = HashStore()
 
     def come(rank: int) -> list[bytes]:
@@ -236,7 +235,7 @@ def test_a_member_that_came_to_another_group_is_said_to_have(
 def test_the_log_says_for_whom_a_set_up_waits_long_before_its_time_is_over(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_asker, "_TELL_SECONDS", 0.2)
+    monkeypatch.setattr(store_client, "_TELL_SECONDS", 0.2)
     world = Exchange(HashStore(), 0, 4, "world", Deadline.after(60))
     replace(world, rank=1).sub("pp", (1, 3))
 
@@ -443,7 +442,7 @@ def test_who_has_set_its_group_up_may_come_again_while_others_wait_for_each_othe
         until(lambda: inside[0].store.check(["hosts/0"]))
         again = threads.submit(set_up, store, 2)
         until(lambda: store.check([f"group-coordinator/world{_digest((4, 6, 9))}/2/terms/2"]))
-        assert not inside[0].store.check([store_asker.GIVEN_UP])
+        assert not inside[0].store.check([store_client.GIVEN_UP])
         assert inside[1].all_gather("hosts", b"1") == waiting.result(60) == [b"0", b"1", b"2"]
         others = [threads.submit(set_up, store, rank) for rank in range(2)]
         for each in (again, *others):
@@ -488,7 +487,7 @@ def test_the_first_that_gives_up_is_the_one_that_all_are_told_of() -> None:
 
 def test_what_is_no_reason_of_a_member_is_a_typed_error() -> None:
     exchange = Exchange(HashStore(), 0, 2, "world", Deadline.after(30)).visit("world")
-    exchange.store.set(store_asker.GIVEN_UP, "rubbish")
+    exchange.store.set(store_client.GIVEN_UP, "rubbish")
     with pytest.raises(TransportError, match="'given up' in the store must be of type Failure"):
         exchange.all_gather("hosts")
 

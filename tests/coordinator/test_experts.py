@@ -11,7 +11,7 @@ from torch import nn
 import coordinator
 from coordinator import GroupCoordinator
 from coordinator.compat.vllm import group as vllm
-from coordinator.verbs.experts import UNDER_WAY, Dispatches
+from coordinator.verbs import UNDER_WAY, Dispatches
 from shm_broadcast import GroupAbortedError, GroupClosedError, GroupTimeoutError
 from shm_broadcast.deadline import Deadline
 from tests.patience import all_here

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from coordinator import GroupCoordinator, init
-from coordinator.explain import explain
+from coordinator.member import explain
 from device_comm import ALL_VERBS, Communicator, LoopbackBackend
-from device_comm.choosing.selecting_backend import SelectingBackend
-from device_comm.choosing.selection import Candidate, Selection
+from device_comm.selection import Candidate, SelectingBackend, Selection
 from tests.ranks import init_gloo, run_ranks
 
 

@@ -11,7 +11,7 @@ import torch
 
 import coordinator
 from shm_broadcast import GroupClosedError
-from shm_broadcast.machine.forked_child import DISOWNED
+from shm_broadcast.process import DISOWNED
 from tests.forked import in_a_child
 from tests.patience import all_here, until
 from tests.ranks import run_ranks

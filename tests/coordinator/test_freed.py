@@ -11,7 +11,7 @@ import torch
 
 import coordinator
 from benchmarks.memory import shared_bytes
-from coordinator import begun_in_call
+from coordinator import call_counts
 from tests.coordinator.hosts import groups_over
 from tests.netns import two_hosts
 from tests.ranks import run_ranks
@@ -51,7 +51,7 @@ def make_and_leave(rank: int, n: int, path: str) -> tuple[int, int]:
             use(groups, rank)
             garbage = gc.collect()
         del groups
-    assert not begun_in_call._entries
+    assert not call_counts._entries
     return shared_bytes([os.getpid()]), garbage
 
 

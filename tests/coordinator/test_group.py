@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from coordinator import GroupCoordinator
-from coordinator.setup import torch_groups
-from coordinator.verbs.member import LINGER
+from coordinator import GroupCoordinator, torch_groups
+from coordinator.member import LINGER
 from shm_broadcast import (
     GroupAbortedError,
     GroupClosedError,

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import coordinator
 from coordinator import ParallelGroups
-from coordinator.stores.secret import SecretError
+from coordinator.secret import SecretError
 from shm_broadcast import Board, CoordinatorError, GroupTimeoutError
 from tests.commands import run_code
 from tests.patience import STALL_SECONDS, all_here

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import coordinator
-import coordinator.setup.topology
+import coordinator.groups
 from coordinator import ParallelGroups, ReduceOp
-from coordinator.hosts.nodes import Nodes, find_nodes
+from coordinator.hosts import Nodes, find_nodes
 from tests.ranks import run_ranks
 from tests.shared_store import SharedStore
 
@@ -27,7 +27,7 @@ def init_on_nodes(rank: int, n: int, store: Store, node_of: tuple[int, ...]) -> 
         real = found(*arguments)
         return replace(real, node_of=node_of)
 
-    coordinator.setup.topology.find_nodes = pretended  # type: ignore[attr-defined]
+    coordinator.groups.find_nodes = pretended  # type: ignore[attr-defined]
     return coordinator.init(tp=n, rank=rank, store=store, timeout=30, operation_timeout=20)
 
 

@@ -15,8 +15,8 @@ import torch
 from torch.distributed import PrefixStore
 
 import coordinator
+from coordinator import remote_boards
 from coordinator.compat.vllm import parallel_state
-from coordinator.hosts import remote_boards
 from shm_broadcast import (
     CoordinatorError,
     GroupAbortedError,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from coordinator.stores.secret import SECRET_FILE
+from coordinator.secret import SECRET_FILE
 from shm_broadcast import CoordinatorError
 from shm_broadcast.queue import rendezvous
 from tests.coordinator.hosts import groups_over, move_to

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from coordinator import GroupCoordinator, ReduceOp
-from device_comm.wrappers import late
+from device_comm import divergence
 from shm_broadcast import DivergenceError, GroupAbortedError, layout
 from tests.coordinator.hosts import beside, groups_over, note, since
 from tests.device_comm.soak import draw, run
@@ -174,7 +174,7 @@ def test_whoever_waits_is_told(place: str, tmp_path: Path) -> None:
 
 def correct(rank: int, n: int, folder: str, hosts: Any, seed: int, room: int | None) -> int:
     """Everything at random, in groups that stay, and in two of one name that are made again."""
-    late.LOOK_SECONDS = 0.0  # type: ignore[misc] # in every call
+    divergence.LOOK_SECONDS = 0.0  # type: ignore[misc] # in every call
     if room is not None:
         layout.TALLIES = room  # type: ignore[misc]
     done = 0

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import coordinator
-from coordinator.messages.outgoing import OUTSTANDING_BYTES, AnotherThreadError
-from device_comm.shm.pipes.spills import AHEAD_BYTES
+from coordinator.messages.transport import OUTSTANDING_BYTES, AnotherThreadError
+from device_comm.shm.channel import AHEAD_BYTES
 from tests.coordinator.sent import agree
 from tests.patience import until
 from tests.ranks import run_ranks

@@ -15,8 +15,8 @@ import torch
 
 import coordinator
 from coordinator import GroupCoordinator
-from coordinator.messages.outgoing import OUTSTANDING_BYTES
-from device_comm.shm.pipes.spills import AHEAD_BYTES
+from coordinator.messages.transport import OUTSTANDING_BYTES
+from device_comm.shm.channel import AHEAD_BYTES
 from shm_broadcast import (
     DivergenceError,
     GroupAbortedError,

@@ -7,13 +7,11 @@ from contextlib import ExitStack
 import pytest
 from torch.distributed import HashStore
 
-import coordinator.hosts.nodes
-from coordinator.hosts.heartbeat import Heartbeat
-from coordinator.hosts.nodes import Nodes, find_nodes
-from coordinator.setup.bootstrap import host_store
-from coordinator.setup.exchange import Exchange
+import coordinator.hosts
+from coordinator.hosts import Heartbeat, Nodes, find_nodes
+from coordinator.rendezvous import Exchange, host_store
 from shm_broadcast import Board, Deadline, PeerProtocolError, SharedMemoryError
-from shm_broadcast.progress import Progress
+from shm_broadcast.executor import Progress
 from tests.coordinator.test_exchange import members
 from tests.refused_threads import refusing_threads
 
@@ -50,7 +48,7 @@ def test_hosts_that_cannot_see_each_other_are_nodes(monkeypatch: pytest.MonkeyPa
                 raise SharedMemoryError("another pid namespace")
             return Board.attach(handle, member)
 
-    monkeypatch.setattr(coordinator.hosts.nodes, "Board", Isolated)
+    monkeypatch.setattr(coordinator.hosts, "Board", Isolated)
     found = members(5, find_nodes)
     assert [each.node_of for each in found] == [(0, 1, 1, 0, 1)] * 5  # type: ignore[attr-defined]
     assert found[2].all() == [[0, 3], [1, 2, 4]]  # type: ignore[attr-defined]
@@ -82,7 +80,7 @@ def test_nodes_of_a_subgroup() -> None:
 
 def test_a_board_that_is_none_blames_whoever_offered_it() -> None:
     store = HashStore()
-    boot_id = coordinator.hosts.nodes._BOOT_ID.read_bytes()
+    boot_id = coordinator.hosts._BOOT_ID.read_bytes()
     for what, said in (("host", boot_id), ("boards", b"\xc1")):
         store.set(f"{what}/0", b"2 " + said)
         store.add(f"{what}/count", 1)

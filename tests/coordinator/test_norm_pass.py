@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.nn.functional import rms_norm
 
 import coordinator
-from coordinator import ReduceOp, all_reduce_norm_pass
-from coordinator.compiling import compile_ops
+from coordinator import ReduceOp, all_reduce_norm_pass, compile_ops
 from tests.pages.blocks import block_of
 from tests.ranks import run_ranks
 from tests.shared_store import SharedStore
@@ -284,7 +283,7 @@ def test_other_groups_and_dtypes_stay(able: FakeGroup, unable: FakeGroup) -> Non
 
 
 def test_a_torch_without_the_matcher_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "coordinator.compiling.norm_patterns", raising=False)
+    monkeypatch.delitem(sys.modules, "coordinator.norm_patterns", raising=False)
     monkeypatch.setitem(sys.modules, "torch._inductor.pattern_matcher", None)
     with pytest.raises(NotImplementedError, match=r"torch \S+ has no pattern matcher"):
         all_reduce_norm_pass()

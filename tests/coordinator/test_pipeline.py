@@ -13,7 +13,7 @@ import torch.distributed as dist
 import coordinator
 from coordinator import ParallelGroups
 from coordinator.pipeline import Exchanged, Stage
-from coordinator.pipeline.inflow import Inflow
+from coordinator.pipeline.pipeline_end import Inflow
 from shm_broadcast import (
     Deadline,
     GroupAbortedError,

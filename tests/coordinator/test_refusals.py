@@ -9,8 +9,8 @@ import pytest
 
 import coordinator
 from coordinator import GroupCoordinator
-from coordinator.messages.framing import Kind
 from coordinator.messages.tensor_dict import Header, TensorMeta, to_payload
+from coordinator.messages.wire import Kind
 from shm_broadcast import (
     GroupAbortedError,
     MessageDecodeError,

@@ -8,11 +8,11 @@ from typing import ClassVar
 import msgspec
 import pytest
 
-from coordinator.hosts import remote_boards
-from coordinator.hosts.nodes import _named
-from coordinator.hosts.remote_boards import RemoteBoards, compose, number_of
+from coordinator import remote_boards
+from coordinator.hosts import _named
+from coordinator.remote_boards import RemoteBoards, compose, number_of
 from shm_broadcast import Board
-from shm_broadcast.board.tallies import Tally
+from shm_broadcast.state.fingerprint import Tally
 
 SILENCE, SUSPECT = remote_boards.SILENCE_SECONDS, remote_boards.SUSPECT_SECONDS
 

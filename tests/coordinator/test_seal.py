@@ -16,12 +16,17 @@ from hypothesis import strategies as st
 
 import coordinator
 from coordinator import GroupCoordinator
-from coordinator.messages.framing import Kind, Message
-from coordinator.messages.plain import decode_plain, encode_plain
-from coordinator.messages.seal import EVERYONE, Seal
-from coordinator.messages.wire import agree_on_wire
+from coordinator.messages.wire import (
+    EVERYONE,
+    Kind,
+    Message,
+    Seal,
+    agree_on_wire,
+    decode_plain,
+    encode_plain,
+)
 from coordinator.pipeline.pipeline_end import PipelineEnd
-from coordinator.stores.secret import SecretError
+from coordinator.secret import SecretError
 from shm_broadcast import (
     GroupAbortedError,
     MessageDecodeError,
@@ -38,7 +43,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store
 
-    from coordinator.setup.exchange import Exchange
+    from coordinator.rendezvous import Exchange
 
 SECRET = b"sixteen bytes or more"
 NONCES = [b"a" * 16, b"b" * 16]

@@ -9,7 +9,7 @@ import pytest
 
 import coordinator
 from coordinator import Launch
-from coordinator.stores.secret import SECRET_FILE, SecretError, launcher_secret
+from coordinator.secret import SECRET_FILE, SecretError, launcher_secret
 
 if TYPE_CHECKING:
     from pathlib import Path

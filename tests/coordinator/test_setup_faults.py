@@ -13,13 +13,11 @@ import torch
 import torch.distributed as dist
 
 import coordinator
-from coordinator import StatelessGroupCoordinator
+from coordinator import StatelessGroupCoordinator, context, hosts, torch_groups
 from coordinator.compat.vllm.parallel_state import init_distributed_environment
-from coordinator.hosts import nodes
+from coordinator.groups import Topology
 from coordinator.messages.wire import Wire
-from coordinator.setup import link, torch_groups
-from coordinator.setup.exchange import Exchange
-from coordinator.setup.topology import Topology
+from coordinator.rendezvous import Exchange
 from shm_broadcast import (
     CoordinatorError,
     GroupAbortedError,
@@ -51,7 +49,7 @@ def give_up(*_: object, **__: object) -> None:
 
 def instead(step: str, other: Callable[..., object]) -> None:
     """Have this rank do something else in the place of a step of set-up."""
-    module = torch_groups if step == "_gloo" else link
+    module = torch_groups if step == "_gloo" else context
     assert hasattr(module, step)
     setattr(module, step, other)
 
@@ -146,9 +144,9 @@ def at_swap(what: str, do: Callable[..., object]) -> None:
 def isolate(rank: int, how: str) -> None:
     """Have this rank share memory with no other one: on another host, or in another container."""
     if how == "hosts":
-        nodes._boot_id = lambda: b"of rank %d" % rank
+        hosts._boot_id = lambda: b"of rank %d" % rank
     if how == "containers":
-        nodes._try_to_attach = lambda *_: None
+        hosts._try_to_attach = lambda *_: None
 
 
 def one_is_replaced_on_the_way(

@@ -17,8 +17,8 @@ import pytest
 
 import coordinator
 from coordinator import connect_store
-from coordinator.setup.exchange import Exchange
-from coordinator.setup.torch_groups import SocketChoice, connect_process_group
+from coordinator.rendezvous import Exchange
+from coordinator.torch_groups import SocketChoice, connect_process_group
 from shm_broadcast import (
     CoordinatorError,
     Deadline,

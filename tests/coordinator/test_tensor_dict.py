@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.messages import plain as plain_data
+from coordinator.messages import wire as plain_data
 from coordinator.messages.tensor_dict import (
     INLINE_BYTES,
     Header,

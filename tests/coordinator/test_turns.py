@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from coordinator.messages.turns import Turn
+from coordinator.messages.incoming import Turn
 from device_comm import Work
 from shm_broadcast import Deadline, GroupTimeoutError
 

@@ -15,7 +15,7 @@ from tests.patience import until
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from shm_broadcast.progress import Progress
+    from shm_broadcast.executor import Progress
 
 
 def share_through(path: str) -> Callable[[bytes | None], bytes]:

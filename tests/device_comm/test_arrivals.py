@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from device_comm.torch_group.arrivals import Arrival, Arrivals
+from device_comm.torch_waiting import Arrival, Arrivals
 from shm_broadcast import Board, GroupTimeoutError
 
 if TYPE_CHECKING:

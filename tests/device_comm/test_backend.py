@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import device_comm
 from device_comm import ALL_VERBS, Backend, Capabilities, Communicator, Identity, Operation
 from device_comm.operation import NO_TENSOR
-from device_comm.verbs.arrange import landing_pieces, pieces_first, resized
+from device_comm.verbs.checks import landing_pieces, pieces_first, resized
 from shm_broadcast import CoordinatorError, GroupAbortedError, GroupTimeoutError
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from device_comm.torch_group import pending
-from device_comm.torch_group.pending import Boundary
+from device_comm import torch_waiting
+from device_comm.torch_waiting import Boundary
 from device_comm.watch import LoneWatch
 from shm_broadcast import Deadline, GroupTimeoutError, MemberStatus, PeerLostError
 from shm_broadcast.errors import TransportError
@@ -50,7 +50,7 @@ def translated(watch: SlowNews, timeout: float) -> Exception:
 def test_the_cause_is_waited_for_however_long_its_news_takes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pending, "_CAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(torch_waiting, "_CAUSE_SECONDS", 0.0)
     assert translated(SlowNews(lost_at=200, known_at=300), timeout=60) is LOST
 
 
@@ -71,7 +71,7 @@ def test_nobody_is_blamed_once_it_is_known_that_all_are_there() -> None:
 def test_what_never_gets_known_is_not_waited_for_beyond_the_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pending, "_CAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(torch_waiting, "_CAUSE_SECONDS", 0.0)
     began = time.monotonic()
     error = translated(SlowNews(lost_at=10**9, known_at=10**9), timeout=0.05)
     assert isinstance(error, TransportError)

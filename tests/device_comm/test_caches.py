@@ -13,7 +13,7 @@ import torch
 
 from device_comm import ShmBackend
 from shm_broadcast import Board
-from shm_broadcast.machine.core_map import listed, share_a_cache
+from shm_broadcast.cpu import listed, share_a_cache
 from tests.device_comm.shm_ranks import make_comm
 from tests.ranks import NEW_BOARD, run_ranks
 
@@ -69,9 +69,9 @@ def test_a_bound_rank_counts_the_cores_of_the_others() -> None:
     code = (
         "import os\n"
         "from shm_broadcast import extension\n"
-        "from shm_broadcast.machine import affinity\n"
+        "from shm_broadcast import cpu\n"
         "given = os.sched_getaffinity(0)\n"
-        "affinity.bind_process({min(given)})\n"
+        "cpu.bind_process({min(given)})\n"
         "assert os.sched_getaffinity(0) == {min(given)}\n"
         "counted = []\n"
         "extension.share_a_cache = lambda usable: counted.append(usable)\n"

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from device_comm import Communicator, ReduceOp
-from device_comm.begun import BEGUN_KEPT, Begun, did_of
-from device_comm.call_number import call_number, set_call_number
+from device_comm.call_number import BEGUN_KEPT, Begun, call_number, did_of, set_call_number
 from device_comm.shm.signature import sign, with_chunk
 from shm_broadcast import BoardHandle, DivergenceError, GroupAbortedError
 from tests.calls import in_call

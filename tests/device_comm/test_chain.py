@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from device_comm import ReduceOp
+from device_comm.divergence import KEPT, Chain, Slip, first_difference
 from device_comm.shm.signature import sign
-from device_comm.wrappers.chain import KEPT, Chain, Slip, first_difference
-from shm_broadcast.board.history import PastOperation
-from shm_broadcast.board.tallies import Tally
+from shm_broadcast.state.fingerprint import Tally
+from shm_broadcast.state.flight_recorder import PastOperation
 
 SUM = sign("all_reduce", torch.float32, (4,), ReduceOp.SUM)
 MAX = sign("all_reduce", torch.float32, (4,), ReduceOp.MAX)

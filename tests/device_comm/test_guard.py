@@ -7,8 +7,7 @@ import weakref
 import pytest
 
 from device_comm import LoneWatch
-from device_comm.torch_group.guard import Guard
-from device_comm.torch_group.pending import Boundary
+from device_comm.torch_waiting import Boundary, Guard
 from shm_broadcast import NEVER, Deadline, GroupAbortedError, GroupTimeoutError
 from tests.patience import until
 from tests.shm_broadcast.queues import Running

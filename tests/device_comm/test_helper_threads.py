@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 
-from device_comm.torch_group.helper_threads import HelperThreads
+from device_comm.torch_waiting import HelperThreads
 from tests.patience import until
 from tests.refused_threads import refusing_threads
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from device_comm import Communicator, TorchBackend
-from device_comm.shm.pipes.pipe import HEADER_BYTES, RING_BYTES
-from device_comm.wrappers.host_staging import HostStaging
+from device_comm.shm.channel import HEADER_BYTES, RING_BYTES
+from device_comm.wrappers import HostStaging
 from tests.device_comm.shm_ranks import make_comm
 from tests.device_comm.suite import check_table
 from tests.device_comm.whole_table import run_whole_table

@@ -9,17 +9,24 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from device_comm import Backend, Capabilities, Communicator, Identity, Operation, ReduceOp
-from device_comm.wrappers import late
-from device_comm.wrappers.late import LateBackend
+from device_comm import (
+    Backend,
+    Capabilities,
+    Communicator,
+    Identity,
+    Operation,
+    ReduceOp,
+    divergence,
+)
+from device_comm.divergence import LateBackend
 from shm_broadcast import Board, Deadline, DivergenceError, GroupAbortedError, GroupClosedError
-from shm_broadcast.board.elsewhere import OneHost
+from shm_broadcast.state.table import OneHost
 from tests.pages.blocks import block_of, without_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from shm_broadcast.board.tallies import Tally
+    from shm_broadcast.state.fingerprint import Tally
 
 RANKS = (4, 6, 9)
 """The members' global ranks."""
@@ -73,12 +80,12 @@ def group() -> Iterator[Group]:
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(late, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(divergence, "LOOK_SECONDS", 0.0)
 
 
 @pytest.fixture
 def when_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(late, "LOOK_SECONDS", 1e9)
+    monkeypatch.setattr(divergence, "LOOK_SECONDS", 1e9)
 
 
 def have_look(comm: Communicator) -> None:
@@ -143,7 +150,7 @@ def test_otherwise_it_is_said_between_which_it_was(group: Group) -> None:
 
 def test_comparing_is_due_ten_times_a_second(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr(late, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(divergence, "time", SimpleNamespace(monotonic=lambda: now))
     group.all_reduce(times=2)
     group.comms[1].all_reduce(X.int())
     group.all_reduce(0)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from device_comm import Backend, Capabilities, Communicator, Identity
-from device_comm.wrappers.on_stream import CudaSideStream, OnStream
+from device_comm.wrappers import CudaSideStream, OnStream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -7,7 +7,7 @@ import torch
 
 from device_comm import Operation, ReduceOp
 from device_comm.operation import NO_TENSOR
-from device_comm.torch_group.reduce_here import reduce_here
+from device_comm.torch_backend import reduce_here
 
 N = 3
 RANK = 1

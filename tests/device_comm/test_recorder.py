@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from device_comm import Backend, Capabilities, Communicator, Identity
-from device_comm.begun import VERBS
+from device_comm.call_number import VERBS
 from device_comm.operation import ALL_VERBS
 from device_comm.shm.signature import DTYPE_CODES
 from shm_broadcast import (
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from device_comm import Operation
-    from shm_broadcast.board.history import PastOperation
+    from shm_broadcast.state.flight_recorder import PastOperation
 
 N = 2
 FLOATS = 6

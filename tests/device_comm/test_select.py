@@ -8,16 +8,9 @@ import pytest
 import torch
 
 from device_comm import ALL_VERBS, Backend, Capabilities, Identity, Operation, ReduceOp
-from device_comm.choice import Explanation, in_bytes
-from device_comm.choosing.measuring import MEASURED_SIZES, measure_candidates
-from device_comm.choosing.selection import (
-    MEASURED_AS,
-    Candidate,
-    Measured,
-    Selection,
-    Table,
-    size_of,
-)
+from device_comm.backend import Explanation, in_bytes
+from device_comm.measuring import MEASURED_SIZES, measure_candidates
+from device_comm.selection import MEASURED_AS, Candidate, Measured, Selection, Table, size_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from device_comm.choosing.cache import Key, TableCache, cache_folder
-from device_comm.choosing.selection import Measured, Table
+from device_comm.measuring import Key, TableCache, cache_folder
+from device_comm.selection import Measured, Table
 
 KEY = Key(
     "0.1.0, kernels abc",

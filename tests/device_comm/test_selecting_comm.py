@@ -15,10 +15,9 @@ from device_comm import (
     ReduceOp,
     TorchBackend,
 )
-from device_comm.choosing.measuring import measure_candidates
-from device_comm.choosing.selecting_backend import SelectingBackend
-from device_comm.choosing.selection import Candidate, Measured, Selection, Table
 from device_comm.cuda.agree import swap_over
+from device_comm.measuring import measure_candidates
+from device_comm.selection import Candidate, Measured, SelectingBackend, Selection, Table
 from shm_broadcast import Board, BoardHandle, GroupAbortedError, GroupClosedError
 from tests.device_comm.meeting import meet
 from tests.device_comm.shm_ranks import make_comm

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from device_comm.shm.collectives.direct import DirectCalls
+from device_comm.shm.direct import DirectCalls
 from shm_broadcast.errors import DivergenceError, GroupAbortedError, GroupClosedError
-from shm_broadcast.ring.recycling import RECYCLED_BYTES
+from shm_broadcast.ring.buffers import RECYCLED_BYTES
 from tests.device_comm.meeting import wait_for_abort
 from tests.device_comm.oracle import same
 from tests.device_comm.shm_ranks import make_comm, shm_of

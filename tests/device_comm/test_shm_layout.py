@@ -11,18 +11,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from device_comm import ReduceOp, begun
-from device_comm.begun import VERBS
+from device_comm import ReduceOp, call_number
+from device_comm.call_number import VERBS
 from device_comm.operation import ROOTED
-from device_comm.shm import layout, signature
-from device_comm.shm.collectives import slot_plan
-from device_comm.shm.collectives.slot_plan import SlotPlan, SlotPlanner
-from device_comm.shm.collectives.steps import Status
+from device_comm.shm import channel, collectives, layout, signature
+from device_comm.shm.collectives import SlotPlan, SlotPlanner, Status
 from device_comm.shm.layout import GroupLayout
-from device_comm.shm.pipes import pipe
 from device_comm.span import NOTHING, Span
 from shm_broadcast import layout as board_layout
-from shm_broadcast.ring.recycling import RECYCLED_BYTES
+from shm_broadcast.ring.buffers import RECYCLED_BYTES
 
 
 def test_the_verbs_with_a_root_come_last() -> None:
@@ -44,8 +41,8 @@ def test_the_extension_was_built_and_agrees() -> None:
     assert native.SIGNATURE_COMPARED == native.SIGNATURE_CHUNK == signature.COMPARED
     assert native.SIGNATURE_CALL == signature.CALL
     for name in ("COUNT", "CHECKSUM", "LAST", "KEPT", "SENT"):
-        assert getattr(native, f"BEGUN_{name}") == getattr(begun, f"BEGUN_{name}")
-    assert native.SIGNATURE_WORDS * 8 == begun.SIGNATURE_WORDS * 8 == signature.SIGNATURE.size
+        assert getattr(native, f"BEGUN_{name}") == getattr(call_number, f"BEGUN_{name}")
+    assert native.SIGNATURE_WORDS * 8 == call_number.SIGNATURE_WORDS * 8 == signature.SIGNATURE.size
     assert (native.SHAPE_DIMS, native.NO_OP) == (signature.SHAPE_DIMS, signature.NO_OP)
     assert (native.STATE_IDLE, native.STATE_BUSY) == (
         board_layout.STATE_IDLE,
@@ -57,16 +54,16 @@ def test_the_extension_was_built_and_agrees() -> None:
         name = str(dtype).removeprefix("torch.").upper()
         if dtype not in (torch.uint64, torch.complex32) and not name.startswith("FLOAT8"):
             assert getattr(native, f"DTYPE_{name}") == code
-    assert native.KIND_MOVE == slot_plan.MOVE
-    assert native.KIND_REDUCE == slot_plan.REDUCE
-    assert native.KIND_ALL_REDUCE == slot_plan.ALL_REDUCE
+    assert native.KIND_MOVE == collectives.MOVE
+    assert native.KIND_REDUCE == collectives.REDUCE
+    assert native.KIND_ALL_REDUCE == collectives.ALL_REDUCE
     for status in Status:
         assert getattr(native, f"STEPS_{status.name}") == status
     assert native.RECYCLED_BYTES == RECYCLED_BYTES
     for name in ("POSTED", "TAKEN", "READS", "RING", "INSIDE"):
-        assert getattr(native, f"PIPE_{name}") == getattr(pipe, name)
+        assert getattr(native, f"PIPE_{name}") == getattr(channel, name)
     for name in ("RING", "PIECE", "RESERVED", "SMALL", "HEADER", "AT_ONCE"):
-        assert getattr(native, f"PIPE_{name}_BYTES") == getattr(pipe, f"{name}_BYTES")
+        assert getattr(native, f"PIPE_{name}_BYTES") == getattr(channel, f"{name}_BYTES")
 
 
 @given(st.integers(1, 300))

@@ -10,19 +10,21 @@ import pytest
 import torch
 
 from device_comm import _native
-from device_comm.shm.attendance import Attendance
-from device_comm.shm.layout import GroupLayout
-from device_comm.shm.pipes.peer_pipes import PeerPipes
-from device_comm.shm.pipes.pipe import (
+from device_comm.shm.channel import (
+    AHEAD_BYTES,
     HEADER_BYTES,
+    KEPT_ROOM,
     PIECE_BYTES,
     RESERVED_BYTES,
     RING_BYTES,
     SMALL_BYTES,
+    SPILL_KEPT_BYTES,
     PythonMover,
+    SpillPool,
 )
-from device_comm.shm.pipes.spills import AHEAD_BYTES, KEPT_ROOM, SPILL_KEPT_BYTES, SpillPool
-from device_comm.shm.pipes.transfers import ReceiveTask, SendTask
+from device_comm.shm.collectives import Attendance
+from device_comm.shm.layout import GroupLayout
+from device_comm.shm.transfers import PeerPipes, ReceiveTask, SendTask
 from shm_broadcast import (
     Board,
     BoardHandle,
@@ -41,7 +43,7 @@ from tests.shm_broadcast.leaks import no_descriptors
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from device_comm.shm.pipes.pipe import MakeMover, Mover
+    from device_comm.shm.channel import MakeMover, Mover
 
 N = 2
 

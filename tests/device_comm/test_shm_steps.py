@@ -19,12 +19,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from device_comm import ReduceOp, _native
-from device_comm.begun import VERBS, Begun
+from device_comm.call_number import VERBS, Begun
 from device_comm.shm import layout
-from device_comm.shm.collectives.python_steps import PythonSteps
-from device_comm.shm.collectives.slot_plan import SlotPlan, SlotPlanner
-from device_comm.shm.collectives.steps import Status, Steps
+from device_comm.shm.collectives import SlotPlan, SlotPlanner, Status, Steps
 from device_comm.shm.layout import GroupLayout
+from device_comm.shm.python_steps import PythonSteps
 from device_comm.shm.signature import DTYPE_CODES, sign, signature_text
 from shm_broadcast import Board, Segment
 from tests.device_comm.oracle import REDUCED, ops_for, reduced, same, values

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from shm_broadcast import Board, BoardHandle
-from shm_broadcast.progress import Progress
+from shm_broadcast.executor import Progress
 from tests.device_comm.shm_ranks import make_comm
 from tests.device_comm.soak import draw, run
 from tests.ranks import NEW_BOARD, run_ranks

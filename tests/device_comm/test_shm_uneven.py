@@ -10,9 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from device_comm import Operation
-from device_comm.shm.attendance import Attendance
-from device_comm.shm.collectives.collective import Collective
-from device_comm.shm.collectives.planned import Plans
+from device_comm.shm.collectives import Attendance, Collective, Plans
 from shm_broadcast import DivergenceError
 from tests.device_comm.test_shm_steps import Ends, N
 
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from device_comm.shm.collectives.slot_plan import SlotPlan
+    from device_comm.shm.collectives import SlotPlan
 
 sizes = st.lists(st.integers(0, 700), min_size=N, max_size=N).filter(any)
 kinds = st.sampled_from([(True, True), (False, False), (True, False)])

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from device_comm import Backend, Capabilities, Communicator, Identity, Operation
-from device_comm.choosing import measuring, stopwatch
-from device_comm.choosing.stopwatch import GraphStopwatch, HostStopwatch
+from device_comm import Backend, Capabilities, Communicator, Identity, Operation, measuring
+from device_comm.measuring import GraphStopwatch, HostStopwatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -109,7 +108,7 @@ def test_calls_are_captured_and_replayed_between_events(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
-    monkeypatch.setattr(stopwatch, "CudaMark", lambda _: Event())
+    monkeypatch.setattr(measuring, "CudaMark", lambda _: Event())
     monkeypatch.setattr(Event, "passed", Event.query, raising=False)
     seconds = GraphStopwatch(Communicator(backend)).time(lambda: backend.did.append("call"), 20, 3)
     assert seconds == pytest.approx(0.040 / 20)

@@ -110,9 +110,7 @@ def fails_to_begin(rank: int, n: int, path: str, boards: list[BoardHandle]) -> N
                 call: Any = getattr(comm, verb)
                 how = {"out": x} if verb == "irecv" else {"x": x}
                 with (
-                    mock.patch(
-                        f"device_comm.torch_group.torch_backend.{place}", Mock(side_effect=error)
-                    ),
+                    mock.patch(f"device_comm.torch_backend.{place}", Mock(side_effect=error)),
                     pytest.raises(type(error), match="no room for it"),
                 ):
                     call(**how)

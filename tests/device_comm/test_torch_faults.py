@@ -15,10 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from device_comm import Communicator, ReduceOp, TorchBackend
-from device_comm.torch_group import under_way
-from device_comm.torch_group.guard import Guard
-from device_comm.torch_group.pending import Boundary
+from device_comm import Communicator, ReduceOp, TorchBackend, torch_waiting
+from device_comm.torch_waiting import Boundary, Guard
 from shm_broadcast import (
     Board,
     BoardHandle,
@@ -383,16 +381,16 @@ def give_up(rank: int, n: int, path: str, board: BoardHandle) -> list[int]:
     for _ in range(3):
         comm.all_reduce(torch.ones(1))
         comm.all_reduce(torch.ones(1), async_op=True).wait()
-        kept.append(len(under_way._kept))
+        kept.append(len(torch_waiting._kept))
     if rank == 0:
         failure_of(lambda: comm.all_reduce(torch.ones(1), timeout=0.2))
-        kept.append(len(under_way._kept))
+        kept.append(len(torch_waiting._kept))
         in_a_child(nothing_is_kept)
     return kept
 
 
 def nothing_is_kept() -> None:
-    assert under_way._kept == set()
+    assert torch_waiting._kept == set()
 
 
 def test_torchs_thread_is_not_the_one_that_drops_what_was_given_up(store_path: str) -> None:
@@ -414,9 +412,9 @@ def test_what_has_ended_is_kept_until_others_begin() -> None:
     first, second, third = Ended(ended=True), Ended(ended=False), Ended(ended=False)
     try:
         for work, kept in (first, {first}), (second, {second}), (third, {second, third}):
-            under_way.keep_until_done(work)
-            assert under_way._kept == kept
+            torch_waiting.keep_until_done(work)
+            assert torch_waiting._kept == kept
     finally:
         for work in (first, second, third):
-            under_way.let_go(work)
-    assert under_way._kept == set()
+            torch_waiting.let_go(work)
+    assert torch_waiting._kept == set()

@@ -28,18 +28,15 @@ from device_comm import (
     Operation,
     ReduceOp,
     Wrapper,
+    divergence,
 )
-from device_comm.choice import Explanation
-from device_comm.choosing.selecting_backend import SelectingBackend
-from device_comm.choosing.selection import Candidate, Selection
-from device_comm.cuda.ipc.ipc_way import IpcWay
-from device_comm.cuda.launches.launch import Algorithm
-from device_comm.cuda.nccl.nccl_window import NcclWindow
-from device_comm.wrappers import checked
-from device_comm.wrappers.checked import CheckedBackend
-from device_comm.wrappers.host_staging import HostStaging
-from device_comm.wrappers.late import LateBackend
-from device_comm.wrappers.on_stream import OnStream
+from device_comm.backend import Explanation
+from device_comm.cuda.ipc.abi import Algorithm
+from device_comm.cuda.ipc.ipc_backend import IpcWay
+from device_comm.cuda.nccl.nccl_backend import NcclWindow
+from device_comm.divergence import CheckedBackend, LateBackend
+from device_comm.selection import Candidate, SelectingBackend, Selection
+from device_comm.wrappers import HostStaging, OnStream
 from shm_broadcast import Board, Deadline, DivergenceError, GroupTimeoutError
 
 if TYPE_CHECKING:
@@ -207,7 +204,7 @@ def test_whatever_comes_late_in_a_long_description_is_compared() -> None:
         (operation(ReduceOp.MAX, 4099), False),
         (operation(ReduceOp.SUM, 5000), False),
     ]:
-        theirs = bytearray(checked._row(checked._describe(other)))
+        theirs = bytearray(divergence._row(divergence._describe(other)))
         backend = CheckedBackend(Told(), Other())
         ours = operation(ReduceOp.SUM, 4099)
         if same:

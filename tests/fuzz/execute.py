@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-import coordinator.setup.link
-from coordinator.hosts.nodes import Nodes, find_nodes
-from coordinator.messages.outgoing import COPIED_BYTES
-from coordinator.setup.torch_groups import default_store
+import coordinator.context
+from coordinator.hosts import Nodes, find_nodes
+from coordinator.messages.transport import COPIED_BYTES
+from coordinator.torch_groups import default_store
 from device_comm import Work
 from tests.fuzz.object_verbs import (
     MESSAGES,
@@ -64,7 +64,7 @@ class ProgramRank:
         def pretended(*arguments: Any, **options: Any) -> Nodes:
             return replace(find_nodes(*arguments, **options), node_of=halves)
 
-        with mock.patch.object(coordinator.setup.link, "find_nodes", pretended):
+        with mock.patch.object(coordinator.context, "find_nodes", pretended):
             return post.make_group(name, members)
 
     def run(self, program: Program, fault: Fault | None) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hypothesis import strategies as st
 
 from shm_broadcast.errors import GroupClosedError, GroupTimeoutError, PeerProtocolError
-from shm_broadcast.remote.frames import (
+from shm_broadcast.net.protocol import (
     Cancel,
     Closed,
     Credit,
@@ -27,8 +27,8 @@ from shm_broadcast.remote.frames import (
     encode,
     split_message,
 )
-from shm_broadcast.remote.reader import RemoteReader
-from shm_broadcast.remote.writer import RemoteWriter
+from shm_broadcast.net.reader import RemoteReader
+from shm_broadcast.net.writer import RemoteWriter
 from tests.shm_broadcast.remote_peers import LIMIT, SECRET
 from tests.shm_broadcast.remote_taps import raw_reader, raw_writer
 

@@ -34,14 +34,14 @@ FUZZED_MUTANTS = (
     ),
     Mutant(
         "F4 slicing: pieces along an inner dimension",
-        "device_comm/verbs/arrange.py",
+        "device_comm/verbs/checks.py",
         "count, x.numel() // (outer * count)).transpose(0, 1))",
         "count, x.numel() // (outer * count)))",
         (f"{_PROGRAMS}[shm-4]",),
     ),
     Mutant(
         "F5 sizes: shares of different sizes",
-        "device_comm/verbs/arrange.py",
+        "device_comm/verbs/checks.py",
         "    return tuple(count * row for count in rows)",
         "    return tuple(max(rows) * row for _ in rows)",
         (f"{_PROGRAMS}[shm-3]",),
@@ -55,14 +55,14 @@ FUZZED_MUTANTS = (
     ),
     Mutant(
         "F7 liveness: who died is named",
-        "shm_broadcast/board/members.py",
+        "shm_broadcast/state/table.py",
         'self.state(member) in ("lost", "closed")',
         'self.state(member) == "closed"',
         (f"{_FAULTS}[kill]",),
     ),
     Mutant(
         "F8 more bytes than a message has are refused",
-        "shm_broadcast/remote/frames.py",
+        "shm_broadcast/net/protocol.py",
         "if size is None or self._filled + len(chunk) > size:",
         "if size is None:",
         (f"{_SOCKETS}[to_readers]",),
@@ -76,7 +76,7 @@ FUZZED_MUTANTS = (
     ),
     Mutant(
         "F10 layouts: a dimension that is cut in other places goes there",
-        "coordinator/layout/moving/redistribute.py",
+        "coordinator/layout/redistribute.py",
         "recut(x, source.dim, group, before, after)",
         "recut(x, source.dim, group, before, before)",
         (f"{_LAYOUTS}[4]", "tests/coordinator/layout/test_redistribute.py::test_numeric_cases"),

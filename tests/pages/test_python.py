@@ -19,7 +19,7 @@ import coordinator.compat.sglang
 import coordinator.compat.vllm
 import coordinator.layout
 from coordinator.layout import Layout, Replicate, Shard
-from coordinator.stores.secret import SECRET_FILE
+from coordinator.secret import SECRET_FILE
 from server.pool import WorkerPool
 from server.replicas import Replicas
 from tests.coordinator.hosts import move_to

@@ -7,7 +7,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from coordinator.plugins.vllm import page
+from coordinator.plugins.vllm import hooks
 
 if TYPE_CHECKING:
     import pytest
@@ -39,7 +39,7 @@ def test_the_first_reason_is_the_last_line() -> None:
 
 
 def test_without_a_page_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(page.PAGE_VARIABLE, raising=False)
-    page.tell(end="nobody hears it")
-    monkeypatch.setenv(page.PAGE_VARIABLE, f"/proc/1/fd/{time.monotonic_ns()}")
-    page.tell(end="nobody hears it")
+    monkeypatch.delenv(hooks.PAGE_VARIABLE, raising=False)
+    hooks.tell(end="nobody hears it")
+    monkeypatch.setenv(hooks.PAGE_VARIABLE, f"/proc/1/fd/{time.monotonic_ns()}")
+    hooks.tell(end="nobody hears it")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from device_comm.begun import Begun
+from device_comm.call_number import Begun
 from device_comm.shm.signature import sign
 from tests.calls import in_call
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from coordinator.begun_in_call import BegunInGroup
+    from coordinator.call_counts import BegunInGroup
 
 
 def begun(

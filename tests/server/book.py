@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from server.calls.hooks import LedgerHooks
-from server.calls.ledger import Ledger
+from server.calls.ledger import Ledger, LedgerHooks
 from server.calls.pending_call import PendingCall
-from server.control.cancelled_calls import CancelledCalls
+from server.control.pool_memory import CancelledCalls
 from server.control.protocol import Failed, Reply
 from server.errors import WorkerLostError
 from tests.server.begun import begun

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from server.web import logs
+from server.service import logs
 from tests.patience import PATIENCE_SECONDS
 from tests.server.workers import Gate
 

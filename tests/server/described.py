@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractAsyncContextManager
 
-    from server.web.face import Face
+    from server.service.face import Face
 
 
 def operations(document: dict[str, Any]) -> dict[str, Any]:

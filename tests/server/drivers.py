@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from server.config import PoolConfig
 from server.errors import PoolClosedError, WorkerError, WorkerStartError
 from server.pool import WorkerPool
-from server.pool_config import PoolConfig
 from tests.server.workers import Failing, Restored, Worker
 
 if TYPE_CHECKING:

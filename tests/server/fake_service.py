@@ -13,23 +13,21 @@ import numpy as np
 import uvicorn
 
 from coordinator.rank_grid import RankGrid
-from server.embedding.embedding_face import EmbeddingFace
-from server.embedding.embedding_service import PROBE, EmbeddingService
+from server.config import ServiceLimits
 from server.errors import CallTimeoutError, WorkerError, WorkerLostError
-from server.service.service_limits import ServiceLimits
-from server.web.api import ServedModel
-from server.web.connections import ConnectionLimits, TimedConnection
-from server.web.listener import listen
-from server.web.web_server import WebServer
+from server.service.api import ServedModel
+from server.service.embeddings import PROBE, EmbeddingFace, EmbeddingService
+from server.service.listener import listen
+from server.service.web_server import ConnectionLimits, TimedConnection, WebServer
 from server.workers.minilm import EncodedText, InputTooLongError
 from shm_broadcast import CoordinatorError, MemberStatus
-from shm_broadcast.board.totals import VerbTotal
+from shm_broadcast.state.flight_recorder import VerbTotal
 from tests.patience import auntil
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-    from server.web.face import Face
+    from server.service.face import Face
 
 STUCK = MemberStatus(1, 4242, "busy", "all_reduce", 7, 12.5)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from server.workers.decoder.kv_cache import Row
+    from server.workers.decoder.decoder_cache import Row
     from shm_broadcast import CoordinatorError, MemberStatus
 
 LOST = WorkerLostError(0, 1, "killed by SIGKILL")

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from server.config import PoolConfig
 from server.errors import HostError
 from server.hosts.host_supervisor import serve_host
 from server.hosts.place import Hosts
 from server.pool import WorkerPool
-from server.pool_config import PoolConfig
 from tests.coordinator.hosts import move_to
 from tests.patience import PATIENCE_SECONDS, until
 from tests.server.workers import Worker

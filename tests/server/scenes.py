@@ -20,9 +20,9 @@ import torch
 
 import coordinator
 from coordinator import host_store
+from server.config import PoolConfig
 from server.launchers import forking
 from server.pool import WorkerPool
-from server.pool_config import PoolConfig
 from shm_broadcast import CoordinatorError
 from tests.commands import run_to_end
 from tests.pages.blocks import without_numbers

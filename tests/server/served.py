@@ -9,7 +9,7 @@ import httpx
 
 from benchmarks.http_served import Served
 from server import cli
-from server.defaults import PACKAGED_NAME
+from server.config import PACKAGED_NAME
 from tests.programs import Program
 
 if TYPE_CHECKING:

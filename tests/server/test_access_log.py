@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import pytest
 
-from server.web import logs
+from server.service import logs
 from tests.server.fake_service import run, site
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def ask(mode: str) -> None:
 
 def test_the_log_as_json(capfd: pytest.CaptureFixture[str]) -> None:
     logs.configure("off", as_json=True)
-    log = logging.getLogger("shm_broadcast.board.board")
+    log = logging.getLogger("shm_broadcast.state.board")
     where = {"rank": 1, "group": "tp", "generation": 2}
     log.info("%s was aborted: %s", "tp", 'rank 1 said "no"', extra=where)
     logging.getLogger("another").info("not ours")
@@ -53,7 +53,7 @@ def test_the_log_as_json(capfd: pytest.CaptureFixture[str]) -> None:
     assert re.fullmatch(TIME, ours.pop("time"))
     assert ours == {
         "level": "INFO",
-        "logger": "shm_broadcast.board.board",
+        "logger": "shm_broadcast.state.board",
         "message": 'tp was aborted: rank 1 said "no"',
         **where,
     }

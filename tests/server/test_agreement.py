@@ -12,16 +12,16 @@ import torch
 from device_comm import ReduceOp
 from device_comm.operation import Operation
 from device_comm.shm.signature import sign, signature_text, signature_with_sizes
-from server.calls.agreement import Difference, fatal_divergence, first_divergence
+from server.calls.pending_call import Difference, fatal_divergence, first_divergence
 from server.errors import CallDivergedError
-from shm_broadcast.board.history import PastOperation
-from shm_broadcast.board.tallies import Tally
+from shm_broadcast.state.fingerprint import Tally
+from shm_broadcast.state.flight_recorder import PastOperation
 from tests.server.begun import begun
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from coordinator.begun_in_call import BegunInGroup
+    from coordinator.call_counts import BegunInGroup
 
 
 def test_ranks_that_did_nothing_agree() -> None:

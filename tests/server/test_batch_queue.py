@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.embedding.batch_queue import BatchQueue, BatchRequest
 from server.errors import QueueFullError
+from server.service.embeddings import BatchQueue, BatchRequest
 
 
 def request(*costs: int) -> BatchRequest[range, int]:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from server.embedding.batching import Batcher
 from server.errors import PoolClosedError, QueueFullError
+from server.service.embeddings import Batcher
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-import server.embedding
 import server.service
-from server.embedding.embedding_service import EmbeddingService
-from server.service.service_limits import ServiceLimits
+from server.config import ServiceLimits
+from server.service.embeddings import EmbeddingService
 from shm_broadcast import CoordinatorError
 from tests.interruptions import Alarm, alarm, interrupt, interruptions
 from tests.patience import PATIENCE_SECONDS
@@ -65,7 +64,7 @@ def test_a_request_that_is_interrupted_anywhere_costs_no_other_its_place(
 
         runner.run(ready())
         places = 0
-        for place in interruptions(request, server.embedding, server.service, handler=handler):
+        for place in interruptions(request, server.service, handler=handler):
             places += 1
             texts = [place[: 1 + index] for index in range(MAX_WAITING)]
             assert runner.run(lengths(service, *texts)) == [1, 2, 3, 4], place

@@ -10,15 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from server.driver.binding import bound_here, cpus_of_workers, threads_of, written
-from server.driver.cores import usable_cores, worker_threads
+from server.config import PoolConfig
+from server.driver.binding import (
+    bound_here,
+    cpus_of_workers,
+    threads_of,
+    usable_cores,
+    worker_threads,
+    written,
+)
 from server.errors import WorkerLostError, WorkerStartError
 from server.pool import WorkerPool
-from server.pool_config import PoolConfig
 from server.replicas import Replicas
-from shm_broadcast.machine.core_map import Core, listed
-from shm_broadcast.onlooker.processes import scan
-from shm_broadcast.onlooker.programs import of_process, programs
+from shm_broadcast.cpu import Core, listed
+from shm_broadcast.inspection.snapshot import of_process, programs, scan
 from tests.netns import two_hosts
 from tests.patience import PATIENCE_SECONDS
 from tests.ranks import run_ranks

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from server.config import PoolConfig
 from server.errors import CallTimeoutError, WorkerError
 from server.pool import WorkerPool
-from server.pool_config import PoolConfig
 from shm_broadcast import ForeignMemoryError
 from tests.intruder import become_nobody
 from tests.patience import PATIENCE_SECONDS, until

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from server.cli import COMMANDS
-from server.hosts.host_facts import facts_here
+from server.hosts.link import facts_here
 from tests.commands import run_to_end
 
 ROOT = Path(__file__).parents[2]

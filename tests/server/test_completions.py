@@ -13,10 +13,9 @@ import httpx
 import openai
 import pytest
 
-from server.completion.completion_face import CompletionFace
-from server.completion.completion_service import CompletionService
-from server.service.service_limits import ServiceLimits
-from server.web.api import ServedModel
+from server.config import ServiceLimits
+from server.service.api import ServedModel
+from server.service.completions import CompletionFace, CompletionService
 from server.workers.decoder import DecoderFolder, DecoderText
 from tests.patience import auntil
 from tests.server.fake_service import run, serving

@@ -10,10 +10,14 @@ import jsonschema_rs
 import pytest
 from schemathesis import GenerationMode
 
-from server.completion.completion_api import PLAIN, read_chat, read_completion
-from server.completion.completion_face import CompletionFace
-from server.completion.completion_openapi import completion_document
-from server.web.api import ApiError, ServedModel
+from server.service.api import ApiError, ServedModel
+from server.service.completions import (
+    PLAIN,
+    CompletionFace,
+    completion_document,
+    read_chat,
+    read_completion,
+)
 from tests.server.described import ask, check_routes, in_a_thread, operations
 from tests.server.test_completions import site
 from tests.server.tiny_llama import make_llama

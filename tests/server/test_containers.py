@@ -16,7 +16,7 @@ import yaml
 
 from server.commands import serve
 from server.commands.options import serve_options
-from server.commands.serve_plan import ServePlan
+from server.commands.read_options import ServePlan
 from tests.server.fake_service import run, site
 from tests.unshared import run_unshared
 

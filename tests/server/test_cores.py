@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from server import WorkerPool
-from server.driver.cores import cpu_quota, usable_cores, worker_threads
+from server.driver.binding import cpu_quota, usable_cores, worker_threads
 from tests.commands import run_code, run_to_end
 from tests.patience import until
 
@@ -81,7 +81,7 @@ def test_what_cannot_be_read_limits_nothing(tmp_path: Path) -> None:
 def test_less_than_a_core_is_one(
     quota: float, usable: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("server.driver.cores.cpu_quota", lambda: quota)
+    monkeypatch.setattr("server.driver.binding.cpu_quota", lambda: quota)
     assert usable_cores() == usable
 
 
@@ -97,7 +97,7 @@ def test_what_the_user_says_counts(said: str, threads: int | None) -> None:
 DRIVER = """
 from server import WorkerPool
 from server.commands.options.demo_options import add_arguments
-from server.commands.read_model import read_model
+from server.commands.read_options import read_model
 import argparse
 parser = argparse.ArgumentParser()
 add_arguments(parser)
@@ -141,7 +141,7 @@ def _is_removed(group: Path) -> bool:
 
 
 def test_a_process_in_a_group_with_a_quota_keeps_to_it() -> None:
-    code = "from server.driver.cores import *; print(cpu_quota(), usable_cores())"
+    code = "from server.driver.binding import *; print(cpu_quota(), usable_cores())"
     done = run_limited(code, "cpu", "cpu.cfs_quota_us", 170_000)
     assert done.stdout == "1.7 1\n", done.stderr
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from server.service.gauges import STATES
+from server.service.metrics import STATES
 from tests.server.fake_service import run, site
 from tests.server.test_completions import site as completing
 from tests.server.tiny_llama import make_llama

@@ -28,7 +28,7 @@ from server.workers.decoder import (
     PromptTooLongError,
     Sampling,
 )
-from server.workers.decoder.kv_cache import Row
+from server.workers.decoder.decoder_cache import Row
 from shm_broadcast import GroupClosedError
 from tests.forked import in_a_child
 from tests.interruptions import LIBRARY, interruptions

@@ -12,13 +12,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coordinator.layout import MissingTensorError, TensorShapeError
-from server.workers.decoder import step_graphs
+from server.workers.decoder import decoder_worker
+from server.workers.decoder.decoder_cache import CacheLostError, Draw, Row, Sampling, choose
 from server.workers.decoder.decoder_config import DecoderFolder, DecoderFolderError, is_decoder
+from server.workers.decoder.decoder_model import FixedArrangement
 from server.workers.decoder.decoder_worker import DecoderWorker
-from server.workers.decoder.kv_cache import CacheLostError, Row
-from server.workers.decoder.sampling import Draw, Sampling, choose
-from server.workers.decoder.step_arrangement import FixedArrangement
-from server.workers.shares import HeadSplit
+from server.workers.model_folder import HeadSplit
 from tests.server.fake_groups import run_threads
 from tests.server.test_minilm_config import edit
 from tests.server.tiny_llama import PROMPTS, greedy, make_llama
@@ -95,7 +94,7 @@ def test_steps_of_fixed_shapes_find_the_same_tokens(
     llama: Path, monkeypatch: pytest.MonkeyPatch, tp: int, pp: int, chunk: int
 ) -> None:
     """Those that are CUDA graphs elsewhere: of 1, 2 or 4 sequences of up to 8, 16, 32 … tokens."""
-    monkeypatch.setattr(step_graphs, "_LEAST_REACH", 8)
+    monkeypatch.setattr(decoder_worker, "_LEAST_REACH", 8)
     expected = [greedy(llama, prompt, COUNT) for prompt in PROMPTS]
     found = drawn(llama, tp, pp, steps_of(expected, chunk), graphs=True)
     assert found == dict(enumerate(expected))
@@ -125,7 +124,7 @@ def test_steps_of_fixed_shapes_see_nothing_that_an_ended_group_left(llama: Path)
 def test_a_step_takes_the_smallest_shape_that_it_fits(
     llama: Path, monkeypatch: pytest.MonkeyPatch, rows: int, stop: int, expected: tuple[int, int]
 ) -> None:
-    monkeypatch.setattr(step_graphs, "_LEAST_REACH", 8)
+    monkeypatch.setattr(decoder_worker, "_LEAST_REACH", 8)
     made: list[tuple[int, int]] = []
 
     class Noted(FixedArrangement):
@@ -133,7 +132,7 @@ def test_a_step_takes_the_smallest_shape_that_it_fits(
             made.append((size, reach))
             super().__init__(size, reach, *others)
 
-    monkeypatch.setattr(step_graphs, "FixedArrangement", Noted)
+    monkeypatch.setattr(decoder_worker, "FixedArrangement", Noted)
 
     def body(context: Any) -> None:
         worker = DecoderWorker(context, llama, slots=5, length=100, graphs=True)

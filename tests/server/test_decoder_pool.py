@@ -17,9 +17,9 @@ import openai
 import psutil
 import pytest
 
+from server.config import PoolConfig
 from server.errors import WorkerLostError
 from server.pool import WorkerPool
-from server.pool_config import PoolConfig
 from server.replicas import Replicas
 from server.workers.decoder import DecoderFolder, DecoderText, DecoderWorker, Engine, smollm2
 from tests.patience import PATIENCE_SECONDS, until

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from server.commands import demo_text
+from server.commands import demo
 from server.workers.minilm import Placed
 
 
@@ -15,7 +15,7 @@ def test_grid_has_a_row_for_each_stage_and_its_columns_are_aligned() -> None:
         Placed(2, 902, 0, 1, (2, 3), 2**19),
         Placed(3, 10003, 1, 1, (2, 3), 2**19),
     ]
-    assert demo_text.grid(places, 1.25).split("\n") == [
+    assert demo.grid(places, 1.25).split("\n") == [
         "",
         "                        tp 0                tp 1",
         "  stage 0, layers 0-1   rank 0, pid 900     rank 1, pid 10001",
@@ -25,19 +25,19 @@ def test_grid_has_a_row_for_each_stage_and_its_columns_are_aligned() -> None:
 
 
 def test_speed_counts_in_words() -> None:
-    one = demo_text.speed(np.array([7]), 0.5)
+    one = demo.speed(np.array([7]), 0.5)
     assert one == "embedded 1 sentence (7 tokens) in 0.500 s: 2.0 sentences/s"
 
 
 def test_verdict() -> None:
-    assert demo_text.verdict(1.5e-7, 1e-5).startswith("max_abs_diff=1.500e-07\nequal to")
-    assert "\nNOT equal to" in demo_text.verdict(1.1e-5, 1e-5)
-    assert "\nNOT equal to" in demo_text.verdict(float("nan"), 1e-5)
+    assert demo.verdict(1.5e-7, 1e-5).startswith("max_abs_diff=1.500e-07\nequal to")
+    assert "\nNOT equal to" in demo.verdict(1.1e-5, 1e-5)
+    assert "\nNOT equal to" in demo.verdict(float("nan"), 1e-5)
 
 
 def test_neighbours_are_by_cosine_not_by_length() -> None:
     vectors = np.array([[1, 0], [9, 9], [0, 2], [5, 0], [0, 0]], dtype=np.float32)
-    found = demo_text.find_neighbours(vectors, lines=2, nearest=2)
+    found = demo.find_neighbours(vectors, lines=2, nearest=2)
     assert [row for row, _ in found] == [0, 2]
     assert [other for other, _ in found[0][1]] == [3, 1]
     assert found[1][1][0][0] == 1
@@ -46,8 +46,8 @@ def test_neighbours_are_by_cosine_not_by_length() -> None:
 
 def test_few_lines_have_few_neighbours() -> None:
     one = np.ones((1, 3), dtype=np.float32)
-    assert demo_text.find_neighbours(one, lines=5, nearest=2) == [(0, [])]
-    two = demo_text.find_neighbours(np.ones((2, 3), dtype=np.float32), lines=5, nearest=2)
+    assert demo.find_neighbours(one, lines=5, nearest=2) == [(0, [])]
+    two = demo.find_neighbours(np.ones((2, 3), dtype=np.float32), lines=5, nearest=2)
     assert [(row, [other for other, _ in nearest]) for row, nearest in two] == [
         (0, [1]),
         (1, [0]),
@@ -55,7 +55,7 @@ def test_few_lines_have_few_neighbours() -> None:
 
 
 def test_lines_are_shown_without_control_characters_and_cut() -> None:
-    text = demo_text.neighbours(["a\x1b[31mred", "x" * 500], [(0, [(1, 0.5)])])
+    text = demo.nearest_neighbours(["a\x1b[31mred", "x" * 500], [(0, [(1, 0.5)])])
     assert "\x1b" not in text
     assert max(map(len, text.split("\n"))) <= 200
     assert "  a\N{REPLACEMENT CHARACTER}[31mred" in text.split("\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from server.cli import main
-from server.driver.devices import assign
+from server.driver.binding import assign
 from server.pool import WorkerPool
 from tests.server.workers import Worker
 

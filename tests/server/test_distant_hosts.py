@@ -12,13 +12,13 @@ import pytest
 from msgspec.structs import replace
 
 from coordinator.rank_grid import RankGrid
-from server.control.pool_board import create_pool_board
+from server.config import PoolConfig
+from server.control.pool_memory import create_pool_board
 from server.control.protocol import Hello
 from server.driver.pool_plan import PoolPlan
 from server.errors import HostError
-from server.hosts import distant_worker
-from server.hosts.distant_hosts import DistantHosts
-from server.hosts.link_messages import (
+from server.hosts import remote_hosts
+from server.hosts.link import (
     HostAdmitted,
     HostHello,
     HostRefused,
@@ -28,11 +28,11 @@ from server.hosts.link_messages import (
     WorkerStack,
 )
 from server.hosts.place import Hosts
+from server.hosts.remote_hosts import DistantHosts
 from server.pool import WorkerPool
-from server.pool_config import PoolConfig
 from shm_broadcast import NEVER, Deadline
-from shm_broadcast.board.stacks import StackFile
-from shm_broadcast.onlooker.programs import BoardSeen
+from shm_broadcast.inspection.snapshot import BoardSeen
+from shm_broadcast.state.stacks import StackFile
 from tests.patience import PATIENCE_SECONDS
 from tests.server.workers import Worker
 
@@ -123,7 +123,7 @@ def test_workers_before_one_that_cannot_be_made_are_handed_out(
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return file
 
-    monkeypatch.setattr(distant_worker, "StackFile", make)
+    monkeypatch.setattr(remote_hosts, "StackFile", make)
     employed: list[int] = []
     with head_of(4) as head, pytest.raises(OSError, match="Too many open files"):
         employed.extend(worker.rank for worker in head.launch([2, 3], 1, NEVER))

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from server.embedding.embedding_api import MAX_INPUTS, read_request, write_response
-from server.web.api import MAX_PARTS, MAX_VALUES, ApiError, ServedModel
+from server.service.api import MAX_PARTS, MAX_VALUES, ApiError, ServedModel
+from server.service.embedding_api import MAX_INPUTS, read_request, write_response
 
 MODEL = ServedModel("m", 3, 8, 100)
 

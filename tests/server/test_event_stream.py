@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from starlette.requests import ClientDisconnect
 
-from server.web.event_stream import COMMENT, EventStream
+from server.service.page import COMMENT, EventStream
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -77,7 +77,7 @@ def test_it_is_left_when_the_client_has_gone(last: int) -> None:
 
 def test_comments_are_sent_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a client which has left is noticed; but none before the head, or after the end."""
-    monkeypatch.setattr("server.web.event_stream.SILENT_SECONDS", 0.01)
+    monkeypatch.setattr("server.service.page.SILENT_SECONDS", 0.01)
     answer = Answer(awaited=COMMENT)
 
     async def send(message: Any) -> None:

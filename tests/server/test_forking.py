@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
+from server.config import PoolConfig
 from server.errors import WorkerLostError, WorkerStartError
-from server.launchers.circumstances import working_folder
-from server.launchers.fork_servers import FORK_SERVERS
+from server.launchers.fork_servers import FORK_SERVERS, working_folder
 from server.pool import WorkerPool
-from server.pool_config import PoolConfig
 from tests.commands import run_to_end
 from tests.patience import until
 from tests.ranks import run_ranks

@@ -10,18 +10,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from msgspec.structs import replace
 
-from server.hosts.head_link import HeadLink
-from server.hosts.host_link import HostLink
-from server.hosts.link_messages import HostAdmitted, HostHello, HostRefused, Pulse
+from server.config import PoolConfig
+from server.hosts.link import HeadLink, HostAdmitted, HostHello, HostLink, HostRefused, Pulse
 from server.hosts.place import Hosts
-from server.pool_config import PoolConfig
 from tests.patience import until
 from tests.refused_threads import refusing_threads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from server.hosts.link_messages import FromHead, FromHost
+    from server.hosts.link import FromHead, FromHost
 
 HERE = "127.0.0.1"
 SILENCE = 1.0

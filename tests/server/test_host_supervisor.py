@@ -22,11 +22,13 @@ from msgspec.structs import replace
 
 import coordinator
 from coordinator.rank_grid import RankGrid
+from server.config import PoolConfig
 from server.control.protocol import Handles, Hello, Start
 from server.errors import HostError
-from server.hosts import host_supervisor, way_to_head
+from server.hosts import discovery, host_supervisor
+from server.hosts.discovery import find_port, tell_port
 from server.hosts.host_supervisor import serve_host
-from server.hosts.link_messages import (
+from server.hosts.link import (
     BeginGeneration,
     HostAdmitted,
     HostDismissed,
@@ -37,17 +39,15 @@ from server.hosts.link_messages import (
     WorkerEnded,
     WorkerStack,
 )
-from server.hosts.meeting_port import find_port, tell_port
 from server.hosts.place import Hosts
-from server.pool_config import PoolConfig
 from shm_broadcast import Deadline, GroupTimeoutError, MessageQueue
-from shm_broadcast.board.stacks import STACK_SIGNAL
+from shm_broadcast.state.stacks import STACK_SIGNAL
 from tests.patience import PATIENCE_SECONDS, STALL_SECONDS, until
 from tests.refused_threads import refusing_threads
 from tests.standing_store import store_elsewhere
 
 if TYPE_CHECKING:
-    from server.hosts.host_link import HeadHeeder
+    from server.hosts.link import HeadHeeder
 
 SECRET: Final = b"known to both hosts"
 HERE = Hosts(nnodes=2, node_rank=1, master_addr="127.0.0.1", master_port=1, secret=SECRET)
@@ -323,9 +323,9 @@ def test_a_way_to_the_head_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
             raise found
         return str(found)
 
-    monkeypatch.setattr(way_to_head, "own_address", looked_up)
-    monkeypatch.setattr(way_to_head, "_AGAIN_SECONDS", 0.0)
-    way = partial(way_to_head.address_on_the_way, 1, "10.0.0.1", 5)
+    monkeypatch.setattr(discovery, "own_address", looked_up)
+    monkeypatch.setattr(discovery, "_AGAIN_SECONDS", 0.0)
+    way = partial(discovery.address_on_the_way, 1, "10.0.0.1", 5)
     assert way(Deadline.after(PATIENCE_SECONDS)) == "10.0.0.2"
     outcomes[:] = [OSError(errno.ENETUNREACH, "no way")]
     with pytest.raises(HostError, match=r"no way to the head at 10.0.0.1 in 0 s: .*no way"):
@@ -347,8 +347,8 @@ def test_a_name_of_the_head_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> No
         return look_up("127.0.0.1", *how, **more)
 
     monkeypatch.setattr(socket, "getaddrinfo", looked_up)
-    monkeypatch.setattr(way_to_head, "_AGAIN_SECONDS", 0.0)
-    address = partial(way_to_head.address_of_head, 1, "head.example")
+    monkeypatch.setattr(discovery, "_AGAIN_SECONDS", 0.0)
+    address = partial(discovery.address_of_head, 1, "head.example")
     assert str(address(Deadline.after(PATIENCE_SECONDS))) == "127.0.0.1"
     trouble[:] = [socket.EAI_NONAME]
     with pytest.raises(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from server.errors import HostError
-from server.hosts import distant_hosts, host_supervisor
+from server.hosts import host_supervisor, remote_hosts
 from server.hosts.host_supervisor import serve_host
 from server.pool import WorkerPool
 from tests.coordinator.hosts import NAMES, move_to
@@ -58,7 +58,7 @@ def comes(
     at, seconds = mine.pop("at"), mine.pop("seconds")
     move_to(folder, hosts, at)
     warm_fork_servers()
-    distant_hosts._LINE_SECONDS = host_supervisor._LINE_SECONDS = LINES_EVERY
+    remote_hosts._LINE_SECONDS = host_supervisor._LINE_SECONDS = LINES_EVERY
     lines = Lines()
     logging.getLogger("server").addHandler(lines)
     here = place(at, hosts, **mine)

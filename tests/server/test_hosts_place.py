@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from coordinator.stores.secret import SECRET_FILE, SecretError
-from server.defaults import HEAD_PORT
-from server.hosts.host_facts import differing_fact, facts_here
+from coordinator.secret import SECRET_FILE, SecretError
+from server.config import HEAD_PORT
+from server.hosts.link import differing_fact, facts_here
 from server.hosts.place import Hosts, first_of, hosts_of
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from server.calls.lateness import Lateness
+from server.calls.backlog import Lateness
 from server.calls.pending_call import PendingCall
 
 

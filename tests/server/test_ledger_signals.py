@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 import pytest
 
 import server.calls
-from server.calls.hooks import ignore
+from server.calls.ledger import ignore
 from server.errors import CallDivergedError, PoolClosedError, WorkerError, WorkerLostError
 from tests.interruptions import interrupt, interruptions
 from tests.server.book import Book, a_call

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from server.defaults import PACKAGED_NAME
+from server.config import PACKAGED_NAME
 from tests.server.fake_service import MAX_TOKENS, Site, listening, run, site
 from tests.server.served import ForkedServed
 from tests.server.test_http_connections import Raw

@@ -11,8 +11,8 @@ import torch
 
 from coordinator.layout import MissingTensorError, TensorShapeError
 from server.workers.minilm import MiniLMWorker, ModelFolder
-from server.workers.minilm.tokenizer import SentenceTokenizer
-from server.workers.shares import share
+from server.workers.minilm.model_config import SentenceTokenizer
+from server.workers.model_folder import share
 from tests.server.fake_groups import run_threads
 from tests.server.test_minilm_config import edit
 from tests.server.tiny_bert import SENTENCES, make_model, save_json

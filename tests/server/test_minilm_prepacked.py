@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from server.workers import prepacked
+from server.workers import parallel
 from tests.commands import run_code
 from tests.server.tiny_bert import make_model
 
@@ -59,11 +59,11 @@ def test_the_product_is_the_same_for_any_number_of_rows(
 ) -> None:
     weight = torch.randn(outputs, inputs)
     bias = torch.randn(outputs)
-    packed = prepacked.prepack(weight)
+    packed = parallel.prepack(weight)
     for rows in (1, 7, 8, 9, 64, 65, 96, 127, 128, 129, 191, 256, 300):
         x = torch.randn(rows, inputs)
         before = x.clone()
-        y = prepacked.linear(x, packed, bias)
+        y = parallel.linear(x, packed, bias)
         expected = functional.linear(
             x.double(), weight.double(), None if bias is None else bias.double()
         )
@@ -78,10 +78,10 @@ def test_an_activation_along_with_the_product(
     activation: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
     weight, bias = torch.randn(37, 12), torch.randn(37)
-    packed = prepacked.prepack(weight)
+    packed = parallel.prepack(weight)
     for rows in (1, 8, 63, 128, 129, 300):
         x = torch.randn(rows, 12)
-        y = prepacked.linear(x, packed, bias, activation)
+        y = parallel.linear(x, packed, bias, activation)
         assert y.shape == (rows, 37)
         torch.testing.assert_close(y, activation(functional.linear(x, weight, bias)))
 
@@ -105,6 +105,6 @@ def test_memory_does_not_grow_with_the_row_counts_that_were_met() -> None:
 
 
 def test_only_float32_on_a_cpu_is_laid_out() -> None:
-    assert prepacked.can_prepack(torch.zeros(4, 4))
-    assert not prepacked.can_prepack(torch.zeros(4, 4, dtype=torch.float16))
-    assert not prepacked.can_prepack(torch.zeros(4, 4, device="meta"))
+    assert parallel.can_prepack(torch.zeros(4, 4))
+    assert not parallel.can_prepack(torch.zeros(4, 4, dtype=torch.float16))
+    assert not parallel.can_prepack(torch.zeros(4, 4, device="meta"))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.workers.minilm import InputTooLongError, ModelFolder, SentenceTokenizer
-from server.workers.minilm.packing import arrange, make_batches
+from server.workers.minilm.minilm_worker import arrange, make_batches
 from tests.server.tiny_bert import make_model
 
 if TYPE_CHECKING:

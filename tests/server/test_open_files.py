@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from benchmarks.http_served import COMMAND
+from server.config import PoolConfig
 from server.driver.limits import open_files
 from server.errors import DescriptorLimitError, RestartLimitError
 from server.hosts.host_supervisor import serve_host
 from server.hosts.place import Hosts
 from server.pool import WorkerPool
-from server.pool_config import PoolConfig
 from tests.commands import run_to_end
 from tests.patience import PATIENCE_SECONDS, until
 from tests.ranks import run_ranks

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from schemathesis import GenerationMode
 
-from server.embedding.embedding_openapi import embedding_document
+from server.service.embeddings import embedding_document
 from tests.server.described import ask, check_routes, in_a_thread, operations
 from tests.server.fake_service import MODEL, face, listening, site
 

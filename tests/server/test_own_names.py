@@ -8,7 +8,7 @@ import httpx
 import pytest
 from starlette.middleware import Middleware
 
-from server.web.own_names import OPEN, OwnNames, is_own, names_of
+from server.service.face import OPEN, OwnNames, is_own, names_of
 from tests.server.fake_service import face, site
 from tests.server.test_metrics import labelled, samples
 

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from server.service.overview import LONGEST_TEXT
-from server.web import logs
-from server.web.page import live
-from server.web.page.front_page import policy
+from server.service import logs, page
+from server.service.api import LONGEST_TEXT
+from server.service.page import policy
 from shm_broadcast import CoordinatorError
 from tests.patience import auntil
 from tests.server.fake_service import Pool, listening, run, site
@@ -131,7 +130,7 @@ async def test_who_listens_and_does_not_read_holds_nobody_up(
 ) -> None:
     """Snapshots of a megabyte fill what lies between the server and a client at once."""
     caplog.set_level(logging.INFO, logs.ACCESS)
-    monkeypatch.setattr(live, "_SECONDS", 0.01)
+    monkeypatch.setattr(page, "_SECONDS", 0.01)
 
     async with site() as here, listening(here, send_seconds=1.0) as url:
         look = here.service.status
@@ -151,7 +150,7 @@ async def test_who_listens_and_does_not_read_holds_nobody_up(
 
 
 async def test_so_many_may_listen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "LISTENERS", 2)
+    monkeypatch.setattr(page, "LISTENERS", 2)
 
     async with (
         site() as here,
@@ -213,7 +212,7 @@ async def test_a_service_that_breaks_shows_it_until_it_ends() -> None:
 async def test_a_snapshot_that_cannot_be_taken_is_told_to_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(live, "_SECONDS", 0.01)
+    monkeypatch.setattr(page, "_SECONDS", 0.01)
 
     async with site() as here, listening(here) as url, httpx.AsyncClient(timeout=60) as client:
         pool, here.service._watched = here.service._watched, "nonsense"

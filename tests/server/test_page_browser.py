@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from coordinator.rank_grid import RankGrid
-from server.defaults import PACKAGED_NAME
+from server.config import PACKAGED_NAME
 from tests.patience import PATIENCE_SECONDS
 from tests.server.fake_service import Site, listening, run, site
 from tests.server.served import ForkedServed

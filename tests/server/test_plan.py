@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from server.config import PoolConfig
 from server.control.reference import main_of, worker_class, worker_name
 from server.driver import pool_plan
 from server.hosts.place import Hosts
 from server.pool import WorkerPool
-from server.pool_config import PoolConfig
 from server.replicas import Replicas
 from tests.server.workers import Worker
 

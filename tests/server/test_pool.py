@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
+from server.config import PoolConfig
 from server.errors import CallTimeoutError, WorkerError
 from server.pool import WorkerPool
-from server.pool_config import PoolConfig
 from shm_broadcast import MessageDecodeError, SharedMemoryError
 from tests.patience import PATIENCE_SECONDS, STALL_SECONDS, until
 from tests.server.workers import BadInputError, Gate, Undecodable, Unpicklable, Worker

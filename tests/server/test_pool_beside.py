@@ -13,9 +13,9 @@ import torch
 
 import coordinator
 from coordinator import ParallelGroups, StatelessGroupCoordinator
+from server.config import PoolConfig
 from server.errors import CallTimeoutError, WorkerLostError, WorkerStartError
 from server.pool import WorkerPool
-from server.pool_config import PoolConfig
 from shm_broadcast import MemberStatus, PeerLostError
 from tests.patience import PATIENCE_SECONDS, until
 

@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from server.calls.ledger import Ledger
+from server.config import PoolConfig
 from server.errors import CallTimeoutError, WorkerLostError
 from server.pool import WorkerPool
-from server.pool_config import PoolConfig
 from shm_broadcast import CoordinatorError
 from tests.patience import PATIENCE_SECONDS, STALL_SECONDS, until
 from tests.server.workers import Gate, Worker, pids_of

@@ -10,9 +10,9 @@ import torch
 
 import coordinator
 from coordinator.pipeline.pipeline_end import PipelineEnd
+from server.config import PoolConfig
 from server.errors import CallDivergedError, WorkerError
 from server.pool import WorkerPool
-from server.pool_config import PoolConfig
 from shm_broadcast import DivergenceError, GroupAbortedError
 
 if TYPE_CHECKING:

@@ -281,7 +281,7 @@ def test_a_module_that_makes_a_pool_when_workers_import_it_is_told_so(
     """Not a worker whose workers have workers, without end; nor such a fork server."""
     (tmp_path / "service.py").write_text(
         "from server.pool import WorkerPool\n"
-        "from server.pool_config import PoolConfig\n"
+        "from server.config import PoolConfig\n"
         "class Size: pass\n"
         "class Mine:\n"
         "    def __init__(self, context): pass\n"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from server.control.worker_failure import describe, rebuild
+from server.control.protocol import describe, rebuild
 from server.errors import (
     CallRefusedError,
     CallTimeoutError,

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from benchmarks.http_served import gone
+from server.config import PoolConfig
 from server.errors import (
     CallTimeoutError,
     PoolClosedError,
@@ -21,7 +22,6 @@ from server.errors import (
     WorkerStartError,
 )
 from server.pool import WorkerPool
-from server.pool_config import PoolConfig
 from shm_broadcast import CoordinatorError
 from tests.patience import NAMED_WITHIN, PATIENCE_SECONDS, STALL_SECONDS, quickest, until
 from tests.server.workers import BadInputError, Failing, FailingLast, Gate, Worker

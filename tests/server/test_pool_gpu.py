@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.gpu_model import TinyWorker, inputs, reference
-from server.defaults import TOLERANCES
+from server.config import TOLERANCES
 from server.pool import WorkerPool
 
 pytestmark = pytest.mark.gpu

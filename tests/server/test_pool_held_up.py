@@ -12,14 +12,14 @@ from unittest.mock import Mock
 import psutil
 import pytest
 
-from server.driver.held_up_by import held_up_by
+from server.config import PoolConfig
+from server.driver.worker_processes import held_up_by
 from server.errors import CallTimeoutError, WorkerLostError, WorkerStartError
-from server.hosts.distant_worker import DistantWorker
+from server.hosts.remote_hosts import DistantWorker
 from server.launchers.local import LocalWorker
 from server.pool import WorkerPool
-from server.pool_config import PoolConfig
 from shm_broadcast import MessageQueue
-from shm_broadcast.onlooker.own import own_verdicts
+from shm_broadcast.inspection.diagnosis import own_verdicts
 from tests.patience import PATIENCE_SECONDS, until
 from tests.server.workers import Gate, Restored, Worker
 

@@ -25,13 +25,12 @@ from server.errors import (
     WorkerStartError,
     with_notes,
 )
-from server.hosts import distant_hosts
+from server.hosts import remote_hosts
 from server.hosts.host_supervisor import serve_host
-from server.hosts.link_end import LINK_NONCE
-from server.hosts.link_messages import HostHello
+from server.hosts.link import LINK_NONCE, HostHello
 from server.pool import WorkerPool
 from shm_broadcast import CoordinatorError
-from shm_broadcast.remote.keys import writer_key
+from shm_broadcast.net.keys import writer_key
 from tests.coordinator.hosts import NAMES, move_to
 from tests.netns import Host, two_hosts
 from tests.patience import PATIENCE_SECONDS, quickest, until
@@ -445,7 +444,7 @@ def meets(
     """Hosts whose attributes differ; what each raises."""
     move_to(folder, hosts, min(rank, 1))
     warm_fork_servers()
-    distant_hosts._LINE_SECONDS = 0.5
+    remote_hosts._LINE_SECONDS = 0.5
     here = place(min(rank, 1), hosts, **mine[rank])
     try:
         if rank:

@@ -25,15 +25,15 @@ import pytest
 from benchmarks.memory import shared_bytes
 from server.calls.dispatcher import Dispatcher
 from server.calls.ledger import Ledger
-from server.control.meeting import WorkerMeeting
-from server.driver.staff import Staff
+from server.config import PoolConfig
+from server.control.channel import WorkerMeeting
+from server.driver.worker_processes import Staff
 from server.errors import CallTimeoutError, PoolClosedError, ProcessLimitError, WorkerLostError
 from server.launchers.fork_servers import FORK_SERVERS
 from server.launchers.local import end, launch
 from server.pool import WorkerPool
-from server.pool_config import PoolConfig
 from shm_broadcast import NEVER, CoordinatorError, GroupAbortedError
-from shm_broadcast.board.stacks import STACK_SIGNAL
+from shm_broadcast.state.stacks import STACK_SIGNAL
 from tests.interruptions import Interruption, interrupt
 from tests.patience import until
 from tests.server.workers import Worker

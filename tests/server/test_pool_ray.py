@@ -12,10 +12,10 @@ import pytest
 
 from benchmarks.http_served import Served
 from server.commands.demo import reference
+from server.config import PoolConfig
 from server.errors import HostError, WorkerLostError, WorkerStartError
 from server.launchers.ray_actors import RayCluster
 from server.pool import WorkerPool
-from server.pool_config import PoolConfig
 from server.workers.minilm import ModelFolder, packaged_model
 from tests.patience import PATIENCE_SECONDS, until
 from tests.server.served import embed

@@ -18,9 +18,10 @@ import pytest
 
 from server.calls.dispatcher import Dispatcher
 from server.calls.ledger import Ledger
+from server.config import PoolConfig, ServiceLimits
 from server.driver import crew
-from server.driver.restart_budget import RestartBudget
-from server.driver.staff import Staff
+from server.driver.crew import RestartBudget
+from server.driver.worker_processes import Staff
 from server.errors import (
     CallDivergedError,
     CallStuckError,
@@ -34,10 +35,8 @@ from server.errors import (
 )
 from server.launchers.fork_servers import FORK_SERVERS
 from server.pool import WorkerPool
-from server.pool_config import PoolConfig
 from server.service.metrics import Metrics
-from server.service.service_limits import ServiceLimits
-from server.service.watched_pool import WatchedPool
+from server.service.pool_service import WatchedPool
 from shm_broadcast import DivergenceError
 from tests.patience import PATIENCE_SECONDS, STALL_SECONDS, until
 from tests.server.lean_model import Lean

@@ -15,19 +15,19 @@ import pytest
 
 import server
 import shm_broadcast
-from server.calls.call_future import CallFuture
+from server.calls.backlog import Lateness
 from server.calls.dispatcher import Dispatcher
-from server.calls.lateness import Lateness
 from server.calls.ledger import Ledger
+from server.calls.pending_call import CallFuture
+from server.config import PoolConfig
 from server.driver.supervisor import Supervisor
 from server.errors import CallDivergedError, PoolClosedError, WorkerError
 from server.launchers import local
 from server.launchers.fork_servers import ChildProcess
 from server.launchers.local import LocalWorker
 from server.pool import WorkerPool
-from server.pool_config import PoolConfig
 from shm_broadcast import MessageDecodeError, MessageQueue
-from shm_broadcast.board.stacks import read_stacks
+from shm_broadcast.state.stacks import read_stacks
 from tests.interruptions import LIBRARY, interruptions
 from tests.patience import PATIENCE_SECONDS, until
 from tests.ranks import run_ranks

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import coordinator
-from device_comm import ReduceOp
-from device_comm.wrappers import late
+from device_comm import ReduceOp, divergence
 from server.errors import CallDivergedError, WorkerError, WorkerLostError
 from server.pool import WorkerPool
 from shm_broadcast import DivergenceError
@@ -103,7 +102,7 @@ class Slipping:
                 timeout=PATIENCE_SECONDS,
             ).world
             # Only the pool compares: in its first collective a rank does so itself, and then not.
-            late.LOOK_SECONDS = 1e9  # type: ignore[misc]
+            divergence.LOOK_SECONDS = 1e9  # type: ignore[misc]
             self.world.barrier()
 
     def step(self, what: str, odd: int) -> float:
@@ -188,7 +187,7 @@ class Uncompared(Slipping):
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
-        late.LOOK_SECONDS = 1e9  # type: ignore[misc]
+        divergence.LOOK_SECONDS = 1e9  # type: ignore[misc]
         self.world.barrier()
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from server.calls.call_stream import CallStream
+from server.calls.pending_call import CallStream
 from server.errors import (
     CallDivergedError,
     CallStuckError,

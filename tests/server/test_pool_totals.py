@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from server.driver.staff import Staff
+from server.driver.worker_processes import Staff
 from server.errors import PoolClosedError
 from server.pool import WorkerPool
 from server.replicas import Replicas
-from shm_broadcast.board.slots import Slots
+from shm_broadcast.state.table import Slots
 from tests.patience import PATIENCE_SECONDS, until
 from tests.server.workers import Worker
 
 if TYPE_CHECKING:
-    from shm_broadcast.board.totals import VerbTotal
+    from shm_broadcast.state.flight_recorder import VerbTotal
 
 ALL_REDUCE = ("world", "all_reduce")
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
+from server.config import PoolConfig
 from server.errors import (
     CallStuckError,
     CallTimeoutError,
@@ -21,9 +22,8 @@ from server.errors import (
 )
 from server.launchers import local
 from server.pool import WorkerPool
-from server.pool_config import PoolConfig
 from server.replicas import Replicas
-from shm_broadcast.machine.control_groups import memory_kills
+from shm_broadcast.cpu import memory_kills
 from tests.patience import until
 from tests.ranks import run_ranks
 from tests.refusals import NEW_PROCESSES, refuse

@@ -12,8 +12,8 @@ import pytest
 
 from server.control.channel import ChannelClosedError
 from server.control.protocol import Left
-from server.hosts.distant_worker import DistantWorker, RelayedChannel
-from shm_broadcast.remote.wake_fd import WakeFd
+from server.hosts.remote_hosts import DistantWorker, RelayedChannel
+from shm_broadcast.eventcount import WakeFd
 from tests.shm_broadcast.leaks import open_descriptors
 
 

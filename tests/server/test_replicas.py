@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from server.driver.cores import worker_threads
+from server.config import PoolConfig
+from server.driver.binding import worker_threads
 from server.errors import (
     CallTimeoutError,
     PoolClosedError,
@@ -26,10 +27,8 @@ from server.errors import (
     WorkerStartError,
 )
 from server.pool import WorkerPool
-from server.pool_config import PoolConfig
 from server.replicas import Replicas
-from shm_broadcast.onlooker.processes import scan
-from shm_broadcast.onlooker.programs import of_process, programs
+from shm_broadcast.inspection.snapshot import of_process, programs, scan
 from tests.patience import PATIENCE_SECONDS, STALL_SECONDS, until
 from tests.server.workers import Gate, OneIsLate, Unlucky, Worker, pids_of
 

@@ -23,7 +23,7 @@ import pytest
 from benchmarks.http_load import Questions, load
 from benchmarks.http_served import Served, gone
 from server.commands.demo import reference
-from server.defaults import PACKAGED_NAME
+from server.config import PACKAGED_NAME
 from server.workers.minilm import ModelFolder, packaged_model
 from tests.pages.blocks import block_of
 from tests.patience import NAMED_WITHIN, STALL_SECONDS, quickest, until

@@ -16,9 +16,9 @@ import httpx
 import psutil
 
 from benchmarks.http_served import Served
-from server.defaults import PACKAGED_NAME
-from server.web.api import MAX_VALUES
-from server.web.body import MAX_BODY_BYTES
+from server.config import PACKAGED_NAME
+from server.service.api import MAX_VALUES
+from server.service.face import MAX_BODY_BYTES
 from tests.patience import STALL_SECONDS, until
 from tests.server.served import ForkedServed
 

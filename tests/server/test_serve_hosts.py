@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from benchmarks.http_served import COMMAND, ROOT, Served
-from coordinator.stores.secret import SECRET_FILE
+from coordinator.secret import SECRET_FILE
 from server.commands.demo import reference
 from server.workers.minilm import ModelFolder, packaged_model
 from tests.commands import run_to_end

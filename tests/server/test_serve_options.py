@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from server.cli import main
-from server.commands import read_hosts, serve
+from server.commands import read_options, serve
 from server.commands.options import serve_options
-from server.commands.read_model import WorkerOptions
-from server.defaults import RAY_SILENCE_SECONDS
-from server.web.listener import listen
+from server.commands.read_options import WorkerOptions
+from server.config import RAY_SILENCE_SECONDS
+from server.service.listener import listen
 from tests.server.tiny_llama import make_llama
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def test_a_model_that_completes(tmp_path: Path) -> None:
 
 
 def test_ray_is_asked_for_where_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_hosts, "find_spec", lambda _: None)
+    monkeypatch.setattr(read_options, "find_spec", lambda _: None)
     with pytest.raises(ImportError, match="--launcher ray: install the extra 'ray'"):
         serve.prepare(arguments(launcher="ray"))
 
@@ -116,7 +116,7 @@ def test_ray_is_asked_for_where_it_is_needed(monkeypatch: pytest.MonkeyPatch) ->
 def test_hosts_that_ray_finds_may_be_silent_for_as_long_as_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(read_hosts, "find_spec", str)
+    monkeypatch.setattr(read_options, "find_spec", str)
     for given, expected in ({}, RAY_SILENCE_SECONDS), ({"silence_timeout": 6.5}, 6.5):
         plan: Any = serve.prepare(arguments(launcher="ray", **given))
         assert plan.pool["hosts"].silence_seconds == expected

@@ -13,7 +13,7 @@ from opentelemetry import trace
 
 from benchmarks.http_served import Served
 from server import spans
-from server.defaults import PACKAGED_NAME
+from server.config import PACKAGED_NAME
 from server.errors import WorkerError
 from server.pool import WorkerPool
 from tests.commands import run_code

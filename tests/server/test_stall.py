@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
+from server.config import ServiceLimits
 from server.errors import CallTimeoutError, WorkerLostError
 from server.service.metrics import Metrics
-from server.service.service_limits import ServiceLimits
-from server.service.stall import StallWatch
-from server.service.watched_pool import WatchedPool
+from server.service.pool_service import StallWatch, WatchedPool
 
 
 def test_a_call_that_has_timed_out_counts_until_a_later_one_is_answered() -> None:

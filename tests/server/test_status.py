@@ -14,14 +14,14 @@ import pytest
 
 from server.cli import main
 from server.commands.looking import program_text
+from server.config import PoolConfig
 from server.launchers import boot
 from server.pool import WorkerPool
-from server.pool_config import PoolConfig
 from shm_broadcast import DRIVER_RANK, Board, MessageQueue
-from shm_broadcast.board import stacks
-from shm_broadcast.board.outward import Wait
 from shm_broadcast.errors import Failure, MemberStatus
-from shm_broadcast.onlooker.programs import BoardSeen, MemberSeen, Program
+from shm_broadcast.inspection.snapshot import BoardSeen, MemberSeen, Program
+from shm_broadcast.state import stacks
+from shm_broadcast.state.status import Wait
 from tests.commands import run_code, run_to_end, waiting
 from tests.patience import PATIENCE_SECONDS, until
 from tests.server.scenes import ENTRY, shown

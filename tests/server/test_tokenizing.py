@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from server.embedding.tokenizing import Tokenizing
+from server.service.embeddings import Tokenizing
 from server.workers.minilm import SentenceTokenizer
-from server.workers.minilm.tokenizer import EncodedText
+from server.workers.minilm.model_config import EncodedText
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

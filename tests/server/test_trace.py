@@ -16,14 +16,12 @@ from server import WorkerLostError
 from server.cli import main
 from server.pool import WorkerPool
 from shm_broadcast import Board
-from shm_broadcast.board.history import PastOperation
-from shm_broadcast.board.outward import Membership
 from shm_broadcast.errors import DRIVER_RANK, MemberStatus
-from shm_broadcast.onlooker import flight
-from shm_broadcast.onlooker.chrome import chrome_trace
-from shm_broadcast.onlooker.flight import flight_dumps
-from shm_broadcast.onlooker.pasts import MemberPast
-from shm_broadcast.onlooker.programs import MemberSeen
+from shm_broadcast.inspection import trace
+from shm_broadcast.inspection.snapshot import MemberSeen
+from shm_broadcast.inspection.trace import MemberPast, chrome_trace, flight_dumps
+from shm_broadcast.state.flight_recorder import PastOperation
+from shm_broadcast.state.status import Membership
 from tests.commands import run_code, run_to_end, waiting
 from tests.pages.blocks import block_of
 from tests.patience import PATIENCE_SECONDS, until
@@ -352,4 +350,4 @@ def test_elements_are_counted_by_the_bits_that_a_dtype_is_named_for(
     dtype: str, elements: int
 ) -> None:
     past: Any = SimpleNamespace(dtype=dtype, size=1024, verb="all_reduce")
-    assert flight._counts(past, 2, root=False) == (elements, elements)
+    assert trace._counts(past, 2, root=False) == (elements, elements)

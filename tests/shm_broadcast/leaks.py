@@ -8,7 +8,7 @@ import resource
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from shm_broadcast.board.stacks import write_stacks_when_asked
+from shm_broadcast.state.stacks import write_stacks_when_asked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from shm_broadcast import layout
-from shm_broadcast.board.board import Board
 from shm_broadcast.queue.message_queue import MessageQueue
+from shm_broadcast.state.board import Board
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

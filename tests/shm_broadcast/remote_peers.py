@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 
 from shm_broadcast.errors import GroupClosedError
-from shm_broadcast.remote.reader import RemoteReader
-from shm_broadcast.remote.writer import RemoteWriter
+from shm_broadcast.net.reader import RemoteReader
+from shm_broadcast.net.writer import RemoteWriter
 from tests.patience import NAMED_WITHIN, until
 
 if TYPE_CHECKING:

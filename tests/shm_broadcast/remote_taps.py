@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import zmq
 
-from shm_broadcast.remote.frames import RemoteHandle
-from shm_broadcast.remote.keys import reader_key, writer_key
+from shm_broadcast.net.keys import reader_key, writer_key
+from shm_broadcast.net.protocol import RemoteHandle
 from tests.shm_broadcast.remote_peers import CREDIT, LIMIT, SECRET
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ PAYLOAD = b"what nobody else should read" * 40
 """What the ends exchange; a tap takes only what is larger for a message."""
 
 LINGER_MILLISECONDS = 100
-"""Not 0, with which libzmq may abort: see `shm_broadcast.remote.end.LINGER_SECONDS`."""
+"""Not 0, with which libzmq may abort: see `shm_broadcast.net.endpoint.LINGER_SECONDS`."""
 
 
 def port_of(handle: RemoteHandle) -> tuple[str, int]:

@@ -6,10 +6,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from shm_broadcast import layout
-from shm_broadcast.board.board import Board
 from shm_broadcast.queue.handle import create_ring
 from shm_broadcast.ring.reader import RingReader
 from shm_broadcast.ring.writer import RingWriter
+from shm_broadcast.state.board import Board
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from shm_broadcast.errors import SharedMemoryError
-from shm_broadcast.ring.arena import BlockReader, BlockWriter, PlacedBuffer
+from shm_broadcast.ring.buffers import BlockReader, BlockWriter, PlacedBuffer
 from shm_broadcast.segment import Segment
 from tests.forked import in_a_child
 from tests.patience import until

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from shm_broadcast import DRIVER_RANK
-from shm_broadcast.board.outward import Membership, Wait
 from shm_broadcast.errors import Failure, MemberStatus
-from shm_broadcast.onlooker.blame import Verdict, judge
-from shm_broadcast.onlooker.programs import BoardSeen, MemberSeen, Program, QueueSeen, ReaderSeen
+from shm_broadcast.inspection.diagnosis import Verdict, judge
+from shm_broadcast.inspection.snapshot import BoardSeen, MemberSeen, Program, QueueSeen, ReaderSeen
+from shm_broadcast.state.status import Membership, Wait
 
 
 def member(rank: int, *waits: int, verb: str = "tp all_reduce", **status: object) -> MemberSeen:

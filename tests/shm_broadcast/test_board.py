@@ -16,8 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shm_broadcast import layout
-from shm_broadcast.board import failures
-from shm_broadcast.board.board import Board, BoardHandle
+from shm_broadcast.cpu import GIVEN_CORES
 from shm_broadcast.deadline import NEVER, Deadline
 from shm_broadcast.errors import (
     GroupAbortedError,
@@ -26,8 +25,9 @@ from shm_broadcast.errors import (
     PeerLostError,
     SharedMemoryError,
 )
-from shm_broadcast.machine.affinity import GIVEN_CORES
-from shm_broadcast.machine.liveness import ProcessId
+from shm_broadcast.process import ProcessId
+from shm_broadcast.state import table
+from shm_broadcast.state.board import Board, BoardHandle
 from tests.forked import in_a_child
 from tests.patience import until
 from tests.ranks import run_ranks
@@ -236,7 +236,7 @@ def test_a_dead_member_s_slot_can_be_taken_over() -> None:
 
 
 @pytest.mark.parametrize(
-    "place", ["board.Outward", "board.write_stacks_when_asked", "members.Members.show"]
+    "place", ["board.Outward", "board.write_stacks_when_asked", "table.Members.show"]
 )
 def test_a_dead_member_is_dead_though_its_successor_could_not_join(
     place: str, monkeypatch: pytest.MonkeyPatch
@@ -248,7 +248,7 @@ def test_a_dead_member_is_dead_though_its_successor_could_not_join(
         old.stamp("all_reduce")
         bury(board, 1)
         with monkeypatch.context() as failing:
-            failing.setattr(f"shm_broadcast.board.{place}", fail)
+            failing.setattr(f"shm_broadcast.state.{place}", fail)
             with pytest.raises(OSError, match="Too many open"):
                 Board.attach(board.handle(), 1)
         assert (board.lost(), board.member_status(1).operation) == ([1], "all_reduce")
@@ -383,7 +383,7 @@ def test_an_abort_that_was_interrupted_does_not_disarm_the_next_one(
 
     with boards(2) as (board, other):
         with monkeypatch.context() as patch:
-            patch.setattr(failures, "write_text", interrupt)
+            patch.setattr(table, "write_text", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 other.abort("first")
         assert board.aborted is None

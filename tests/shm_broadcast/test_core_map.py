@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from shm_broadcast.machine.affinity import bind_process
-from shm_broadcast.machine.core_map import Core, cores_of, listed
+from shm_broadcast.cpu import Core, bind_process, cores_of, listed
 from tests.ranks import run_ranks
 
 if TYPE_CHECKING:

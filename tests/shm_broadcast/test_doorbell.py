@@ -11,7 +11,7 @@ import pytest
 from shm_broadcast import _native
 from shm_broadcast.atomics import PythonWords, WordsLike
 from shm_broadcast.deadline import NEVER, Deadline
-from shm_broadcast.doorbell import (
+from shm_broadcast.eventcount import (
     DEFAULT_SPIN_SECONDS,
     LEAST_SPIN_SECONDS,
     LONG_SLICE_SECONDS,

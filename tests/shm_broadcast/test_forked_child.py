@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from shm_broadcast import Board, GroupClosedError, MessageQueue
-from shm_broadcast.machine import forked_child
-from shm_broadcast.machine.forked_child import DISOWNED
+from shm_broadcast import Board, GroupClosedError, MessageQueue, process
+from shm_broadcast.process import DISOWNED
 from tests.forked import in_a_child
 
 if TYPE_CHECKING:
@@ -65,11 +64,11 @@ def test_a_child_is_no_member_of_its_parents_board_and_may_join_others() -> None
 
 def test_what_is_no_longer_used_is_not_kept_for_children() -> None:
     gc.collect()
-    before = len(forked_child._inherited)
+    before = len(process._inherited)
     for _ in range(10):
         Board.create(1).close()
     gc.collect()
-    assert len(forked_child._inherited) <= before
+    assert len(process._inherited) <= before
 
 
 def test_a_child_that_is_forked_while_a_thread_looks_at_members_closes_their_board() -> None:

@@ -14,8 +14,6 @@ import pytest
 
 from shm_broadcast import Board, Deadline, MessageQueue, layout
 from shm_broadcast.atomics import PythonWords, native
-from shm_broadcast.board.history import outcome_of, read_history
-from shm_broadcast.board.outward import Membership, read_groups
 from shm_broadcast.errors import (
     DivergenceError,
     Failure,
@@ -25,17 +23,18 @@ from shm_broadcast.errors import (
     MemberStatus,
     PeerLostError,
 )
-from shm_broadcast.onlooker.pasts import pasts
-from shm_broadcast.onlooker.processes import scan
-from shm_broadcast.onlooker.programs import of_process, programs
+from shm_broadcast.inspection.snapshot import of_process, programs, scan
+from shm_broadcast.inspection.trace import pasts
+from shm_broadcast.state.flight_recorder import outcome_of, read_history
+from shm_broadcast.state.status import Membership, read_groups
 from tests.forked import in_a_child
 from tests.patience import until
 from tests.shm_broadcast.queues import Running
 
 if TYPE_CHECKING:
     from shm_broadcast.atomics import WordsLike
-    from shm_broadcast.board.history import PastOperation
     from shm_broadcast.segment import Segment
+    from shm_broadcast.state.flight_recorder import PastOperation
 
 KEPT = layout.HISTORY_ENTRIES
 SIZE = layout.board_size(1)

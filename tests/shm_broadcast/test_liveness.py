@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shm_broadcast.machine.liveness import ProcessId, ProcessWatch
+from shm_broadcast.process import ProcessId, ProcessWatch
 from tests.forked import in_a_child
 from tests.patience import until
 from tests.shm_broadcast.leaks import no_descriptors, open_descriptors

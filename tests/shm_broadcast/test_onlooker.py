@@ -13,24 +13,18 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from shm_broadcast import DRIVER_RANK, Board, Deadline, GroupTimeoutError, MessageQueue, layout
-from shm_broadcast.board import stacks
-from shm_broadcast.board.outward import Outward, Wait, read_place, read_waits
-from shm_broadcast.board.stacks import (
+from shm_broadcast.inspection.diagnosis import Party, stacks_of
+from shm_broadcast.inspection.snapshot import BoardSeen, of_process, programs, scan
+from shm_broadcast.segment import Segment
+from shm_broadcast.state import stacks
+from shm_broadcast.state.stacks import (
     STACK_SIGNAL,
     StackFile,
     catches,
     read_stacks,
     write_stacks_when_asked,
 )
-from shm_broadcast.onlooker.ask import stacks_of
-from shm_broadcast.onlooker.parties import Party
-from shm_broadcast.onlooker.processes import scan
-from shm_broadcast.onlooker.programs import (
-    BoardSeen,
-    of_process,
-    programs,
-)
-from shm_broadcast.segment import Segment
+from shm_broadcast.state.status import Outward, Wait, read_place, read_waits
 from tests.commands import run_code, waiting
 from tests.forked import in_a_child
 from tests.patience import PATIENCE_SECONDS, until
@@ -209,7 +203,7 @@ def test_a_program_keeps_the_signal_that_it_uses_itself() -> None:
         "import signal; from shm_broadcast import Board\n"
         "signal.signal(signal.SIGRTMIN + 10, lambda *_: print('mine'))\n"
         "with Board.create(1, 0): signal.raise_signal(signal.SIGRTMIN + 10)\n"
-        "from shm_broadcast.board.stacks import write_stacks_when_asked as asked; print(asked())"
+        "from shm_broadcast.state.stacks import write_stacks_when_asked as asked; print(asked())"
     )
     done = run_code(code)
     assert done.stdout.split() == ["mine", "None"]

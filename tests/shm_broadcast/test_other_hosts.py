@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shm_broadcast import DRIVER_RANK
-from shm_broadcast.board.outward import Wait
 from shm_broadcast.errors import MemberStatus
-from shm_broadcast.onlooker.blame import Verdict, judge
-from shm_broadcast.onlooker.other_hosts import HostSeen, joined
-from shm_broadcast.onlooker.programs import BoardSeen, MemberSeen, Program
+from shm_broadcast.inspection.diagnosis import Verdict, judge
+from shm_broadcast.inspection.snapshot import BoardSeen, HostSeen, MemberSeen, Program, joined
+from shm_broadcast.state.status import Wait
 
 ABSENT = MemberSeen(MemberStatus(0, 0, "absent"), "", "", 0, (), None)
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from shm_broadcast import Board, CoordinatorError, Deadline, GroupAbortedError, GroupTimeoutError
-from shm_broadcast.board.outward import read_waits
 from shm_broadcast.errors import DivergenceError
-from shm_broadcast.progress import Lane, Progress
+from shm_broadcast.executor import Lane, Progress
+from shm_broadcast.state.status import read_waits
 from tests.patience import until
 from tests.refused_threads import refusing_threads
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from shm_broadcast import layout
-from shm_broadcast.board.board import Board
 from shm_broadcast.errors import GroupClosedError, MessageDecodeError
 from shm_broadcast.queue.handle import DEFAULT_CAPACITY, QueueHandle
 from shm_broadcast.queue.message_queue import MessageQueue
+from shm_broadcast.state.board import Board
 from tests.patience import until
 from tests.shm_broadcast.queues import CAPACITY, LIMIT, Running, ends
 from tests.shm_broadcast.remote_peers import SECRET

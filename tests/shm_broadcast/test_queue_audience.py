@@ -23,9 +23,9 @@ from shm_broadcast import (
     MessageQueue,
     PeerLostError,
 )
+from shm_broadcast.net.protocol import Probe, encode
 from shm_broadcast.queue import message_queue
 from shm_broadcast.queue.handle import SMALLEST_CAPACITY
-from shm_broadcast.remote.frames import Probe, encode
 from tests.netns import two_hosts
 from tests.patience import NAMED_WITHIN, quickest, until
 from tests.ranks import run_ranks

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from shm_broadcast import layout, segment
-from shm_broadcast.board.board import Board
 from shm_broadcast.errors import (
     GroupAbortedError,
     GroupClosedError,
@@ -25,6 +24,7 @@ from shm_broadcast.errors import (
 )
 from shm_broadcast.queue.message_queue import MessageQueue
 from shm_broadcast.segment import Segment
+from shm_broadcast.state.board import Board
 from tests.forked import in_a_child
 from tests.patience import until
 from tests.shm_broadcast.leaks import open_descriptors

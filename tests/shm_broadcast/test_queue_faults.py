@@ -24,8 +24,8 @@ from shm_broadcast import (
     SharedMemoryError,
     layout,
 )
-from shm_broadcast.board.board import Board
-from shm_broadcast.doorbell import Doorbell
+from shm_broadcast.eventcount import Doorbell
+from shm_broadcast.state.board import Board
 from tests.forked import in_a_child
 from tests.patience import NAMED_WITHIN, quickest, until
 from tests.ranks import run_ranks

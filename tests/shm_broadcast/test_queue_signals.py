@@ -13,11 +13,11 @@ import pytest
 
 import shm_broadcast
 from shm_broadcast import atomics
-from shm_broadcast.board import board as board_module
-from shm_broadcast.board.board import Board
 from shm_broadcast.errors import GroupClosedError
 from shm_broadcast.queue.reader import LocalReader
-from shm_broadcast.ring.arena import PLACED_BYTES, BlockWriter, PlacedBuffer
+from shm_broadcast.ring.buffers import PLACED_BYTES, BlockWriter, PlacedBuffer
+from shm_broadcast.state import board as board_module
+from shm_broadcast.state.board import Board
 from tests.interruptions import Interruption, interruptions
 from tests.patience import PATIENCE_SECONDS
 from tests.shm_broadcast.queues import LIMIT, Ends, Running, ends

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shm_broadcast._native import RecyclingPool
-from shm_broadcast.ring.recycling import RECYCLED_BYTES, FreshMemory, size_class
+from shm_broadcast.ring.buffers import RECYCLED_BYTES, FreshMemory, size_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from shm_broadcast import MessageDecodeError, PeerLostError, SharedMemoryError
-from shm_broadcast.machine.system_calls import why
+from shm_broadcast.process import why
 from shm_broadcast.segment import Segment
 from tests.patience import STALL_SECONDS
 from tests.ranks import run_ranks

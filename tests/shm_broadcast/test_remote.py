@@ -20,11 +20,11 @@ from shm_broadcast.errors import (
     GroupTimeoutError,
     MessageTooLargeError,
 )
-from shm_broadcast.remote import end as remote_end
-from shm_broadcast.remote import writer as remote_writer
-from shm_broadcast.remote.frames import MIN_CREDIT_BYTES, Probe, encode
-from shm_broadcast.remote.reader import RemoteReader
-from shm_broadcast.remote.writer import RemoteWriter
+from shm_broadcast.net import endpoint as remote_end
+from shm_broadcast.net import writer as remote_writer
+from shm_broadcast.net.protocol import MIN_CREDIT_BYTES, Probe, encode
+from shm_broadcast.net.reader import RemoteReader
+from shm_broadcast.net.writer import RemoteWriter
 from tests.patience import until
 from tests.ranks import run_ranks
 from tests.shm_broadcast.remote_peers import (

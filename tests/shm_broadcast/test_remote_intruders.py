@@ -16,10 +16,10 @@ import pytest
 import zmq
 
 from shm_broadcast.errors import GroupTimeoutError, PeerLostError, PeerProtocolError
-from shm_broadcast.remote.frames import Credit, ReaderHello, encode
-from shm_broadcast.remote.keys import reader_key
-from shm_broadcast.remote.reader import RemoteReader
-from shm_broadcast.remote.writer import RemoteWriter
+from shm_broadcast.net.keys import reader_key
+from shm_broadcast.net.protocol import Credit, ReaderHello, encode
+from shm_broadcast.net.reader import RemoteReader
+from shm_broadcast.net.writer import RemoteWriter
 from tests.patience import until
 from tests.shm_broadcast.remote_peers import (
     CREDIT,

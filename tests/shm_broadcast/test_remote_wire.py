@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from zmq.utils import z85
 
 from shm_broadcast.errors import PeerLostError, PeerProtocolError
-from shm_broadcast.remote.frames import (
+from shm_broadcast.net.keys import reader_key, writer_key
+from shm_broadcast.net.protocol import (
     FRAME_COST,
     Assembler,
     Closed,
@@ -23,13 +24,12 @@ from shm_broadcast.remote.frames import (
     ReaderHello,
     Refused,
     RemoteHandle,
+    RemoteLink,
     Welcome,
     cost,
     encode,
     split_message,
 )
-from shm_broadcast.remote.keys import reader_key, writer_key
-from shm_broadcast.remote.remote_link import RemoteLink
 
 CREDIT = 1 << 16
 

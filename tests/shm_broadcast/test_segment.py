@@ -16,7 +16,7 @@ import pytest
 from shm_broadcast import segment as module
 from shm_broadcast.errors import GroupClosedError, SharedMemoryError
 from shm_broadcast.layout import SEGMENT_MAGIC, SEGMENT_SIZE
-from shm_broadcast.machine.liveness import ProcessId
+from shm_broadcast.process import ProcessId
 from shm_broadcast.segment import Segment, SegmentHandle
 from tests.forked import in_a_child
 from tests.ranks import run_ranks

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import pytest
 
 from shm_broadcast import Board, Deadline, GroupTimeoutError, layout
-from shm_broadcast.board.tallies import Tally
+from shm_broadcast.state.fingerprint import Tally
 
 LAST = b"the last one" + bytes(36)
 

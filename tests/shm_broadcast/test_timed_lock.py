@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from shm_broadcast import GroupTimeoutError, timed_lock
+from shm_broadcast import GroupTimeoutError, eventcount
 from shm_broadcast.deadline import Deadline
-from shm_broadcast.timed_lock import TimedLock
+from shm_broadcast.eventcount import TimedLock
 from tests.patience import PATIENCE_SECONDS, until
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @pytest.fixture(params=["native", "python"])
 def lock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> TimedLock:
     if request.param == "python":
-        monkeypatch.setattr(timed_lock, "native", None)
+        monkeypatch.setattr(eventcount, "native", None)
     return TimedLock()
 
 

@@ -10,11 +10,11 @@ import pytest
 
 from shm_broadcast import Board, layout
 from shm_broadcast.atomics import PythonWords, native
-from shm_broadcast.board.totals import FURTHER_GROUPS, read_totals
+from shm_broadcast.state.flight_recorder import FURTHER_GROUPS, read_totals
 
 if TYPE_CHECKING:
     from shm_broadcast.atomics import WordsLike
-    from shm_broadcast.board.totals import VerbTotal
+    from shm_broadcast.state.flight_recorder import VerbTotal
 
 ALL_REDUCE = layout.DID_NAMES.index("all_reduce")
 SLOT, HISTORY = layout.member_slot(0), layout.history_slot(0, 1)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from shm_broadcast.remote import wake_fd
-from shm_broadcast.remote.wake_fd import WakeFd
+from shm_broadcast import eventcount
+from shm_broadcast.eventcount import WakeFd
 from tests.forked import in_a_child
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def test_a_close_within_a_ring_leaves_the_descriptor_open_until_the_ring_is_over
             seen.append(is_open(fd))
             os.eventfd_write(fd, value)
 
-    vars(wake_fd)["os"] = InterruptedOs
+    vars(eventcount)["os"] = InterruptedOs
     wake.ring()
     assert seen == [True]
     assert not is_open(wake.fileno())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from coordinator.compat.sglang.parallel_state import (
     _getters,
@@ -12,9 +14,6 @@ from coordinator.compat.sglang.parallel_state import (
     get_moe_tp_group,
     get_tp_group,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = [
     "attention_tensor_model_parallel_all_reduce",

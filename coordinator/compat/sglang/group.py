@@ -1,24 +1,108 @@
-"""SGLang's `GroupCoordinator`, over ours."""
+"""SGLang's `GroupCoordinator`, tagged objects, and the groups that its models have, over ours.
+
+A group's messages arrive in the order sent. Tagged ones therefore go through a group of their own,
+of the same members; what comes before the tag that is asked for is kept until it is.
+
+rank = pp_rank * tp + tp_rank
+tp_rank = (attn_dp_rank * attn_cp + attn_cp_rank) * attn_tp + attn_tp_rank
+tp_rank = (moe_dp_rank * moe_ep + moe_ep_rank) * moe_tp + moe_tp_rank
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from threading import Condition, Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from coordinator import group as native
-from coordinator.compat.group_face import GroupFace, native_of
-from coordinator.compat.sglang.tagged import P2PWork, TaggedMail
+from coordinator.compat.shared import GroupFace, divide, native_of
 from coordinator.compat.vllm.device_communicators.shm_broadcast import MessageQueue
-from coordinator.graph_capture import GraphCaptureContext
+from coordinator.group import GraphCaptureContext
+from coordinator.group import GroupCoordinator as NativeGroup
+from coordinator.groups import Topology
+from coordinator.rank_grid import RankGrid
+from device_comm import Work
 from device_comm.verbs.checks import check_out
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from contextlib import AbstractContextManager
-    from datetime import timedelta
+    from coordinator.compat.shared import Known
 
-    from torch import Tensor
+
+@dataclass
+class P2PWork:
+    """A send under way.
+
+    Attributes:
+        work: wait for it.
+        payload: None: the work keeps what it sends.
+    """
+
+    work: Work[None] | None
+    payload: Tensor | None
+
+
+class _Sender:
+    """What has come of one member.
+
+    Attributes:
+        kept: what no receive has taken, by tag.
+        arrived: held to use these; notified when the thread that receives has done so.
+        receiving: whether a thread receives, for all that wait.
+    """
+
+    def __init__(self) -> None:
+        self.kept: defaultdict[int, deque[Any]] = defaultdict(deque)
+        self.arrived = Condition()
+        self.receiving = False
+
+
+class TaggedMail:
+    """One member's messages with tags. Threads may send and receive at once."""
+
+    def __init__(self, group: NativeGroup) -> None:
+        """Use ``group`` for these messages alone."""
+        self._group = group
+        self._senders: dict[int, _Sender] = {}
+        self._sending = Lock()
+
+    def isend(self, obj: Any, dst: int, tag: int) -> P2PWork:
+        """Begin to send an object. Collective: no, the two members."""
+        with self._sending:
+            return P2PWork(self._group.isend_object((tag, obj), dst), None)
+
+    def recv(self, src: int, tag: int) -> Any:
+        """The next object of ``src`` with this tag. Collective: no, the two members."""
+        sender = self._senders.setdefault(src, _Sender())
+        with sender.arrived:
+            while tag not in sender.kept:
+                if sender.receiving:
+                    sender.arrived.wait()
+                else:
+                    self._receive(sender, src)
+            kept = sender.kept[tag]
+            obj = kept.popleft()
+            if not kept:
+                del sender.kept[tag]
+            return obj
+
+    def _receive(self, sender: _Sender, src: int) -> None:
+        """Take one object in, while others look for theirs among those that have come."""
+        sender.receiving = True
+        sender.arrived.release()
+        try:
+            found, obj = self._group.recv_object(src)
+        finally:
+            sender.arrived.acquire()
+            sender.receiving = False
+            sender.arrived.notify_all()
+        sender.kept[found].append(obj)
 
 
 class GroupCoordinator(GroupFace):
@@ -334,3 +418,123 @@ def refuse_elastic(*, recovered_rank: bool, max_world_size: int | None) -> None:
             "groups take no ranks in later (recovered_rank, max_world_size): "
             "build a coordinator.StatelessGroupCoordinator and call resized()"
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Widths:
+    """How a model is cut: what SGLang has in its runtime context.
+
+    Attributes:
+        tp: ranks that share a layer.
+        pp: stages.
+        attn_dp: replicas of the attention within ``tp``.
+        attn_cp: ranks that share a prompt there.
+        moe_ep: groups of ranks with different experts within ``tp``.
+        moe_dp: replicas of the experts there.
+        dcp: neighbours within ``tp`` that share contexts; no such groups if 1.
+        shared_experts_tp: ranks that share the experts that all tokens take; None: no such groups.
+
+    Raises:
+        NotDivisibleError: they do not fit into each other.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    attn_dp: int = 1
+    attn_cp: int = 1
+    moe_ep: int = 1
+    moe_dp: int = 1
+    dcp: int = 1
+    shared_experts_tp: int | None = None
+
+    @property
+    def attention(self) -> RankGrid:
+        """All ranks, a stage's cut for attention."""
+        attn_tp = divide(self.tp, self.attn_dp * self.attn_cp)
+        return RankGrid.of(
+            {"pp": self.pp, "attn_dp": self.attn_dp, "attn_cp": self.attn_cp, "attn_tp": attn_tp}
+        )
+
+    @property
+    def experts(self) -> RankGrid:
+        """All ranks, a stage's cut for experts."""
+        moe_tp = divide(self.tp, self.moe_dp * self.moe_ep)
+        return RankGrid.of(
+            {"pp": self.pp, "moe_dp": self.moe_dp, "moe_ep": self.moe_ep, "moe_tp": moe_tp}
+        )
+
+    def kinds(self) -> dict[str, list[list[int]]]:
+        """The ranks of all groups, by what kind they are."""
+        stages = RankGrid.of({"pp": self.pp, "tp": self.tp})
+        attention, experts = self.attention, self.experts
+        found = {
+            "tp": stages.groups("tp"),
+            "pp": stages.groups("pp"),
+            "self_pp": [[rank] for rank in range(stages.size)],
+            "attn_tp": attention.groups("attn_tp"),
+            "attn_cp": attention.groups("attn_cp"),
+            "moe_tp": experts.groups("moe_tp"),
+            "moe_ep": experts.groups("moe_ep"),
+            # Ranks that share a prompt share its tokens before these go to the experts.
+            "moe_dp": (
+                attention.groups("attn_cp")
+                if self.attn_cp > self.moe_dp
+                else experts.groups("moe_dp")
+            ),
+        }
+        if self.dcp > 1:
+            found["dcp"] = _runs(stages.size, self.tp, self.dcp)
+        if self.shared_experts_tp is not None and self.shared_experts_tp > 1:
+            attn_tp = dict(attention.axes)["attn_tp"]
+            found["shared_experts_tp"] = _runs(stages.size, attn_tp, self.shared_experts_tp)
+        return found
+
+
+def build(
+    topology: Topology,
+    world: NativeGroup,
+    closing: ExitStack,
+    *,
+    widths: Widths,
+    broadcaster: bool,
+    duplicate_tp: bool,
+) -> dict[str, Known]:
+    """Build the groups of a model; those of the same ranks are one group.
+
+    Args:
+        topology: all ranks.
+        world: their group.
+        closing: closes the others.
+        widths: how the model is cut.
+        broadcaster: have queues for the objects that rank 0 of a group broadcasts.
+        duplicate_tp: have a second group of the ranks of ``tp``, for use beside it.
+
+    Collective: yes, every rank.
+
+    Raises:
+        ValueError: the sizes do not make up the world.
+    """
+    if widths.tp * widths.pp != world.world_size:
+        needed = f"tp={widths.tp} x pp={widths.pp} takes {widths.tp * widths.pp} ranks"
+        raise ValueError(f"{needed}, not {world.world_size}")
+    built: dict[tuple[int, ...], NativeGroup] = {}
+    known: dict[str, Known] = {}
+    for name, kind in widths.kinds().items():
+        ranks = next(ranks for ranks in kind if topology.rank in ranks)
+        group = built.get(tuple(ranks))
+        if group is None:
+            group = closing.enter_context(topology.group(name, ranks))
+            built[tuple(ranks)] = group
+            if broadcaster:
+                group.start_broadcaster()
+        known[name] = (group, lambda kind=kind: kind)  # type: ignore[misc]
+    if duplicate_tp:
+        group, kind_of = known["tp"]
+        second = closing.enter_context(topology.group("pdmux_prefill_tp", group.ranks))
+        known["pdmux_prefill_tp"] = (second, kind_of)
+    return known
+
+
+def _runs(ranks: int, within: int, size: int) -> list[list[int]]:
+    divide(within, size)
+    return [list(range(start, start + size)) for start in range(0, ranks, size)]

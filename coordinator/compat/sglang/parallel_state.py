@@ -6,27 +6,20 @@ destroyed, the getters raise `NotInitializedError`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
 
-from coordinator.compat.default_topology import DefaultTopology
-from coordinator.compat.getters import Getters
-from coordinator.compat.same_node import in_the_same_node_as
-from coordinator.compat.sglang import model_groups
-from coordinator.compat.sglang.group import GroupCoordinator, refuse_elastic
-from coordinator.compat.sglang.model_groups import Widths
-from coordinator.compat.sglang.tagged import P2PWork
-from coordinator.graph_capture import GraphCaptureContext, capture_on_side_stream
-from coordinator.setup.bootstrap import DEFAULT_TIMEOUT
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, TCPStore
+
+from coordinator.compat.sglang import group as model_groups
+from coordinator.compat.sglang.group import GroupCoordinator, P2PWork, Widths, refuse_elastic
+from coordinator.compat.shared import DefaultTopology, Getters, in_the_same_node_as
+from coordinator.group import GraphCaptureContext, capture_on_side_stream
+from coordinator.rendezvous import DEFAULT_TIMEOUT
 from shm_broadcast import Deadline
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import torch
-    from torch import Tensor
-    from torch.distributed import ProcessGroup, TCPStore
 
 __all__ = [
     "GraphCaptureContext",

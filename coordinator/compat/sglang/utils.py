@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 from torch.distributed import all_gather_into_tensor as all_gather_single
 from torch.distributed import reduce_scatter_tensor as reduce_scatter_single
 
-from coordinator.compat.arithmetic import (
+from coordinator.compat.sglang.group import GroupCoordinator
+from coordinator.compat.sglang.parallel_state import get_global_tcp_store, set_global_tcp_store
+from coordinator.compat.shared import (
     divide,
     ensure_divisibility,
     layers_as_told,
     split_tensor_along_last_dim,
 )
-from coordinator.compat.sglang.parallel_state import get_global_tcp_store, set_global_tcp_store
-from coordinator.compat.vllm.stateless_process_group import StatelessProcessGroup
-
-if TYPE_CHECKING:
-    from coordinator.compat.sglang.group import GroupCoordinator
+from coordinator.compat.vllm.utils import StatelessProcessGroup
 
 __all__ = [
     "StatelessProcessGroup",

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch import Tensor
 
 from coordinator.compat.vllm.parallel_state import _getters, get_tp_group
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = [
     "broadcast_tensor_dict",

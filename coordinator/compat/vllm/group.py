@@ -1,24 +1,29 @@
-"""vLLM's `GroupCoordinator`, over ours."""
+"""vLLM's `GroupCoordinator`, and the groups that its models have, over ours."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
 from coordinator import group as native
-from coordinator.compat.group_face import native_of
+from coordinator.compat.shared import native_of
 from coordinator.compat.vllm.device_communicators.base_device_communicator import (
     DeviceCommunicatorBase,
     RowVerbs,
 )
 from coordinator.compat.vllm.device_communicators.shm_broadcast import Handle, MessageQueue
+from coordinator.group import GroupCoordinator as NativeGroup
+from coordinator.groups import ParallelGroups, Topology
+from coordinator.rank_grid import RankGrid
+from device_comm import Work
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from torch import Tensor
-    from torch.distributed import ProcessGroup
-
-    from device_comm import Work
+    from coordinator.compat.shared import Known
 
 
 class GroupCoordinator(RowVerbs):
@@ -186,3 +191,58 @@ class GroupCoordinator(RowVerbs):
             reader_rank_in_group, blocking
         )
         return MessageQueue.over(queue), [Handle.of(handle) for handle in handles]
+
+
+def build(
+    topology: Topology,
+    world: NativeGroup,
+    closing: ExitStack,
+    *,
+    sizes: Mapping[str, int],
+    dcp: int,
+    eplb: bool,
+) -> dict[str, Known]:
+    """Build the groups of a model.
+
+    The ranks that the sizes leave over form external replicas, which know nothing of each
+    other: rank = (((external * dp + dp_rank) * pp + pp_rank) * pcp + pcp_rank) * tp + tp_rank.
+
+    Args:
+        topology: all ranks.
+        world: their group.
+        closing: closes the others.
+        sizes: of the axes dp, pp, pcp and tp.
+        dcp: how many ranks share contexts.
+        eplb: have a second expert-parallel group, for balancing experts meanwhile.
+
+    Collective: yes, every rank.
+
+    Raises:
+        ValueError: the sizes do not divide the world.
+    """
+    model = RankGrid.of(sizes)
+    external = RankGrid.of({"external": max(topology.world_size // model.size, 1)})
+    grid = RankGrid((*external.axes, *model.axes))
+    groups = ParallelGroups.build(topology, grid, ExitStack(), dcp=dcp, world=world)
+    closing.enter_context(groups)
+    groups.tp.start_broadcaster()
+    inner, whole = world, partial(grid.groups, "pp", "pcp", "tp")
+    replica = grid.group_of(topology.rank, "pp", "pcp", "tp")
+    if len(replica) < topology.world_size:
+        inner = closing.enter_context(topology.group("inner_dp_world", replica))
+    experts = partial(grid.groups, "dp", "pcp", "tp")
+
+    def sharers() -> list[list[int]]:
+        runs = (grid.dcp_group_of(rank, dcp) for rank in range(grid.size))
+        return [run for rank, run in enumerate(runs) if run[0] == rank]
+
+    found: dict[str, Known] = {
+        **{name: (getattr(groups, name), partial(grid.groups, name)) for name in sizes},
+        "dcp": (groups.dcp, sharers),
+        "ep": (groups.ep, experts),
+        "inner_dp_world": (inner, whole),
+    }
+    if eplb:
+        second = closing.enter_context(topology.group("eplb", groups.ep.ranks))
+        found["eplb"] = (second, experts)
+    return found

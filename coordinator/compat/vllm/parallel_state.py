@@ -10,27 +10,21 @@ initialised, and after it is destroyed, the getters raise `NotInitializedError`.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from coordinator.compat.default_topology import DefaultTopology
-from coordinator.compat.getters import Getters
-from coordinator.compat.same_node import in_the_same_node_as
-from coordinator.compat.vllm import model_groups
+from coordinator.compat.shared import DefaultTopology, Getters, in_the_same_node_as
+from coordinator.compat.vllm import group as model_groups
 from coordinator.compat.vllm.group import GroupCoordinator
-from coordinator.graph_capture import GraphCaptureContext, capture_on_side_stream
-from coordinator.setup.bootstrap import DEFAULT_TIMEOUT
+from coordinator.group import GraphCaptureContext, capture_on_side_stream
+from coordinator.rendezvous import DEFAULT_TIMEOUT
 from device_comm import Work
 from shm_broadcast import Deadline
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from datetime import timedelta
-
 
 __all__ = [
     "GraphCaptureContext",

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import cached_property
-from typing import TYPE_CHECKING
 
-from coordinator import stateless
+from torch.distributed import Store
+
+from coordinator import groups
 from coordinator.compat.vllm.group import GroupCoordinator
-from coordinator.compat.vllm.stateless_process_group import StatelessProcessGroup
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch.distributed import Store
+from coordinator.compat.vllm.utils import StatelessProcessGroup
 
 
 class StatelessGroupCoordinator(GroupCoordinator):
@@ -37,7 +34,7 @@ class StatelessGroupCoordinator(GroupCoordinator):
 
         Collective: yes, every member of the group that ``global_rank`` is in.
         """
-        group = stateless.StatelessGroupCoordinator(
+        group = groups.StatelessGroupCoordinator(
             group_ranks,
             local_rank,
             torch_distributed_backend,

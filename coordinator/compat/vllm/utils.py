@@ -1,30 +1,312 @@
-"""vLLM's helpers: arithmetic, and process groups without a default one."""
+"""vLLM's helpers: arithmetic, stores, process groups and object exchange without a default group.
+
+Waiting in these is torch's: its errors, and its timeouts. A group of ours over the same members
+(`coordinator.StatelessGroupCoordinator`) names who is late.
+"""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+import socket
+from contextlib import ExitStack
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any, Self
 
-from coordinator.compat.arithmetic import (
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore
+
+from coordinator import torch_groups
+from coordinator.compat.shared import (
+    NotInitializedError,
     divide,
     ensure_divisibility,
     layers_as_told,
     split_tensor_along_last_dim,
 )
-from coordinator.compat.errors import NotInitializedError
 from coordinator.compat.vllm import parallel_state
-from coordinator.compat.vllm.stateless_process_group import StatelessProcessGroup
-from coordinator.compat.vllm.stateless_torch_groups import (
-    cpu_all_reduce_,
-    create_tcp_store,
-    get_cached_tcp_store_client,
-    init_gloo_process_group,
-    stateless_destroy_torch_distributed_process_group,
-    stateless_init_torch_distributed_process_group,
-)
+from coordinator.group import GroupCoordinator
+from coordinator.groups import Topology
+from coordinator.launcher import Launch, own_address
+from coordinator.rendezvous import Settings, connect_store, host_store
+from coordinator.secret import launcher_secret
+from coordinator.torch_groups import SocketChoice
+from device_comm import ReduceOp
+from shm_broadcast import Deadline
+from shm_broadcast.process import Closing
 
-if TYPE_CHECKING:
-    from torch import Tensor
+_TIMEOUT = timedelta(minutes=30)
+"""What torch's process groups allow each operation."""
+
+
+def create_tcp_store(
+    host: str, port: int, listen_socket: socket.socket | None = None, **kwargs: Any
+) -> TCPStore:
+    """A torch store, over a socket that listens already if one is given.
+
+    Args:
+        host: where the store is.
+        port: its port.
+        listen_socket: bound and listening; it belongs to the store from now on.
+        kwargs: torch's own.
+    """
+    if listen_socket is None:
+        return TCPStore(host, port, **kwargs)
+    descriptor = listen_socket.detach()
+    try:
+        return TCPStore(host, port, master_listen_fd=descriptor, **kwargs)
+    except TypeError:  # of the arguments: torch closes what it has taken
+        os.close(descriptor)
+        raise
+
+
+@lru_cache(maxsize=1)
+def get_cached_tcp_store_client(host: str, port: int) -> TCPStore:
+    """A connection to a store; the last one again, if it leads there."""
+    return connect_store(host, port)
+
+
+def init_gloo_process_group(
+    prefix_store: Store, group_rank: int, group_size: int, timeout: timedelta
+) -> ProcessGroup:
+    """A gloo process group of those who meet in a store. Collective: yes, every member."""
+    return _new_group(prefix_store, "gloo", group_rank, group_size, "gloo", timeout, SocketChoice())
+
+
+def stateless_init_torch_distributed_process_group(
+    host: str,
+    port: int,
+    rank: int,
+    world_size: int,
+    backend: str,
+    group_name: str | None = None,
+    return_store: bool = False,
+    listen_socket: socket.socket | None = None,
+    timeout: timedelta | None = None,
+) -> ProcessGroup | tuple[ProcessGroup, Store]:
+    """A torch process group of those who meet at a host and port.
+
+    Args:
+        host: the address of rank 0's host; gloo listens on the way to it.
+        port: the port that rank 0 binds.
+        rank: this process's rank among those that meet there.
+        world_size: how many processes.
+        backend: ``"gloo"`` or ``"nccl"``.
+        group_name: for torch.
+        return_store: return the store as well.
+        listen_socket: of rank 0, bound and listening: the store takes it.
+        timeout: for all to come, and of each operation; None: 30 minutes.
+
+    Collective: yes, all of them. `stateless_destroy_torch_distributed_process_group` ends it.
+    """
+    timeout = timeout or _TIMEOUT
+    store = meet_at(host, port, rank, listen_socket, timeout)
+    sockets = SocketChoice(os.environ.get("GLOO_SOCKET_IFNAME", ""), own_address(host, port))
+    group = _new_group(
+        PrefixStore(f"tcp://{host}:{port}", store),
+        group_name or "stateless",
+        rank,
+        world_size,
+        backend,
+        timeout,
+        sockets,
+    )
+    return (group, store) if return_store else group
+
+
+def stateless_destroy_torch_distributed_process_group(pg: ProcessGroup) -> None:
+    """Close the group's connections and forget it. Collective: no."""
+    torch_groups.destroy(pg)
+
+
+def cpu_all_reduce_(
+    tensor: Tensor, group: ProcessGroup, timeout: timedelta | None = None
+) -> Tensor:
+    """Sum a CPU tensor into itself; the same bits on all members.
+
+    Args:
+        tensor: of the same shape and dtype on all members.
+        group: whose backend takes CPU tensors; torch need not know it.
+        timeout: to wait; None: what the group allows.
+
+    Collective: yes, every member of ``group``.
+
+    Raises:
+        RuntimeError: torch's: it took longer, or a member has gone.
+    """
+    whole = tensor.contiguous()
+    options = dist.AllreduceOptions()
+    options.reduceOp = ReduceOp.SUM.torch
+    work = group.allreduce([whole], options)
+    work.wait() if timeout is None else work.wait(timeout)
+    return tensor if whole is tensor else tensor.copy_(whole)
+
+
+def meet_at(
+    host: str, port: int, rank: int, listen_socket: socket.socket | None, timeout: timedelta
+) -> TCPStore:
+    """The store at a host and port, which rank 0 hosts, over ``listen_socket`` if it has one."""
+    if listen_socket is not None:
+        return create_tcp_store(
+            host,
+            port,
+            listen_socket,
+            is_master=True,
+            wait_for_workers=False,
+            multi_tenant=True,
+            timeout=timeout,
+        )
+    if rank == 0:
+        return host_store(host, port)
+    return connect_store(host, port, timeout.total_seconds())
+
+
+def _new_group(
+    store: Store,
+    name: str,
+    rank: int,
+    size: int,
+    backend: str,
+    timeout: timedelta,
+    sockets: SocketChoice,
+) -> ProcessGroup:
+    deadline = Deadline.after(timeout.total_seconds())
+    group = torch_groups.connect_process_group(
+        store, name, range(size), rank, backend, sockets, deadline
+    )
+    torch_groups.set_timeout(group, timeout)
+    return group
+
+
+class StatelessProcessGroup:
+    """Exchanges objects and CPU tensors between processes that meet at a host and port.
+
+    Ranks are ranks in this group. One thread at a time.
+
+    Attributes:
+        rank: this process's rank.
+        world_size: the number of processes.
+        group: the underlying group, with all operations.
+    """
+
+    def __init__(self, group: GroupCoordinator, closing: ExitStack) -> None:
+        """Use `create`."""
+        self.group = group
+        self.rank = group.rank_in_group
+        self.world_size = group.world_size
+        self._closing = closing
+
+    @classmethod
+    def create(
+        cls,
+        host: str,
+        port: int,
+        rank: int,
+        world_size: int,
+        data_expiration_seconds: int = 3600,
+        store_timeout: float = 300,
+        listen_socket: socket.socket | None = None,
+    ) -> Self:
+        """Meet the others at the store that rank 0 hosts.
+
+        Args:
+            host: the address of rank 0's host.
+            port: the port that rank 0 binds.
+            rank: this process's rank among those that meet there.
+            world_size: how many processes.
+            data_expiration_seconds: no effect: messages do not stay in the store.
+            store_timeout: seconds to wait for all of them.
+            listen_socket: of rank 0, bound and listening: the store takes it.
+
+        Collective: yes, all of them.
+
+        Raises:
+            GroupTimeoutError: some did not come in time; names them.
+        """
+        del data_expiration_seconds
+        deadline = Deadline.after(store_timeout)
+        store = None
+        if listen_socket is not None:
+            store = meet_at(host, port, rank, listen_socket, timedelta(seconds=store_timeout))
+        with Closing() as undo:
+            launch = Launch(rank, world_size, 0, host, port, secret=launcher_secret(None))
+            settings = Settings.of("gloo", launch.local_rank, secret=launch.secret)
+            topology = Topology.meet(launch, settings, undo, store=store, timeout=deadline)
+            with topology.telling_why():
+                group = topology.group("stateless", list(range(world_size)), deadline)
+            undo.enter_context(group)
+            undo.enter_context(topology.telling_why())
+            return cls(group, undo.pop_all())
+
+    def send_obj(self, obj: Any, dst: int) -> None:
+        """Send an object. Collective: no, the two processes."""
+        self.group.send_object(obj, dst)
+
+    def recv_obj(self, src: int) -> Any:
+        """Receive an object. Collective: no, the two processes."""
+        return self.group.recv_object(src)
+
+    def broadcast_obj(self, obj: Any | None, src: int) -> Any:
+        """Return the object of rank ``src``. Collective: yes, every process."""
+        return self.group.broadcast_object(obj, src)
+
+    def all_gather_obj(self, obj: Any) -> list[Any]:
+        """Every process's object, by rank. Collective: yes, every process."""
+        return self.group.all_gather_object(obj)
+
+    def broadcast(self, tensor: Tensor | None, src: int) -> Tensor:
+        """Return the tensor of rank ``src``, of any shape and dtype; others may pass None.
+
+        Collective: yes, every process. ``src`` gets its own tensor back, not a copy.
+        """
+        found = self.group.broadcast_tensor_dict({"tensor": tensor}, src)
+        return found["tensor"]  # type: ignore[no-any-return]
+
+    def send(self, tensor: Tensor, dst: int) -> None:
+        """Send a tensor. Collective: no, the two processes."""
+        self.group.send(tensor, dst)
+
+    def recv(self, tensor: Tensor, src: int) -> Tensor:
+        """Fill ``tensor`` with what ``src`` sends, of the same shape and dtype; returns it.
+
+        Collective: no, the two processes.
+        """
+        return self.group.recv(src=src, out=tensor)
+
+    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """The elementwise reduction of all processes' tensors, as a new tensor.
+
+        ``tensor`` has the same shape and dtype on all. Collective: yes, every process.
+
+        Raises:
+            TypeError: ``op`` is none of those that we have, or not for such tensors.
+        """
+        ours = ReduceOp.__members__.get(op.name)
+        if ours is None:
+            raise TypeError(f"op must be one of {[*ReduceOp.__members__]}, not {op!r}")
+        return self.group.all_reduce(tensor, op=ours)
+
+    def barrier(self, timeout: float = 30.0) -> None:
+        """Wait until every process has called this; ``timeout`` in seconds.
+
+        Collective: yes, every process.
+        """
+        self.group.barrier(timeout=timeout)
+
+    def expire_data(self) -> None:
+        """Nothing: no message stays behind in the store."""
+
+    def close(self) -> None:
+        """Close the group and the connections; idempotent. Collective: no."""
+        self._closing.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._closing.__exit__(*error)
+
 
 __all__ = [
     "StatelessProcessGroup",

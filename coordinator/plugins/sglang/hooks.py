@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from importlib.metadata import version as installed
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from coordinator.compat.sglang.device_communicators.shm_broadcast import MessageQueue
 from coordinator.plugins.switches import Switches
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 TESTED: Final = ("0.5.23",)
 

@@ -6,18 +6,15 @@ there; for tensors of uneven sizes they have nothing.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 
 from coordinator import GroupCoordinator
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-    from torch.distributed import ProcessGroup
 
 
 class CpuCommunicator(DeviceCommunicatorBase):  # type: ignore[misc]  # vLLM may be absent

@@ -5,15 +5,13 @@ from __future__ import annotations
 import signal
 import threading
 import weakref
+from collections.abc import Sequence
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.logger import init_logger
 
-from coordinator.plugins.vllm import page
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from coordinator.plugins.vllm import hooks
 
 logger = init_logger("vllm.group_coordinator")
 
@@ -56,7 +54,7 @@ def _watch(executor: weakref.ref[Any], workers: Sequence[Any]) -> None:
     first = next(each for each in workers if each.proc.sentinel == ended[0])
     first.proc.join()
     words = f"worker rank {first.rank} (pid {first.proc.pid}) {how_it_ended(first.proc.exitcode)}"
-    page.tell(end=words)
+    hooks.tell(end=words)
     logger.error("%s: ending the engine.", words)
     # Nothing can be finished without it, and who waits for it in one of vLLM's own collectives
     # does not hear of anything: the others end now.

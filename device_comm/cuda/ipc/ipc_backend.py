@@ -1,4 +1,13 @@
-"""Collectives and messages of ranks on one host whose devices can access each other's memory.
+"""Run collectives and messages between ranks whose devices access each other's memory.
+
+Collectives of a group must run one after the other, in the same order on every rank. A call on
+another stream than the last one is made to wait for that one, by an event. During a capture that is
+not possible: all operations of a communicator in one capture must be on one stream, and calls on
+others are refused. Replays of graphs are not seen here: replay them on the stream of the other
+calls, or order the streams yourself.
+
+A message may wait long for the other rank. So background messages run on side streams, one for each
+peer and direction, and collectives do not wait for them.
 
 Every rank shares a region of its device memory with the others. Kernels of this project move data
 through these regions; in graphs they read large inputs directly. Ranks may be processes or threads,
@@ -7,48 +16,204 @@ equal on all ranks.
 
 Device memory per rank, with n ranks, by default: ``16 MiB + 4 n MiB``, and 4 MiB more once
 graphs are captured.
+
+Which algorithm is fastest for a size depends on the machine: on how long a synchronisation of the
+ranks takes, and on how fast they read each other's memory.
 """
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
-from device_comm.backend import Backend, Capabilities, Identity
-from device_comm.cuda.device.streams import pass_within
-from device_comm.cuda.ipc.completion import StreamCompletion
-from device_comm.cuda.ipc.endpoint import ENDPOINT_PROBE_SECONDS, meet_peers
-from device_comm.cuda.ipc.order import SideStreams, StreamOrder
-from device_comm.cuda.ipc.prepared import PreparedLaunches
-from device_comm.cuda.ipc.recipes import recipe
-from device_comm.cuda.ipc.registry import Registry
-from device_comm.cuda.launches.abi import ALIGN
-from device_comm.cuda.launches.launch import NUMBERS, Algorithm, kernels_reduce
-from device_comm.cuda.launches.planner import Planner
-from device_comm.operation import REDUCTIONS
-from device_comm.torch_group.pending import Boundary
-from device_comm.torch_group.reduce_here import reduce_here
-from device_comm.watch import LoneWatch
-from device_comm.work import Followed
-from shm_broadcast.errors import DivergenceError
+from torch import Tensor
+
+from device_comm.backend import Backend, Capabilities, Explanation, Identity
+from device_comm.cuda.driver import Driver, Passage, PreparedLaunch, StreamMark, pass_within
+from device_comm.cuda.ipc.abi import ALIGN, NUMBERS, Algorithm, Limits, RegionLayout, kernels_reduce
+from device_comm.cuda.ipc.mappings import Registry
+from device_comm.cuda.ipc.planner import Planner, PreparedLaunches, recipe
+from device_comm.cuda.ipc.setup import ENDPOINT_PROBE_SECONDS, Endpoint, meet_peers
+from device_comm.operation import REDUCTIONS, Operation, ReduceOp
+from device_comm.selection import Candidate
+from device_comm.torch_backend import reduce_here
+from device_comm.torch_waiting import Boundary
+from device_comm.watch import LoneWatch, Watch
+from device_comm.work import Followed, Pending
+from device_comm.wrappers import Wrapper
+from shm_broadcast.deadline import Deadline
+from shm_broadcast.errors import DivergenceError, GroupTimeoutError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from torch import Tensor
-
-    from device_comm.choice import Explanation
     from device_comm.cuda.agree import Swap
-    from device_comm.cuda.device.driver import Driver, PreparedLaunch
-    from device_comm.cuda.device.streams import StreamMark
-    from device_comm.cuda.ipc.endpoint import Endpoint
-    from device_comm.cuda.launches.abi import RegionLayout
-    from device_comm.cuda.launches.launch import Limits
-    from device_comm.operation import Operation
-    from device_comm.watch import Watch
-    from device_comm.work import Pending
-    from shm_broadcast.deadline import Deadline
+
+
+_POLL_SECONDS = 0.0005
+"""Seconds between two looks at the device's progress."""
+
+_GIVES_UP = 0.5
+"""How long the host waits, after its own deadline, for a kernel to record its time-out.
+
+The kernel knows which rank it has waited for; the host does not.
+"""
+
+
+class StreamCompletion:
+    """A `Pending` whose `wait` blocks the host until the device has done the work."""
+
+    def __init__(
+        self,
+        mark: StreamMark,
+        operation: str,
+        peers: Sequence[int],
+        boundary: Boundary,
+        check: Callable[[], None],
+    ) -> None:
+        """Wait for work on a stream.
+
+        Args:
+            mark: the point in the stream right after the work.
+            operation: the operation's name, for errors.
+            peers: the member numbers of the ranks that it needs.
+            boundary: waits while watching the group.
+            check: raises the error that a kernel has recorded, if there is one.
+        """
+        self._mark = mark
+        self._operation = operation
+        self._peers = peers
+        self._boundary = boundary
+        self._check = check
+
+    def ready(self) -> bool:
+        """Whether the device has done it."""
+        return self._mark.passed()
+
+    def wait(self, deadline: Deadline) -> None:
+        """Wait until the device has done the work."""
+        try:
+            self._look(deadline)
+        except GroupTimeoutError:  # the kernel's own error is better: it names the late rank
+            with suppress(GroupTimeoutError):
+                self._look(Deadline.after(_GIVES_UP))
+            self._check()
+            raise
+        self._check()
+
+    def _look(self, deadline: Deadline) -> None:
+        self._boundary.wait(
+            self._mark.passed, deadline, self._operation, self._peers, poll=_POLL_SECONDS
+        )
+
+
+class StreamPlace(NamedTuple):
+    """The stream of an operation.
+
+    Attributes:
+        stream: the caller's stream.
+        captured: whether it is being captured into a graph.
+    """
+
+    stream: int
+    captured: bool
+
+
+class StreamOrder:
+    """Orders the operations of one communicator across streams."""
+
+    def __init__(self, driver: Driver, name: str) -> None:
+        """Begin with no stream used; ``name`` is for errors."""
+        self._driver = driver
+        self._name = name
+        self._eager: int | None = None
+        self._capture: int | None = None
+
+    def place(self) -> StreamPlace:
+        """The current stream, after having it wait for the last one used.
+
+        Raises:
+            ValueError: another stream is being captured; this call could not be ordered with it.
+        """
+        stream = self._driver.current_stream()
+        if self._driver.is_capturing(stream):
+            self._refuse_beside(self._capture, stream)
+            self._capture = stream
+            return StreamPlace(stream, True)
+        if self._eager is not None and self._eager != stream:
+            self._refuse_beside(self._eager, stream)
+            self._driver.order(self._eager, stream)
+        self._eager = stream
+        return StreamPlace(stream, False)
+
+    def look(self) -> StreamPlace:
+        """The current stream, for an operation that need not wait for the others."""
+        stream = self._driver.current_stream()
+        return StreamPlace(stream, self._driver.is_capturing(stream))
+
+    def marks(self) -> list[StreamMark]:
+        """The ends of all work on the last stream used and on the current one, replays included."""
+        streams = {self._driver.current_stream()}
+        if self._eager is not None:
+            streams.add(self._eager)
+        return [self._driver.mark(each) for each in streams if not self._driver.is_capturing(each)]
+
+    def _refuse_beside(self, other: int | None, stream: int) -> None:
+        if other is not None and other != stream and self._driver.is_capturing(other):
+            raise ValueError(
+                f"{self._name}: a capture is under way on stream {other:#x}; its operations "
+                f"cannot be ordered with one on stream {stream:#x}: use the capture's own"
+            )
+
+
+class SideStreams:
+    """The side streams of messages; keeps what the messages use alive until they are done."""
+
+    def __init__(self, driver: Driver) -> None:
+        """Make no stream yet."""
+        self._driver = driver
+        self._streams: dict[tuple[str, int], int] = {}
+        self._under_way: deque[tuple[StreamMark, object]] = deque()
+
+    def run(
+        self, way: tuple[str, int], launches: Sequence[PreparedLaunch], stream: int, keep: object
+    ) -> Passage:
+        """Launch on a side stream, after all work that is on ``stream`` now.
+
+        Args:
+            way: (direction, peer); launches with the same way run in order, on the same stream.
+            launches: what to launch.
+            stream: the caller's stream.
+            keep: an object to keep alive until the kernels are done.
+        """
+        driver = self._driver
+        self._forget()
+        side = self._streams.get(way)
+        if side is None:
+            side = self._streams[way] = driver.make_stream()
+        driver.order(stream, side)
+        for launch in launches:
+            launch(side)
+        mark = driver.mark(side)
+        self._under_way.append((mark, keep))
+        return Passage(mark)
+
+    def marks(self) -> list[StreamMark]:
+        """The ends of all unfinished messages."""
+        return [mark for mark, _ in self._under_way]
+
+    def close(self) -> None:
+        """Destroy the streams; all messages must be done."""
+        self._under_way.clear()
+        while self._streams:
+            self._driver.free_stream(self._streams.popitem()[1])
+
+    def _forget(self) -> None:
+        """Drop finished messages; those of different ways may end in any order."""
+        still = [entry for entry in self._under_way if not entry[0].passed()]
+        self._under_way = deque(still)
+
 
 _FINISH = 5.0
 """How long `close` waits for the device to finish this rank's operations."""
@@ -329,3 +494,45 @@ class IpcBackend(Backend):
 def _nanoseconds(deadline: Deadline) -> int:
     """The remaining time for a kernel, to which 0 means for ever."""
     return 0 if deadline.timeout is None else max(int(deadline.remaining() * 1e9), 1)
+
+
+_REDUCTIONS: Final = frozenset(
+    (op, dtype) for op in ReduceOp for dtype in NUMBERS if kernels_reduce(op, dtype)
+)
+
+
+def ways(ipc: IpcBackend) -> list[Candidate]:
+    """A candidate for each algorithm of ``ipc``; they do not close ``ipc``."""
+    limits = {Algorithm.PACKETS: ipc.packet_bytes}
+    return [
+        Candidate(f"ipc {each.value}", IpcWay(ipc, each), up_to=limits.get(each))
+        for each in Algorithm
+    ]
+
+
+class IpcWay(Wrapper):
+    """The all-reduce of an `IpcBackend` by one fixed algorithm."""
+
+    def __init__(self, ipc: IpcBackend, algorithm: Algorithm) -> None:
+        """Use ``ipc``, which its maker closes. Collective: no."""
+        normed = ipc.capabilities.normed if algorithm is Algorithm.PACKETS else frozenset()
+        has = replace(
+            ipc.capabilities,
+            verbs=frozenset({"all_reduce"}),
+            reductions=_REDUCTIONS,
+            normed=normed,
+        )
+        super().__init__(ipc, capabilities=has, closes=False)
+        self._ipc = ipc
+        self._algorithm = algorithm
+
+    def norms(self, x: Tensor, weight: Tensor) -> bool:
+        """As `IpcBackend.norms`, by the algorithm."""
+        return self._ipc.norms(x, weight, self._algorithm)
+
+    def start(self, operation: Operation) -> Pending | None:
+        """Reduce by the algorithm."""
+        op, dtype = operation.op, operation.source.dtype
+        if not self.capabilities.reduces(op, dtype):
+            raise NotImplementedError(f"{operation.name}: no kernel for {op.name} of {dtype}")
+        return self._ipc.start(operation, self._algorithm)

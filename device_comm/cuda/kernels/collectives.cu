@@ -1,4 +1,4 @@
-/* The kernels, by the names that device_comm/cuda/launches/launch.py knows. */
+/* The kernels, by the names that device_comm/cuda/ipc/abi.py knows. */
 #include <norm.cuh>
 #include <packets.cuh>
 #include <staged.cuh>

@@ -1,4 +1,4 @@
-/* What host and kernels must agree on; device_comm/cuda/launches/abi.py draws it and says what it means. */
+/* What host and kernels must agree on; device_comm/cuda/ipc/abi.py draws it and says what it means. */
 #ifndef GC_GROUP_CUH
 #define GC_GROUP_CUH
 

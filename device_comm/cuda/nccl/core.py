@@ -1,4 +1,14 @@
-"""The base of the NCCL backend: set-up, issuing operations, watching them, and closing.
+"""Own an NCCL communicator: create, share between threads, issue operations, watch, abort.
+
+A blocking communicator is what operations need: a non-blocking one hands each call to a thread of
+its own, which costs tens of microseconds. But a blocking one cannot be given up while it is made,
+and a rank that never comes would be waited for without end. So a non-blocking one is made first;
+the blocking one is split from it, in the background as well; then the first one is freed.
+
+In NCCL a send ends only when it is received, and a communicator's operations run in the order in
+which they are issued: two ranks that both send first would deadlock. Issued together, as a group,
+sends and receives progress side by side. So messages that the caller does not wait for are held
+back until one of them is waited for, any other operation is issued, or `HOLD_SECONDS` have passed.
 
 A `StreamGuard` ends calls and operations that do not end by themselves, by aborting the
 communicator.
@@ -8,33 +18,298 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Self
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Self
 
 import torch
 
 from device_comm.backend import Backend, Capabilities, Identity
-from device_comm.cuda.device.stream_guard import Issued, StreamGuard
-from device_comm.cuda.device.streams import CudaStreams, Passage, pass_within
-from device_comm.cuda.nccl.batch import HOLD_SECONDS, MessageBatch
-from device_comm.cuda.nccl.forming import NcclForming
-from device_comm.cuda.nccl.library import NcclError, NcclLibrary, NcclResult, NcclUnavailableError
-from device_comm.cuda.nccl.nccl_memory import NcclMemory
-from device_comm.cuda.nccl.pending import NCCL_POLL_SECONDS, NcclArrival, Underway
-from device_comm.torch_group.helper_threads import HelperThreads
-from device_comm.torch_group.pending import Boundary
+from device_comm.cuda.driver import CudaStreams, Passage, Stream, StreamMark, Streams, pass_within
+from device_comm.cuda.nccl.library import (
+    BYTE,
+    NcclError,
+    NcclLibrary,
+    NcclResult,
+    NcclUnavailableError,
+)
+from device_comm.cuda.watchdog import Issued, StreamGuard
+from device_comm.operation import Operation
+from device_comm.torch_waiting import Boundary, HelperThreads
+from device_comm.watch import Watch
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import CoordinatorError, GroupClosedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
-
-    from device_comm.cuda.device.streams import Stream, StreamMark, Streams
-    from device_comm.cuda.nccl.shared_handle import NcclHandle
-    from device_comm.operation import Operation
-    from device_comm.watch import Watch
     from device_comm.work import Pending
 
+
+class NcclMemory:
+    """Memory on the current device; freed by `free`, or when nobody has it any more.
+
+    Attributes:
+        address: where it is, on the device.
+        size: bytes.
+    """
+
+    def __init__(self, library: NcclLibrary, size: int) -> None:
+        """Allocate it.
+
+        Raises:
+            NcclUnavailableError: this NCCL has no windows.
+            NcclError: there is not so much memory.
+        """
+        library.check_windows()
+        self.address = library.mem_alloc(size)
+        self.size = size
+        self._freeing = weakref.finalize(self, library.mem_free, self.address)
+        self._freeing.atexit = False  # the device has gone by then
+
+    def free(self) -> None:
+        """Free it; idempotent. No communicator has a window of it any more."""
+        self._freeing()
+
+    def keep(self) -> None:
+        """Leave it to the process: the device may still use it, so it must never be freed."""
+        self._freeing.detach()
+
+
+_STUCK = 1.0
+"""Seconds after which `NcclHandle.abort` no longer waits for a call to return."""
+
+
+class NcclHandle:
+    """A blocking communicator. It is freed exactly once, and never used afterwards.
+
+    Attributes:
+        windows: its windows, with their memory.
+        ended: set once NCCL has freed it.
+    """
+
+    def __init__(self, library: NcclLibrary, comm: int) -> None:
+        """Own ``comm``."""
+        self._library = library
+        self._comm: int | None = comm
+        self._lock = threading.Lock()
+        self.ended = threading.Event()
+        self.windows: list[tuple[int, NcclMemory]] = []
+
+    def issue(self, enqueue: Callable[[NcclLibrary, int], None]) -> None:
+        """Run ``enqueue(library, comm)``, in which NCCL may wait for peers until `abort`.
+
+        Raises:
+            NcclError: NCCL refused, or the communicator was aborted meanwhile.
+            GroupClosedError: the communicator was finished or aborted before.
+        """
+        with self._lock:
+            if self._comm is None:
+                raise GroupClosedError("this communicator of NCCL has been ended")
+            enqueue(self._library, self._comm)
+
+    def register(self, memory: NcclMemory, nccl: NcclLibrary, comm: int) -> None:
+        """Make a window of ``memory``, in `issue`.
+
+        Collective: yes, every member.
+        """
+        self.windows.append((nccl.window_register(comm, memory.address, memory.size), memory))
+
+    def check(self) -> None:
+        """Look for errors of what NCCL does in the background; not while a call is under way.
+
+        Raises:
+            NcclError: something has failed there, such as a connection.
+        """
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            if self._comm is None:
+                return
+            result = self._library.async_result(self._comm)
+            if result not in (NcclResult.SUCCESS, NcclResult.IN_PROGRESS):
+                raise self._library.error("background work", result, self._comm)
+        finally:
+            self._lock.release()
+
+    def abort(self) -> None:
+        """End the communicator and its operations, also on the device; idempotent.
+
+        If another thread is stuck in a call and holds the lock, this goes on after `_STUCK`: the
+        abort is what makes that call return.
+        """
+        held = self._lock.acquire(timeout=_STUCK)
+        try:
+            comm, self._comm = self._comm, None
+        finally:
+            if held:
+                self._lock.release()
+        if comm is not None:
+            self._library.abort(comm)
+            self.ended.set()
+
+    def finish(self) -> None:
+        """Complete all issued operations and free the communicator; idempotent.
+
+        Takes as long as the peers need for their part. If there are windows, the device must have
+        done all operations.
+        """
+        with self._lock:
+            comm, self._comm = self._comm, None
+        if comm is None:
+            return
+        try:
+            for window, _ in self.windows:
+                self._library.window_deregister(comm, window)
+            self._library.finalize(comm)
+            self._library.destroy(comm)
+        except NcclError:
+            self._library.abort(comm)
+        self.ended.set()
+        self.drop_windows(free=True)
+
+    def drop_windows(self, *, free: bool) -> None:
+        """Give up the windows' memory, after the end. ``free``: the device does not use it."""
+        while self.windows:
+            _, memory = self.windows.pop()
+            if free:
+                memory.free()
+            else:
+                memory.keep()
+
+
+if TYPE_CHECKING:
+    Settle = Callable[[Callable[[], bool]], None]
+    """Waits until a condition holds; raises if it has to be given up."""
+
+
+class NcclForming:
+    """A communicator that is being made: call `finish`, or `abort` if that raises."""
+
+    def __init__(self, library: NcclLibrary, world_size: int, unique_id: bytes, rank: int) -> None:
+        """Begin, on the current CUDA device.
+
+        Raises:
+            NcclError: NCCL refuses.
+        """
+        self._library = library
+        self._rank = rank
+        self._first = library.begin_init(world_size, unique_id, rank)
+        self._begun = [self._first]
+
+    def finish(self, settle: Settle) -> NcclHandle:
+        """Make the communicator. Collective: yes, every member.
+
+        Raises:
+            NcclError: NCCL refuses.
+            CoordinatorError: what ``settle`` raises.
+        """
+        settle(self._is_settled)
+        made = self._library.begin_split(self._first, self._rank)
+        settle(self._is_settled)
+        self._begun.append(made())
+        self._library.finalize(self._first)
+        settle(self._is_settled)
+        self._library.destroy(self._begun.pop(0))
+        return NcclHandle(self._library, self._begun.pop())
+
+    def abort(self) -> None:
+        """Give up what was begun."""
+        while self._begun:
+            self._library.abort(self._begun.pop())
+
+    def _is_settled(self) -> bool:
+        result = self._library.async_result(self._first)
+        if result not in (NcclResult.SUCCESS, NcclResult.IN_PROGRESS):
+            raise self._library.error("set-up", result, self._first)
+        return result == NcclResult.SUCCESS
+
+
+HOLD_SECONDS: Final = 0.002
+
+
+@dataclass(eq=False, slots=True)
+class MessageBatch:
+    """Messages that are issued together.
+
+    Attributes:
+        stream: the stream to issue them on.
+        messages: sends and receives, none of them empty, in the order of the calls.
+        mark: the point in the stream after them; None before they are issued.
+        error: why they could not be issued; None if they could, or were not issued yet.
+    """
+
+    stream: Stream
+    messages: list[Operation] = field(default_factory=list)
+    mark: StreamMark | None = None
+    error: CoordinatorError | None = None
+
+    def enqueue(self, nccl: NcclLibrary, comm: int, stream: int) -> None:
+        """Issue them to NCCL as a group."""
+        try:
+            nccl.group_start()
+            for each in self.messages:
+                sends = each.verb == "send"
+                move, cargo = (nccl.send, each.source) if sends else (nccl.recv, each.output)
+                move(cargo.data_ptr(), cargo.nbytes, BYTE, each.peer, comm, stream)
+        finally:
+            nccl.group_end()
+
+
+NCCL_POLL_SECONDS: Final = 0.001
+"""Seconds between two looks at NCCL's or the device's progress."""
+
+
+class NcclArrival:
+    """An operation whose `wait` blocks the host, such as a barrier."""
+
+    def __init__(
+        self, mark: StreamMark, operation: str, peers: Sequence[int], boundary: Boundary
+    ) -> None:
+        self._mark = mark
+        self._operation = operation
+        self._peers = peers
+        self._boundary = boundary
+
+    def ready(self) -> bool:
+        """Whether the device is done."""
+        return self._mark.passed()
+
+    def wait(self, deadline: Deadline) -> None:
+        """Block until the device is done; raise at the deadline, on an abort or a lost peer."""
+        self._boundary.wait(
+            self._mark.passed, deadline, self._operation, self._peers, poll=NCCL_POLL_SECONDS
+        )
+        # The mark is also passed when an abort has ended the operation.
+        self._boundary.watch.check(self._operation)
+
+
+class Underway:
+    """A message of a batch that may not have been issued yet."""
+
+    def __init__(self, batch: MessageBatch, release: Callable[[MessageBatch], None]) -> None:
+        self._batch = batch
+        self._release = release
+
+    def ready(self) -> bool:
+        """Whether the device is done, or the message could not be issued."""
+        mark = self._issued()
+        return mark is None or mark.passed()
+
+    def wait(self, deadline: Deadline) -> None:  # noqa: ARG002 - the host does not wait
+        """Have the current stream wait for the message."""
+        mark = self._issued()
+        if mark is None:
+            raise self._batch.error or GroupClosedError("the message was never issued")
+        mark.follow()
+
+    def _issued(self) -> StreamMark | None:
+        if self._batch.mark is None and self._batch.error is None:
+            self._release(self._batch)
+        return self._batch.mark
+
+
+if TYPE_CHECKING:
     Enqueue = Callable[[NcclLibrary, int, int], None]
     """Issues operations, given (library, communicator, stream)."""
 

@@ -1,32 +1,34 @@
-"""NCCL as a backend: all verbs, on torch's current stream.
+"""Run all verbs with NCCL on torch's current stream, and all-reduce through NCCL's windows.
 
-Data is moved as bytes, so every dtype works; `device_comm.cuda.nccl.carried_types` maps reductions
+Data is moved as bytes, so every dtype works; `device_comm.cuda.nccl.library` maps reductions
 to NCCL's. What NCCL cannot reduce is exchanged, and reduced by torch in rank order. Parts of
 different sizes are exchanged by grouped sends and receives.
+
+A candidate of selection where NCCL is 2.27 or newer. NCCL takes these kernels if input and result
+lie in windows, at the same places on all ranks, and the devices reach each other over NVLink; they
+take fewer blocks than its others and less time for small tensors. So tensors are copied into a
+window, and back. Input and result have a half each: it is reported that NCCL 2.28, in graphs, gives
+wrong results in place.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import Any, Final
 
 import torch
+from torch import Tensor
 
-from device_comm.cuda.nccl.carried_types import BYTE, NcclWire, nccl_wire
-from device_comm.cuda.nccl.core import NcclCore
-from device_comm.cuda.nccl.library import Op
-from device_comm.operation import NO_TENSOR, REDUCTIONS
-from device_comm.torch_group.carried_types import as_bytes
-from device_comm.torch_group.reduce_here import reduce_here
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from device_comm.cuda.nccl.library import NcclLibrary
-    from device_comm.operation import Operation
-    from device_comm.work import Pending
+from device_comm.cuda.nccl.core import NcclCore, NcclMemory
+from device_comm.cuda.nccl.library import BYTE, NcclLibrary, NcclWire, Op, nccl_wire
+from device_comm.cuda.symmetric_backend import LIMIT, Staging
+from device_comm.operation import NO_TENSOR, REDUCTIONS, Operation, ReduceOp
+from device_comm.torch_backend import as_bytes, reduce_here
+from device_comm.work import Pending
+from device_comm.wrappers import Wrapper
+from shm_broadcast.deadline import Deadline
 
 _MEETING = NcclWire(Op.MAX, BYTE)
 """A barrier is an all-reduce of one byte."""
@@ -163,3 +165,76 @@ def _cut(x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     flat, width = as_bytes(x), x.element_size()
     ends = list(accumulate(size * width for size in sizes))
     return [flat[end - size * width : end] for size, end in zip(sizes, ends, strict=True)]
+
+
+_REDUCTIONS: Final = frozenset(
+    (ReduceOp.SUM, dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)
+)
+
+
+def device_bytes(address: int, size: int, device: torch.device) -> Tensor:
+    """A tensor over ``size`` bytes of memory of a device, which it does not keep alive."""
+
+    class _There:
+        __cuda_array_interface__: Any = {  # noqa: RUF012 - read once
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+    return torch.as_tensor(_There(), device=device)
+
+
+class NcclWindow(Wrapper):
+    """The all-reduce of an `NcclBackend` by way of a window.
+
+    Attributes:
+        limit: the size in bytes of the largest tensor that it takes.
+    """
+
+    def __init__(
+        self,
+        nccl: NcclBackend,
+        memory: NcclMemory,
+        deadline: Deadline,
+        view: Callable[[int, int, torch.device], Tensor] = device_bytes,
+    ) -> None:
+        """Make the window. Collective: yes, every member.
+
+        Args:
+            nccl: its maker closes it, and with it the window.
+            memory: this rank's, from `allocate`; as large on all ranks.
+            deadline: when all ranks must have come.
+            view: makes a tensor of bytes of an address, a size and the device.
+
+        Raises:
+            NcclUnavailableError: NCCL makes no window of these devices' memory.
+            CoordinatorError: another rank failed, or did not come.
+        """
+        has = replace(nccl.capabilities, verbs=frozenset({"all_reduce"}), reductions=_REDUCTIONS)
+        super().__init__(nccl, capabilities=has, closes=False)
+        nccl.register(memory, deadline)
+        given, taken = view(memory.address, memory.size, nccl.device).chunk(2)
+        self._nccl = nccl
+        self._staging = Staging(given, taken, nccl.streams)
+        self.limit = self._staging.limit
+
+    @staticmethod
+    def allocate(nccl: NcclBackend, limit: int = LIMIT) -> NcclMemory:
+        """This rank's memory, for tensors of up to ``limit`` bytes. Collective: no.
+
+        Raises:
+            NcclUnavailableError: this NCCL has no windows.
+            NcclError: there is not so much memory.
+        """
+        return nccl.allocate(2 * limit)
+
+    def start(self, operation: Operation) -> Pending | None:
+        """Copy the tensor into the window, reduce there, and copy the result out."""
+
+        def step(given: Tensor, taken: Tensor) -> None:
+            self._nccl.start(operation.instead(given, taken))
+
+        self._staging.reduce(operation, self.capabilities, step)
+        return self._nccl.after(operation)

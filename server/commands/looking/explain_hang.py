@@ -9,13 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shm_broadcast.deadline import Deadline
-from shm_broadcast.onlooker.ask import stacks_of
-from shm_broadcast.onlooker.blame import judge
-from shm_broadcast.onlooker.processes import scan
+from shm_broadcast.inspection.diagnosis import judge, stacks_of
+from shm_broadcast.inspection.snapshot import scan
 
 from ..terminal import end_with_reader, screen
 from . import program_text
-from .choose_program import check_pid, chosen
+from .program_text import check_pid, chosen
 
 if TYPE_CHECKING:
     import argparse

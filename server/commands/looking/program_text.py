@@ -1,20 +1,26 @@
-"""Programs as text: pure functions of what was seen of them."""
+"""Choose a program, and show it as text."""
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from shm_broadcast.errors import counted, name_of
-from shm_broadcast.onlooker.blame import judge
+from shm_broadcast.inspection.diagnosis import Verdict, judge
+from shm_broadcast.inspection.snapshot import (
+    BoardSeen,
+    MemberSeen,
+    Program,
+    QueueSeen,
+    Scan,
+    of_process,
+    programs,
+)
 
 from ..terminal import shown
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from shm_broadcast.onlooker.blame import Verdict
-    from shm_broadcast.onlooker.programs import BoardSeen, MemberSeen, Program, QueueSeen
 
 UNLIMITED: Final = 1 << 16
 """The width of what is no terminal."""
@@ -218,3 +224,37 @@ def _bytes(number: int) -> str:
             )
         number /= 1024  # type: ignore[assignment]
     return f"{number:.1f} GiB"
+
+
+def check_pid(pid: int | None) -> None:
+    """Raise ValueError unless ``pid`` is a process of this user; None is fine."""
+    if pid is None:
+        return
+    try:
+        owner = os.stat(f"/proc/{pid}").st_uid  # noqa: PTH116
+    except OSError:
+        raise ValueError(f"no process has pid {pid}") from None
+    if owner != os.geteuid():
+        raise ValueError(f"pid {pid} belongs to another user")
+
+
+def chosen(pid: int | None, seen: Scan) -> list[Program] | None:
+    """The programs of a process, or without one the only program; None, and why on stderr."""
+    found = programs(seen)
+    if pid is not None:
+        found = of_process(pid, seen, found)
+        if not found:
+            say_none_of(pid, seen)
+        return found or None
+    if len(found) == 1:
+        return found
+    pids = ", ".join(str(each.pid) for each in found)
+    told = f"Which one? There are programs with pid {pids}." if found else NO_PROGRAM
+    sys.stderr.write(f"{told}\n")
+    return None
+
+
+def say_none_of(pid: int, seen: Scan) -> None:
+    """Say on stderr that a process has nothing to do with this library."""
+    why = "it may not be looked into" if pid in seen.unseen else "it is in no pool or group of ours"
+    sys.stderr.write(f"pid {pid}: {why}, and has started no process that is\n")

@@ -11,19 +11,16 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from shm_broadcast.onlooker.blame import judge
-from shm_broadcast.onlooker.processes import scan
-from shm_broadcast.onlooker.programs import of_process, programs
+from shm_broadcast.inspection.diagnosis import judge
+from shm_broadcast.inspection.snapshot import Program, Scan, of_process, programs, scan
 
 from ..terminal import end_with_reader, screen
 from . import program_text
-from .choose_program import check_pid, say_none_of
+from .program_text import check_pid, say_none_of
 
 if TYPE_CHECKING:
     import argparse
 
-    from shm_broadcast.onlooker.processes import Scan
-    from shm_broadcast.onlooker.programs import Program
 
 _WATCH_SECONDS = 1.0
 _CLEAR = "\x1b[H\x1b[J"

@@ -11,21 +11,18 @@ import json
 import pickle
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shm_broadcast.onlooker.chrome import chrome_trace
-from shm_broadcast.onlooker.flight import flight_dumps
-from shm_broadcast.onlooker.pasts import pasts
-from shm_broadcast.onlooker.processes import scan
+from shm_broadcast.inspection.snapshot import scan
+from shm_broadcast.inspection.trace import MemberPast, chrome_trace, flight_dumps, pasts
 
-from .choose_program import check_pid, chosen
+from .program_text import check_pid, chosen
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
 
-    from shm_broadcast.onlooker.pasts import MemberPast
 
 _STANDARD_OUTPUT = Path("-")
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...defaults import REQUEST_LINES
-from . import model_options
+from ...config import REQUEST_LINES
+from . import shared_options
 
 if TYPE_CHECKING:
     import argparse
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add = parser.add_argument
-    model_options.add_arguments(parser, tp=2, pp=2)
+    shared_options.add_model_arguments(parser, tp=2, pp=2)
     parser.set_defaults(dp=1)
     add("--input", type=Path, metavar="FILE", help="UTF-8 text, one sentence a line; blank "
         "lines are skipped (default: a text that ships with the project)")  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...defaults import (
+from ...config import (
     BATCH_TOKENS,
     CHUNK_TOKENS,
     CONTEXT,
@@ -15,9 +15,9 @@ from ...defaults import (
     RESTARTS,
     SLOTS,
 )
-from ...embedding.embedding_api import MAX_INPUTS
-from ...web.logs import ACCESS_MODES
-from . import host_options, model_options
+from ...service.embedding_api import MAX_INPUTS
+from ...service.logs import ACCESS_MODES
+from . import shared_options
 
 if TYPE_CHECKING:
     import argparse
@@ -27,13 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add = parser.add_argument
     decoders = f"; or a Llama-type folder, or {PACKAGED_DECODER}: serves completions and chats"
-    model_options.add_arguments(parser, tp=1, pp=1, more=decoders)
+    shared_options.add_model_arguments(parser, tp=1, pp=1, more=decoders)
     add("--slots", type=int, metavar="N", help="completions: answers that are computed at once "
         f"(default {SLOTS})")  # fmt: skip
     add("--context", type=int, metavar="N", help="completions: tokens of a prompt and its answer "
         f"(default {CONTEXT}, or what the model takes)")  # fmt: skip
     add("--dp", type=int, default=1, metavar="N", help="replicas of the model (default 1)")
-    host_options.add_arguments(parser)
+    shared_options.add_host_arguments(parser)
     add("--served-name", metavar="NAME", help="the model's name in requests "
         f"(default: the name of its folder, or {PACKAGED_NAME})")  # fmt: skip
     add("--http", default="127.0.0.1:8000", metavar="HOST:PORT", help="where to listen "

@@ -10,13 +10,11 @@ one rank), `decoder_model` (the arithmetic), `kv_cache` and `sampling`. `decoder
 of text. Needs the packages safetensors and tokenizers (extra ``decoder``).
 """
 
-from .decoder_config import DecoderFolder, DecoderFolderError, is_decoder
+from .decoder_cache import Sampling
+from .decoder_config import DecoderFolder, DecoderFolderError, is_decoder, smollm2
 from .decoder_text import AnswerReader, ChatError, DecoderText
 from .decoder_worker import DecoderWorker, Room
-from .engine import Engine, PromptTooLongError
-from .generation import Generation, GenerationTimeoutError
-from .sampling import Sampling
-from .smollm2 import smollm2
+from .engine import Engine, Generation, GenerationTimeoutError, PromptTooLongError
 
 __all__ = [
     "AnswerReader",

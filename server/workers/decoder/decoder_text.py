@@ -5,16 +5,11 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from .decoder_config import DecoderFolderError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
-    from .decoder_config import DecoderFolder
-
+from .decoder_config import DecoderFolder, DecoderFolderError
 
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 """Tokens of a byte, in vocabularies of words that have them for all other text."""

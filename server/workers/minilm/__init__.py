@@ -4,9 +4,15 @@ Needs the packages safetensors and tokenizers (extra ``demo``) where a model is 
 """
 
 from .minilm_worker import MiniLMWorker, Placed
-from .model_config import BertConfig, ModelFolder, ModelFolderError
-from .packaged import packaged_model
-from .tokenizer import EncodedText, InputTooLongError, SentenceTokenizer
+from .model_config import (
+    BertConfig,
+    EncodedText,
+    InputTooLongError,
+    ModelFolder,
+    ModelFolderError,
+    SentenceTokenizer,
+    packaged_model,
+)
 
 __all__ = [
     "BertConfig",

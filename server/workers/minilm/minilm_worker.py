@@ -1,4 +1,9 @@
-"""Sentence embeddings on the ranks of a worker pool.
+"""Compute sentence embeddings on the ranks of a pool with a BERT encoder.
+
+Only attention needs one row per input. For it, inputs of similar length form an `AttentionSpan` and
+are padded to the longest of them, so that there is never more padding than tokens.
+
+The tokens of a batch are concatenated, ``[tokens, hidden]``; see `packing`.
 
 Each stage of the pipeline sends a batch to the next one as soon as it has computed its layers.
 Every rank cuts a call into the same batches, so nothing else has to be exchanged.
@@ -7,26 +12,334 @@ Every rank cuts a call into the same batches, so nothing else has to be exchange
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import nn
 from torch.nn import functional
 
-from ...defaults import BATCH_TOKENS
-from ..parallel import regroup
-from ..shares import share
-from ..stages import compute_with, hand_on, handed_on
-from .model import load_stage, pool
-from .model_config import ModelFolder
-from .packing import arrange, make_batches
+from coordinator import GroupCoordinator
+
+from ...config import BATCH_TOKENS
+from ..model_folder import share
+from ..parallel import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    checkpoint_name,
+    compute_with,
+    hand_on,
+    handed_on,
+    read_parameters,
+    regroup,
+    whole_parameters,
+)
+from .model_config import BertConfig, ModelFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ...worker import WorkerContext
-    from .packing import PackedBatch
+    from ..parallel import Activation
+
+
+_SHORT = 16
+"""Inputs of up to so many tokens form one span: one more span costs more than the padding."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """Some of a call's inputs, the longest first.
+
+    Attributes:
+        rows: which inputs they are.
+        lengths: tokens of each.
+    """
+
+    rows: list[int]
+    lengths: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenArrangement:
+    """How the tokens of a batch stand, as the model needs it on its device.
+
+    Attributes:
+        lengths: int64 [inputs].
+        positions: int64 [tokens]: where in its input each token stands.
+        spans: all inputs, in order.
+    """
+
+    lengths: torch.Tensor
+    positions: torch.Tensor
+    spans: list[AttentionSpan]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpan:
+    """Inputs of a batch that are padded to one length, for attention.
+
+    Attributes:
+        tokens: where their tokens stand in the batch.
+        shape: how many inputs, and the tokens of the longest.
+        places: int64: the row of each token once they are padded; ``None`` if none is padded.
+        mask: bool [inputs, 1, 1, longest]: where a token stands; ``None`` if everywhere.
+    """
+
+    tokens: slice
+    shape: tuple[int, int]
+    places: torch.Tensor | None
+    mask: torch.Tensor | None
+
+
+def make_batches(lengths: Sequence[int], max_tokens: int) -> Iterator[PackedBatch]:
+    """Batches of at most ``max_tokens`` tokens, or of one input that has more."""
+    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    rows: list[int] = []
+    room = max_tokens
+    for row in order:
+        if rows and lengths[row] > room:
+            yield PackedBatch(rows, [lengths[each] for each in rows])
+            rows, room = [], max_tokens
+        rows.append(row)
+        room -= lengths[row]
+    if rows:
+        yield PackedBatch(rows, [lengths[each] for each in rows])
+
+
+def arrange(lengths: Sequence[int], device: torch.device) -> TokenArrangement:
+    """How the tokens of a batch stand whose inputs have ``lengths`` tokens, the longest first."""
+    return TokenArrangement(
+        torch.tensor(lengths, device=device),
+        torch.cat([torch.arange(length) for length in lengths]).to(device),
+        _spans(lengths, device),
+    )
+
+
+def _spans(lengths: Sequence[int], device: torch.device) -> list[AttentionSpan]:
+    spans: list[AttentionSpan] = []
+    row = token = 0
+    while row < len(lengths):
+        longest = lengths[row]
+        least = longest // 2 if longest > _SHORT else 0
+        end = row
+        while end < len(lengths) and lengths[end] > least:
+            end += 1
+        spans.append(_span(np.array(lengths[row:end]), token, device))
+        token = spans[-1].tokens.stop
+        row = end
+    return spans
+
+
+def _span(lengths: np.ndarray, first: int, device: torch.device) -> AttentionSpan:
+    longest = int(lengths[0])
+    tokens = slice(first, first + int(lengths.sum()))
+    shape = (len(lengths), longest)
+    if lengths[-1] == longest:
+        return AttentionSpan(tokens, shape, None, None)
+    mask = torch.from_numpy(np.arange(longest) < lengths[:, None])
+    places = mask.flatten().nonzero().squeeze(1)
+    return AttentionSpan(tokens, shape, places.to(device), mask[:, None, None, :].to(device))
+
+
+_CHECKPOINT_NAMES = {
+    "embeddings.words": "embeddings.word_embeddings",
+    "embeddings.positions": "embeddings.position_embeddings",
+    "embeddings.types": "embeddings.token_type_embeddings",
+    "embeddings.norm": "embeddings.LayerNorm",
+    "query": "attention.self.query",
+    "key": "attention.self.key",
+    "value": "attention.self.value",
+    "attended": "attention.output.dense",
+    "attended_norm": "attention.output.LayerNorm",
+    "up": "intermediate.dense",
+    "down": "output.dense",
+    "down_norm": "output.LayerNorm",
+}
+
+
+class Embeddings(nn.Module):
+    """Token ids int64 [tokens] → [tokens, hidden], of the parameters' dtype.
+
+    Collective: yes, every member of ``tp``.
+    """
+
+    def __init__(self, config: BertConfig, tp: GroupCoordinator) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.words = VocabParallelEmbedding(config.vocab_size, size, tp)
+        self.positions = _embedding(config.max_position_embeddings, size)
+        self.types = _embedding(config.type_vocab_size, size)
+        self.norm = nn.LayerNorm(size, config.layer_norm_eps, device="meta")
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Word, position and first-segment vectors, summed and normalised.
+
+        ``positions``: int64 [tokens]: where in its input each token stands.
+        """
+        words: torch.Tensor = self.words(ids)
+        words += self.types.weight[0]
+        words += self.positions.weight[positions]
+        embedded: torch.Tensor = self.norm(words)
+        return embedded
+
+
+class Layer(nn.Module):
+    """One encoder layer, this rank's attention heads and part of the intermediate.
+
+    [tokens, hidden] → the same. Collective: yes, every member of ``tp``.
+    """
+
+    def __init__(self, config: BertConfig, tp: GroupCoordinator) -> None:
+        super().__init__()
+        size, inner, eps = config.hidden_size, config.intermediate_size, config.layer_norm_eps
+        self.head_size = config.head_size
+        self.query = ColumnParallelLinear(size, size, tp)
+        self.key = ColumnParallelLinear(size, size, tp)
+        self.value = ColumnParallelLinear(size, size, tp)
+        self.attended = RowParallelLinear(size, size, tp)
+        self.attended_norm = nn.LayerNorm(size, eps, device="meta")
+        self.up = ColumnParallelLinear(size, inner, tp, _FUNCTIONS[config.activation])
+        self.down = RowParallelLinear(inner, size, tp)
+        self.down_norm = nn.LayerNorm(size, eps, device="meta")
+
+    def prepare(self) -> None:
+        """Merge and lay out what `forward` computes with, once the parameters are there."""
+        self.attending = MergedColumnParallelLinear((self.query, self.key, self.value))
+        del self.query, self.key, self.value
+        for linear in (self.attending, self.attended, self.up, self.down):
+            linear.prepack()
+
+    def forward(self, x: torch.Tensor, spans: Sequence[AttentionSpan]) -> torch.Tensor:
+        """``spans``: the parts of the batch within which tokens attend to each other."""
+        parts = self.attending(x).chunk(3, dim=1)
+        heads = [self._attend(span, *(part[span.tokens] for part in parts)) for span in spans]
+        attended = heads[0] if len(heads) == 1 else torch.cat(heads)
+        x = self.attended_norm(x + self.attended(attended))
+        y: torch.Tensor = self.down_norm(x + self.down(self.up(x)))
+        return y
+
+    def _attend(self, span: AttentionSpan, *parts: torch.Tensor) -> torch.Tensor:
+        """Query, key and value, each [tokens, heads * head_size] → the same shape."""
+        query, key, value = (self._rows(span, part) for part in parts)
+        found = functional.scaled_dot_product_attention(query, key, value, attn_mask=span.mask)
+        packed = found.transpose(1, 2).flatten(2).flatten(0, 1)
+        return packed if span.places is None else packed[span.places]
+
+    def _rows(self, span: AttentionSpan, part: torch.Tensor) -> torch.Tensor:
+        if span.places is not None:
+            padded = part.new_zeros(span.shape[0] * span.shape[1], part.shape[1])
+            part = padded.index_copy_(0, span.places, part)
+        return part.view(*span.shape, -1, self.head_size).transpose(1, 2)
+
+
+class ModelStage(nn.Module):
+    """What one pipeline stage computes.
+
+    Args:
+        config: the encoder's sizes.
+        layers: the layers of this stage, numbered as in the whole encoder.
+        tp: the group that every layer is cut over.
+    """
+
+    def __init__(self, config: BertConfig, layers: range, tp: GroupCoordinator) -> None:
+        super().__init__()
+        self.embeddings = Embeddings(config, tp) if layers.start == 0 else None
+        self.layers = nn.ModuleDict({str(index): Layer(config, tp) for index in layers})
+
+    def prepare(self) -> None:
+        """Make ready to compute, once the parameters are there."""
+        for module in self.modules():
+            if isinstance(module, Layer):
+                module.prepare()
+
+    def forward(self, x: torch.Tensor, batch: TokenArrangement) -> torch.Tensor:
+        """Run this stage's part on a batch.
+
+        Args:
+            x: token ids int64 [tokens] on the first stage; otherwise what the stage before
+                returned.
+            batch: how its tokens stand.
+
+        Returns:
+            [tokens, hidden], the same on every rank of the stage.
+
+        Collective: yes, every member of the tensor-parallel group.
+        """
+        if self.embeddings is not None:
+            x = self.embeddings(x, batch.positions)
+        for layer in self.layers.values():
+            x = layer(x, batch.spans)
+        return x
+
+
+def _embedding(rows: int, size: int) -> nn.Embedding:
+    # nn.Embedding(device="meta") would draw random numbers, for which torch imports its compiler:
+    # a second of every worker's start.
+    weight = torch.empty(rows, size, device="meta")
+    made: nn.Embedding = nn.Embedding.from_pretrained(weight)  # type: ignore[no-untyped-call]
+    return made
+
+
+def load_stage(
+    folder: ModelFolder,
+    layers: range,
+    tp: GroupCoordinator,
+    device: torch.device,
+    report: Callable[[int, int, str], None],
+    dtype: torch.dtype,
+) -> ModelStage:
+    """Make a stage and read this rank's part of its parameters, as ``dtype``.
+
+    Raises:
+        CheckpointError: the weights are not those that the folder's config.json describes.
+
+    Collective: no.
+    """
+    stage = ModelStage(folder.bert, layers, tp)
+    whole = whole_parameters(stage)
+    names = {
+        name: folder.prefix + checkpoint_name(name, "encoder.layer", _CHECKPOINT_NAMES)
+        for name in whole
+    }
+    tensors = read_parameters(
+        folder.weights, whole, names, tp, device=device, dtype=dtype, report=report
+    )
+    stage.load_state_dict(tensors, assign=True)
+    stage.prepare()
+    return stage.eval().requires_grad_(False)
+
+
+def pool(hidden: torch.Tensor, lengths: torch.Tensor, how: str) -> torch.Tensor:
+    """One vector for each input: [tokens, hidden] → [inputs, hidden].
+
+    Args:
+        hidden: the encoder's output.
+        lengths: tokens of each input, int64 [inputs].
+        how: ``"mean"`` or ``"max"`` over the tokens, or ``"cls"``, the first token's.
+    """
+    if how == "cls":
+        return hidden[lengths.cumsum(0) - lengths]
+    return torch.segment_reduce(hidden, how, lengths=lengths)
+
+
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return functional.gelu(x, approximate="tanh")
+
+
+def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+_FUNCTIONS: dict[str, Activation] = {
+    "gelu": functional.gelu,
+    "gelu_tanh": _gelu_tanh,
+    "quick_gelu": _quick_gelu,
+    "relu": functional.relu,
+    "silu": functional.silu,
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from coordinator.layout import Layout, MeshCosts, Partial, Placement, Replicate, Shard, plan
-from coordinator.layout.planning.arrangement import Arrangement
+from coordinator.layout.placement import Arrangement
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.layout.planning.calibrate import AlphaBeta, _fit
+from coordinator.layout.measure import AlphaBeta, _fit
 
 MOVED = [512.0, 1024.0, 65536.0, 1e6, 4e6]
 

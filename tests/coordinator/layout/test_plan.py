@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.layout import Layout, MeshCosts, Partial, Plan, Replicate, Shard, plan
-from coordinator.layout.planning.arrangement import Arrangement
+from coordinator.layout.placement import Arrangement
 from device_comm import ReduceOp
 from tests.coordinator.layout.by_hand import layouts
 from tests.coordinator.layout.dtensor_paths import compare

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coordinator.layout import Layout, Partial, Replicate, Shard, SubMesh
-from coordinator.layout.planning.route import Piece, by_box, route
+from coordinator.layout.plan import Piece, by_box, route
 
 R, S0, P = Layout((Replicate(),)), Layout((Shard(0),)), Layout((Partial(),))
 

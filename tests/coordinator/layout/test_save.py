@@ -24,12 +24,11 @@ from coordinator.layout import (
     Place,
     Replicate,
     Shard,
+    checkpoint,
     load_sharded,
     save_sharded,
 )
-from coordinator.layout.checkpoints import replacement
-from coordinator.layout.checkpoints.replacement import Replacement
-from coordinator.layout.checkpoints.safetensors_writer import encode_header, write_checkpoint
+from coordinator.layout.checkpoint import Replacement, encode_header, write_checkpoint
 from shm_broadcast.errors import DivergenceError
 from tests.coordinator.layout.by_hand import hold
 from tests.coordinator.layout.meshes import open_mesh
@@ -309,7 +308,7 @@ def file_system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), str(folder))
 
     if request.param == "named":
-        monkeypatch.setattr(replacement, "_open_nameless", unsupported)
+        monkeypatch.setattr(checkpoint, "_open_nameless", unsupported)
     return str(request.param)
 
 

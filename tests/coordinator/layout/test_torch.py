@@ -27,8 +27,8 @@ from coordinator.layout import (
     Shard,
     calibrate,
     calibrate_mesh,
-    differentiable,
     measure,
+    moves,
     named_parameters,
     plan,
     redistribute,
@@ -62,9 +62,9 @@ def parallel_layers_match_dense(mesh: Mesh) -> None:
         parts[name] = redistribute(whole, Replicate(), layout, tp).requires_grad_()
     bias = dense[2].bias.detach().clone().requires_grad_()  # type: ignore[index]
     mine = batch().requires_grad_()
-    hidden = functional.linear(differentiable.copy(mine, tp), parts["0.weight"], parts["0.bias"])
+    hidden = functional.linear(moves.copy(mine, tp), parts["0.weight"], parts["0.bias"])
     partial = functional.linear(hidden.tanh(), parts["2.weight"])
-    found = differentiable.reduce(partial, tp) + bias
+    found = moves.reduce(partial, tp) + bias
     found.square().sum().backward()
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(mine.grad, x.grad)
@@ -81,11 +81,11 @@ def wrong_sizes_are_refused(mesh: Mesh) -> None:
     tp, x = mesh.axes[-1], torch.ones(4, 4)
     n = tp.world_size
     for call in (
-        lambda: differentiable.gather(x, 2, tp),
-        lambda: differentiable.gather(x, 0, tp, [3] * n),
-        lambda: differentiable.split(x, 0, tp, [9] * n),
-        lambda: differentiable.all_to_all(x, 0, -2, tp),
-        lambda: differentiable.recut(x, 0, tp, [4] * n, [1] * n),
+        lambda: moves.gather(x, 2, tp),
+        lambda: moves.gather(x, 0, tp, [3] * n),
+        lambda: moves.split(x, 0, tp, [9] * n),
+        lambda: moves.all_to_all(x, 0, -2, tp),
+        lambda: moves.recut(x, 0, tp, [4] * n, [1] * n),
     ):
         with pytest.raises(ValueError, match=r"sizes|dim"):
             call()

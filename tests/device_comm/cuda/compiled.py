@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
-from device_comm.cuda.device import cupy_driver
-from device_comm.cuda.device.kernel_source import kernel_source
+from device_comm.cuda import cupy_driver
+from device_comm.cuda.driver import kernel_source
 
 ARCHITECTURES = (80, 90, 100)
 _COMPILE_SECONDS = 400.0

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from device_comm import ReduceOp
-from device_comm.cuda.launches import abi
-from device_comm.cuda.launches.planner import Planner
+from device_comm.cuda.ipc import abi
+from device_comm.cuda.ipc.planner import Planner
 from tests.device_comm.cuda.emulator import LIMITS
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from device_comm.cuda.launches.launch import KernelLaunch, Limits
+    from device_comm.cuda.ipc.abi import KernelLaunch, Limits
     from tests.device_comm.cuda.emulator import Emulation
 
 NEAR_WRAP = 2**32 - 3

@@ -13,12 +13,12 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from device_comm.cuda.launches.launch import Limits
+from device_comm.cuda.ipc.abi import Limits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from device_comm.cuda.launches.launch import KernelLaunch
+    from device_comm.cuda.ipc.abi import KernelLaunch
 
 ROOT = Path(__file__).parents[3]
 KERNELS = ROOT / "device_comm/cuda/kernels"

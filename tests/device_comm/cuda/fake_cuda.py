@@ -12,14 +12,13 @@ import pytest
 import torch
 
 from device_comm import Communicator, Identity
-from device_comm.cuda.device import cupy_driver, driver_calls
-from device_comm.cuda.device.cupy_driver import CupyDriver
-from device_comm.cuda.ipc.endpoint import Endpoint
-from device_comm.cuda.ipc.health import Health
+from device_comm.cuda import cupy_driver
+from device_comm.cuda.cupy_driver import CupyDriver
+from device_comm.cuda.ipc import abi
+from device_comm.cuda.ipc.abi import KERNELS, Limits
 from device_comm.cuda.ipc.ipc_backend import IpcBackend
 from device_comm.cuda.ipc.mappings import Mappings
-from device_comm.cuda.launches import abi
-from device_comm.cuda.launches.launch import KERNELS, Limits
+from device_comm.cuda.ipc.setup import Endpoint, Health
 from tests.device_comm.cuda.fake_library import compile_library
 
 if TYPE_CHECKING:
@@ -118,7 +117,7 @@ def stubbed(
         patch.setattr(cupy_driver, "cupy", SimpleNamespace(cuda=cuda), raising=False)
         patch.setattr(cupy_driver, "LIBCUDA", library)
         if not native:
-            patch.setattr(driver_calls, "extension_of", lambda _: None)
+            patch.setattr(cupy_driver, "extension_of", lambda _: None)
         driver = StubbedDriver()
         yield driver, note
         driver.close()

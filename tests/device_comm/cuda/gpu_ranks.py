@@ -31,7 +31,7 @@ def make_cuda(
     # CuPy may speak of the machine. Nothing is restored, for ranks may be threads.
     warnings.simplefilter("ignore")
     from device_comm import Communicator
-    from device_comm.cuda.device.cupy_driver import CupyDriver
+    from device_comm.cuda.cupy_driver import CupyDriver
     from device_comm.cuda.ipc.ipc_backend import IpcBackend
 
     device = rank % torch.cuda.device_count() if index is None else index

@@ -24,9 +24,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from device_comm.cuda.device.driver import Exported, HostBlock
-from device_comm.cuda.errors import DeviceError, NotShareableError
-from device_comm.cuda.launches.abi import RegionLayout
+from device_comm.cuda.driver import DeviceError, Exported, HostBlock, NotShareableError
+from device_comm.cuda.ipc.abi import RegionLayout
 from shm_broadcast.errors import SharedMemoryError
 from shm_broadcast.segment import Segment, SegmentHandle
 from tests.device_comm.cuda.emulator import Emulation
@@ -34,7 +33,7 @@ from tests.device_comm.cuda.emulator import Emulation
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from device_comm.cuda.device.driver import PreparedLaunch
+    from device_comm.cuda.driver import PreparedLaunch
 
 _BEGIN = mmap.PAGESIZE
 """Where device memory begins in a segment."""
@@ -94,7 +93,7 @@ class HostGraph:
 
 
 class HostDriver:
-    """Implements `device_comm.cuda.device.driver.Driver`.
+    """Implements `device_comm.cuda.driver.Driver`.
 
     Attributes:
         pool_reason: why memory of torch's cannot be shared, as with expandable segments.

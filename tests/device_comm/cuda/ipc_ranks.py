@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from device_comm import Communicator
 from device_comm.cuda.agree import swap_over
-from device_comm.cuda.ipc import endpoint
+from device_comm.cuda.ipc import setup
 from device_comm.cuda.ipc.ipc_backend import IpcBackend
 from shm_broadcast import Board
 from tests.device_comm.cuda.emulator import LIMITS
@@ -18,7 +18,7 @@ from tests.device_comm.shm_ranks import make_comm
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from device_comm.cuda.launches.launch import Limits
+    from device_comm.cuda.ipc.abi import Limits
     from shm_broadcast import BoardHandle
 
 T = TypeVar("T")
@@ -61,7 +61,7 @@ def make_ipc(
     probe_seconds: float = 10.0,
 ) -> Communicator:
     """This rank's end of a group of all members of ``board``."""
-    endpoint.ENDPOINT_LINGER = 30.0  # so that nothing is left to the end of the process
+    setup.ENDPOINT_LINGER = 30.0  # so that nothing is left to the end of the process
     mine = board if isinstance(board, Board) else Board.attach(board, rank)
     over = make_comm(rank, mine, path)
     return Communicator(

@@ -16,9 +16,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from device_comm.cuda.launches.abi import RegionLayout
-    from device_comm.cuda.launches.launch import KernelLaunch
-    from device_comm.cuda.launches.planner import Planner
+    from device_comm.cuda.ipc.abi import KernelLaunch, RegionLayout
+    from device_comm.cuda.ipc.planner import Planner
 
 REPLAY_SECONDS = 120.0
 _ROOM = 8 << 20

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from device_comm import ReduceOp
-from device_comm.cuda.ipc import ipc_backend
-from device_comm.cuda.launches import abi
-from device_comm.cuda.launches.abi import ErrorCode, KernelJob, Phase, RegionLayout
+from device_comm.cuda.ipc import abi, ipc_backend
+from device_comm.cuda.ipc.abi import ErrorCode, KernelJob, Phase, RegionLayout
 from device_comm.span import Span
 
 if TYPE_CHECKING:

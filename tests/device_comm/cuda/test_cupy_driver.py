@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from device_comm.cuda.device import cupy_driver, kernel_source
-from device_comm.cuda.device.driver import Driver
-from device_comm.cuda.errors import DeviceError
-from device_comm.cuda.launches.launch import KERNELS
+from device_comm.cuda import cupy_driver
+from device_comm.cuda import driver as kernel_source
+from device_comm.cuda.driver import DeviceError, Driver
+from device_comm.cuda.ipc.abi import KERNELS
 from tests.device_comm.cuda.host_driver import HostDriver
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def test_nobody_else_imports_cupy() -> None:
         for path in (root / floor).rglob("*.py")
         if re.search(r"^\s*(import|from) cupy\b", path.read_text(), re.MULTILINE)
     ]
-    assert users == ["device_comm/cuda/device/cupy_driver.py"]
+    assert users == ["device_comm/cuda/cupy_driver.py"]
 
 
 @pytest.mark.parametrize("kind", [cupy_driver.CupyDriver, HostDriver])

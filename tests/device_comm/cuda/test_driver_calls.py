@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from device_comm import Operation
-from device_comm.cuda.device import driver_calls
-from device_comm.cuda.errors import DeviceError
-from device_comm.cuda.ipc.health import Health
-from device_comm.cuda.launches import abi
-from device_comm.cuda.launches.abi import ErrorCode
-from device_comm.cuda.launches.launch import KERNELS, MOVE_KERNEL
+from device_comm.cuda import cupy_driver
+from device_comm.cuda.driver import DeviceError
+from device_comm.cuda.ipc import abi
+from device_comm.cuda.ipc.abi import KERNELS, MOVE_KERNEL, ErrorCode
+from device_comm.cuda.ipc.setup import Health
 from device_comm.operation import Norm
 from shm_broadcast import Board, CoordinatorError
 from shm_broadcast.extension import extension_of
@@ -184,7 +183,7 @@ def test_a_capture_is_given_the_launches_of_its_collectives(
 def test_without_a_context_there_are_no_calls(library: str) -> None:
     Context(library).set(0)
     with pytest.raises(DeviceError, match=r"^cuCtxGetCurrent: the device has no context$"):
-        driver_calls.driver_calls(ctypes.CDLL(library))
+        cupy_driver.driver_calls(ctypes.CDLL(library))
 
 
 def test_arguments_are_given_back_with_the_launch(

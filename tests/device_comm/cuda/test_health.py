@@ -5,8 +5,8 @@ from __future__ import annotations
 import struct
 
 from device_comm import Identity
-from device_comm.cuda.ipc.health import Health
-from device_comm.cuda.launches import abi
+from device_comm.cuda.ipc import abi
+from device_comm.cuda.ipc.setup import Health
 from shm_broadcast import Board
 from tests.patience import until
 from tests.shm_broadcast.test_board import bury

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from device_comm.cuda.errors import IpcUnavailableError
+from device_comm.cuda.driver import IpcUnavailableError
 from shm_broadcast import (
     BoardHandle,
     GroupAbortedError,

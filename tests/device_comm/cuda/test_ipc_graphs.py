@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from device_comm import ReduceOp
-from device_comm.cuda.launches.abi import GROUP_BYTES
+from device_comm.cuda.ipc.abi import GROUP_BYTES
 from shm_broadcast import (
     BoardHandle,
     DivergenceError,

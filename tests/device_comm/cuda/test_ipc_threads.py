@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from coordinator.messages.incoming import Routes
-from coordinator.messages.outgoing import Outgoing
+from coordinator.messages.transport import Outgoing
 from device_comm import Communicator
-from device_comm.cuda.ipc import endpoint
+from device_comm.cuda.ipc import setup
 from device_comm.cuda.ipc.ipc_backend import IpcBackend
 from device_comm.cuda.ipc.mappings import Departures
 from shm_broadcast import Board, BoardHandle, Deadline, GroupTimeoutError
-from shm_broadcast.machine.liveness import ProcessId
+from shm_broadcast.process import ProcessId
 from tests.device_comm.cuda.emulator import LIMITS
 from tests.device_comm.cuda.host_driver import HostDriver, small_layout
 from tests.device_comm.cuda.ipc_ranks import ipc_of, local_swaps, make_ipc, on_threads
@@ -129,7 +129,7 @@ def test_memory_is_freed_once_peers_have_unmapped_it(
 def test_memory_that_a_peer_keeps_is_left(
     emulation_library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoint, "ENDPOINT_LINGER", 0.1)
+    monkeypatch.setattr(setup, "ENDPOINT_LINGER", 0.1)
     first, second = make_local(str(emulation_library), 2, None)
     first.close()
     driver = ipc_of(first)._driver

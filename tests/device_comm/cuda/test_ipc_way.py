@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from device_comm import Communicator, ReduceOp
-from device_comm.choosing.measuring import measure_candidates
-from device_comm.choosing.selecting_backend import SelectingBackend
-from device_comm.choosing.selection import Candidate, Measured, Selection, Table
-from device_comm.cuda.ipc.ipc_way import ways
+from device_comm.cuda.ipc.ipc_backend import ways
+from device_comm.measuring import measure_candidates
+from device_comm.selection import Candidate, Measured, SelectingBackend, Selection, Table
 from tests.device_comm.cuda.host_driver import HostDriver
 from tests.device_comm.cuda.ipc_ranks import ipc_of, make_ipc
 from tests.ranks import NEW_BOARD, run_ranks

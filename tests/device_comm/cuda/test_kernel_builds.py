@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from device_comm.cuda.device.kernel_source import kernel_source
-from device_comm.cuda.launches.launch import KERNELS
+from device_comm.cuda.driver import kernel_source
+from device_comm.cuda.ipc.abi import KERNELS
 from tests.device_comm.cuda.emulator import KERNELS as FOLDER
 
 

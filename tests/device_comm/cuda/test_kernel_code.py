@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from device_comm.cuda.launches.launch import KERNELS, TRANSFER
+from device_comm.cuda.ipc.abi import KERNELS, TRANSFER
 from tests.device_comm.cuda.compiled import ARCHITECTURES, disassemble
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from device_comm import ReduceOp
-from device_comm.cuda.launches.launch import Algorithm
+from device_comm.cuda.ipc.abi import Algorithm
 from tests.device_comm.cuda.emulated_world import (
     Rank,
     World,
@@ -22,7 +22,7 @@ from tests.device_comm.cuda.emulated_world import (
 )
 
 if TYPE_CHECKING:
-    from device_comm.cuda.launches.launch import KernelLaunch
+    from device_comm.cuda.ipc.abi import KernelLaunch
     from tests.device_comm.cuda.emulator import Emulation
 
 EDGE = 128

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from device_comm import ReduceOp
-from device_comm.cuda.launches import abi
-from device_comm.cuda.launches.abi import ErrorCode, Phase
-from device_comm.cuda.launches.launch import Algorithm
+from device_comm.cuda.ipc import abi
+from device_comm.cuda.ipc.abi import Algorithm, ErrorCode, Phase
 from device_comm.span import Span
 from tests.device_comm.cuda.emulated_world import (
     NEAR_WRAP,
@@ -27,7 +26,7 @@ from tests.patience import until
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from device_comm.cuda.launches.launch import KernelLaunch
+    from device_comm.cuda.ipc.abi import KernelLaunch
     from tests.device_comm.cuda.emulator import Emulation
 
 SIZE = 400

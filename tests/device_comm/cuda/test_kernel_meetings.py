@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from device_comm import ReduceOp
-from device_comm.cuda.launches import abi
-from device_comm.cuda.launches.abi import Phase
-from device_comm.cuda.launches.launch import Algorithm
+from device_comm.cuda.ipc import abi
+from device_comm.cuda.ipc.abi import Algorithm, Phase
 from tests.device_comm.cuda.emulated_world import NEAR_WRAP, Rank, World, small_layout
 from tests.patience import until
 
 if TYPE_CHECKING:
-    from device_comm.cuda.launches.launch import KernelLaunch
+    from device_comm.cuda.ipc.abi import KernelLaunch
     from tests.device_comm.cuda.emulator import Emulation
 
 FIRST = NEAR_WRAP + 1

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from device_comm import ReduceOp
-from device_comm.cuda.launches import abi
-from device_comm.cuda.launches.launch import Limits
-from device_comm.cuda.launches.planner import Planner
+from device_comm.cuda.ipc import abi
+from device_comm.cuda.ipc.abi import Limits
+from device_comm.cuda.ipc.planner import Planner
 from device_comm.span import Span
 from tests.device_comm.cuda.emulated_world import (
     Rank,
@@ -25,7 +25,7 @@ from tests.device_comm.cuda.emulated_world import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from device_comm.cuda.launches.launch import KernelLaunch
+    from device_comm.cuda.ipc.abi import KernelLaunch
     from tests.device_comm.cuda.emulator import Emulation
 
 EPSILON = 1e-5

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from device_comm import ReduceOp
-from device_comm.cuda.launches.abi import ErrorCode
+from device_comm.cuda.ipc.abi import ErrorCode
 from tests.device_comm.cuda.emulated_world import NEAR_WRAP, Rank, World, run_threads, small_layout
 
 if TYPE_CHECKING:

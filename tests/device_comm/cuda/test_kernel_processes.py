@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from device_comm import ReduceOp
-from device_comm.cuda.launches.abi import ErrorCode, RegionLayout
-from device_comm.cuda.launches.launch import Algorithm
+from device_comm.cuda.ipc.abi import Algorithm, ErrorCode, RegionLayout
 from tests.device_comm.cuda.emulated_world import Rank, World, moved, small_layout
 from tests.device_comm.cuda.emulator import Emulation
 from tests.device_comm.oracle import reduced, values

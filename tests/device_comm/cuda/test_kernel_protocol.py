@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from device_comm import ReduceOp
-from device_comm.cuda.launches import abi
-from device_comm.cuda.launches.launch import Algorithm, Limits
+from device_comm.cuda.ipc import abi
+from device_comm.cuda.ipc.abi import Algorithm, Limits
 from tests.device_comm.cuda.emulated_world import (
     NEAR_WRAP,
     Rank,

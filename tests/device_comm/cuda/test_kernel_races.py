@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from device_comm import ReduceOp
-from device_comm.cuda.launches.launch import Algorithm
+from device_comm.cuda.ipc.abi import Algorithm
 from device_comm.span import Span
 from tests.device_comm.cuda.emulated_world import moved, small_layout
 from tests.device_comm.cuda.emulator import KERNELS, build, why_not

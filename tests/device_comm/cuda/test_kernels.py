@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from device_comm import ReduceOp
-from device_comm.cuda.launches.launch import Algorithm
+from device_comm.cuda.ipc.abi import Algorithm
 from tests.device_comm.cuda.emulated_world import (
     Rank,
     World,

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from device_comm import ReduceOp
-from device_comm.cuda.nccl.batch import HOLD_SECONDS
+from device_comm.cuda.nccl.core import HOLD_SECONDS
 from device_comm.cuda.nccl.library import (
     TYPES,
     NcclError,

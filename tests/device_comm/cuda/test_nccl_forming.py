@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from device_comm.cuda.nccl.forming import NcclForming
+from device_comm.cuda.nccl.core import NcclForming
 from device_comm.cuda.nccl.library import NcclError, NcclResult
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ import torch
 
 from device_comm import Communicator, Operation, ReduceOp
 from device_comm.cuda.nccl.library import NcclError, NcclLibrary, NcclUnavailableError
-from device_comm.cuda.nccl.nccl_backend import NcclBackend
-from device_comm.cuda.nccl.nccl_window import NcclWindow
+from device_comm.cuda.nccl.nccl_backend import NcclBackend, NcclWindow
 from shm_broadcast import Board, BoardHandle, Deadline, GroupAbortedError, GroupTimeoutError
 from tests.device_comm.shm_ranks import share_through
 from tests.device_comm.suite import check_table

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from coordinator.setup.candidates import try_together
+from coordinator.cuda_candidates import try_together
 from device_comm import Communicator, Operation, ReduceOp
-from device_comm.choosing.selecting_backend import SelectingBackend
-from device_comm.choosing.selection import Candidate, Selection
 from device_comm.cuda.agree import swap_over
 from device_comm.cuda.nccl import core as nccl_core
 from device_comm.cuda.nccl.library import NcclLibrary, NcclResult, NcclUnavailableError
-from device_comm.cuda.nccl.nccl_window import NcclWindow
+from device_comm.cuda.nccl.nccl_backend import NcclWindow
+from device_comm.selection import Candidate, SelectingBackend, Selection
 from shm_broadcast import Board, BoardHandle, CoordinatorError, Deadline, GroupAbortedError
 from tests.device_comm.cuda.fake_library import COMPILER
 from tests.device_comm.cuda.fake_nccl import compile_fake, make_nccl, nccl_of
@@ -30,8 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from device_comm.cuda.nccl.core import NcclMemory
     from device_comm.cuda.nccl.nccl_backend import NcclBackend
-    from device_comm.cuda.nccl.nccl_memory import NcclMemory
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C compiler to make a fake NCCL with")
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from coordinator.compiling import compile_ops
-from device_comm.verbs.symmetric import SymmetricVerbs
+from coordinator import compile_ops
+from device_comm.verbs.collectives import SymmetricVerbs
 from tests.device_comm.cuda.host_driver import HostDriver
 from tests.device_comm.cuda.ipc_ranks import make_ipc
 from tests.device_comm.cuda.test_norm import KERNEL, WIDTH, rows_of

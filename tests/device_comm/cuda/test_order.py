@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from device_comm.cuda.ipc.order import SideStreams, StreamOrder, StreamPlace
+from device_comm.cuda.ipc.ipc_backend import SideStreams, StreamOrder, StreamPlace
 from tests.device_comm.cuda.host_driver import HostDriver
 from tests.device_comm.cuda.ipc_ranks import make_ipc
 from tests.patience import PATIENCE_SECONDS

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from device_comm import ReduceOp
-from device_comm.cuda.launches import abi
-from device_comm.cuda.launches.launch import (
+from device_comm.cuda.ipc import abi
+from device_comm.cuda.ipc.abi import (
     KERNELS,
     Algorithm,
     KernelLaunch,
@@ -18,7 +18,7 @@ from device_comm.cuda.launches.launch import (
     kernels_reduce,
     warm_up,
 )
-from device_comm.cuda.launches.planner import Planner
+from device_comm.cuda.ipc.planner import Planner
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,18 +8,16 @@ import pytest
 import torch
 
 from device_comm import Operation, ReduceOp
-from device_comm.cuda.ipc import prepared
-from device_comm.cuda.ipc.prepared import PreparedLaunches
-from device_comm.cuda.launches import abi
-from device_comm.cuda.launches.launch import Algorithm, Limits
-from device_comm.cuda.launches.planner import Planner
+from device_comm.cuda.ipc import abi, planner
+from device_comm.cuda.ipc.abi import Algorithm, Limits
+from device_comm.cuda.ipc.planner import Planner, PreparedLaunches
 from device_comm.operation import Norm
 from tests.device_comm.cuda.host_driver import HostDriver
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from device_comm.cuda.device.driver import PreparedLaunch
+    from device_comm.cuda.driver import PreparedLaunch
 
 X, Y, Z = torch.zeros(64), torch.zeros(64), torch.zeros(64)
 PACKETS = Algorithm.PACKETS
@@ -111,7 +109,7 @@ def test_parts_of_other_sizes_are_planned_anew() -> None:
 
 
 def test_no_more_are_kept_than_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepared, "MOST", 3)
+    monkeypatch.setattr(planner, "MOST", 3)
     driver = Counting()
     kept = make(driver)
     for count in (1, 2, 3, 1, 4, 1, 4):

@@ -9,10 +9,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from device_comm.cuda.errors import DeviceError, IpcUnavailableError
-from device_comm.cuda.ipc import registry as graph
-from device_comm.cuda.ipc.mappings import Mappings
-from device_comm.cuda.ipc.registry import Registry
+from device_comm.cuda.driver import DeviceError, IpcUnavailableError
+from device_comm.cuda.ipc import mappings as graph
+from device_comm.cuda.ipc.mappings import Mappings, Registry
 from shm_broadcast import DivergenceError
 from tests.device_comm.cuda.host_driver import HostDriver
 from tests.device_comm.cuda.ipc_ranks import local_swaps, on_threads

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from device_comm import Capabilities, Operation
-from device_comm.cuda.staging import Staging
+from device_comm.cuda.symmetric_backend import Staging
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from device_comm.cuda.device.stream_guard import StreamGuard
-from device_comm.torch_group.pending import Boundary
+from device_comm.cuda.watchdog import StreamGuard
+from device_comm.torch_waiting import Boundary
 from shm_broadcast import Board
 from tests.refused_threads import refusing_threads
 

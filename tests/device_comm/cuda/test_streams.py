@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from device_comm.cuda.device import streams
-from device_comm.cuda.errors import DeviceError
-from device_comm.wrappers.on_stream import CudaSideStream
+from device_comm.cuda import driver as streams
+from device_comm.cuda.driver import DeviceError
+from device_comm.wrappers import CudaSideStream
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.distributed import _symmetric_memory
 
-from device_comm.cuda.errors import DeviceError
+from device_comm.cuda.driver import DeviceError
 from device_comm.cuda.symmetric_backend import SymmetricBackend
-from device_comm.reduce_op import ReduceOp
+from device_comm.operation import ReduceOp
 from tests.device_comm.cuda.fake_switch import switched
 from tests.device_comm.cuda.ipc_ranks import on_threads
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from coordinator import group as native
-from coordinator.compat.group_face import GroupFace
-from coordinator.setup.torch_groups import backend_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import torch
-    from torch import Tensor, nn
-    from torch.distributed import ProcessGroup
+from coordinator.compat.shared import GroupFace
+from coordinator.torch_groups import backend_of
 
 
 @runtime_checkable

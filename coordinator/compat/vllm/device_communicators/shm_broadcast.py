@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import msgspec
+from torch.distributed import ProcessGroup
 
 import shm_broadcast as native
-from coordinator.stores.secret import launcher_secret
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch.distributed import ProcessGroup
-
-    from shm_broadcast.queue.rendezvous import ObjectGroup
+from coordinator.secret import launcher_secret
+from shm_broadcast.queue.rendezvous import ObjectGroup
 
 SHM_PATH = "/dev/shm"
 """Where POSIX shared memory has its files. Ours has none: it counts towards memory alone."""

@@ -1,0 +1,226 @@
+"""A store between hosts that only holders of the launcher's secret can use.
+
+One process hosts it; all members connect to it, that one too. Connections are encrypted by CURVE,
+and each end proves its key before anything else is exchanged. The keys are derived from the secret
+and a random nonce, as those of queues are (`shm_broadcast.net.keys`). The host's address need
+not be secret: whoever alters it keeps the members from meeting, but learns nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Final
+
+import msgspec
+import zmq
+
+from coordinator.key_values import MAX_BYTES, Answer, KeyValues, Question, StoreAddress
+from shm_broadcast import Deadline, GroupTimeoutError, MemberStatus
+from shm_broadcast.codec import UNDECODABLE
+from shm_broadcast.errors import PeerProtocolError, TransportError
+from shm_broadcast.eventcount import WakeFd
+from shm_broadcast.net.endpoint import Connection, RemoteEnd, bind_socket, one_address
+from shm_broadcast.net.keys import HANDSHAKE_NONCE_BYTES, AllowList, reader_key, writer_key
+
+_HOST: Final = 0
+"""The member that hosts the store."""
+_SILENCE: Final = 10.0
+_FRAME_BYTES: Final = 2 * MAX_BYTES
+_OPERATION: Final = "store"
+_LEFT: Final = b""
+"""The frame with which a member says that it leaves."""
+_STAY_SECONDS: Final = 60.0
+"""How long the host goes on, as a rule, for members that have not left: see `StoreHost.close`."""
+_LOOK_SECONDS: Final = 10.0
+_QUESTION: Final = msgspec.msgpack.Decoder(Question)
+_ANSWER: Final = msgspec.msgpack.Decoder(Answer)
+
+
+class StoreHost(RemoteEnd):
+    """Hosts a store in a thread of its own. Close it.
+
+    Attributes:
+        at: the address, for `StoreGuest`.
+    """
+
+    def __init__(self, members: Iterable[int], bind_host: str, secret: bytes) -> None:
+        """Listen on a free port of ``bind_host``.
+
+        Args:
+            members: the ranks that may use the store.
+            bind_host: this host's address that they reach: IPv4, IPv6, or a name.
+            secret: the launcher's secret.
+
+        Raises:
+            ValueError: ``bind_host`` means all interfaces.
+            OSError: ``bind_host`` cannot be resolved, or is no address of this host.
+        """
+        address = one_address(bind_host)
+        nonce = secrets.token_bytes(HANDSHAKE_NONCE_BYTES)
+        super().__init__(
+            zmq.ROUTER,
+            writer_key(secret, nonce),
+            silence=_SILENCE,
+            frame_bytes=_FRAME_BYTES,
+            ipv6=address.version == 6,
+        )
+        self._present = set(members)
+        self._values = KeyValues()
+        self._stay_until = math.inf
+        self._wake = WakeFd()
+        self._poller.register(self._wake, zmq.POLLIN)
+        self._admission = AllowList(self._context, secret, nonce, self._present)
+        try:
+            self._admission.start()
+            self.at = StoreAddress(bind_socket(self._zmq, address), nonce)
+            threading.Thread(target=self._serve, name="store-host", daemon=True).start()
+        except BaseException:
+            self._tear_down()
+            raise
+
+    def close(self, stay: float = _STAY_SECONDS) -> None:
+        """Let the store end when all members have left, or after ``stay`` seconds. Does not wait.
+
+        Args:
+            stay: 0 where all members are known to have left, or ended.
+        """
+        self._stay_until = time.monotonic() + stay
+        self._wake.ring()
+
+    def _serve(self) -> None:
+        try:
+            while (left := self._stay_until - time.monotonic()) > 0:
+                while (received := self._receive()) is not None:
+                    self._reply(*received)
+                if not self._present:
+                    return
+                self._poller.poll(math.ceil(min(left, _LOOK_SECONDS) * 1000))
+                self._wake.clear()
+        finally:
+            self._tear_down()
+
+    def _reply(self, identity: zmq.Frame, frame: zmq.Frame, *_: zmq.Frame) -> None:
+        if not frame.buffer:
+            self._present.discard(int(frame.get("User-Id")))
+            return
+        try:
+            question = _QUESTION.decode(frame.buffer)
+        except UNDECODABLE:
+            return
+        answer = msgspec.msgpack.encode(self._values.answer(question))
+        self._zmq.send_multipart([identity.bytes, answer], zmq.NOBLOCK)
+
+    def _farewell(self) -> None:
+        pass
+
+    def _release(self) -> None:
+        self._admission.stop()
+        self._wake.close()
+
+
+class StoreGuest(RemoteEnd):
+    """One member's connection to a store. Close it."""
+
+    def __init__(self, at: StoreAddress, rank: int, secret: bytes) -> None:
+        """Begin to connect.
+
+        Args:
+            at: the host's `StoreHost.at`; it may come from an untrusted source.
+            rank: this member's rank, one of the host's ``members``.
+            secret: the launcher's secret.
+
+        Raises:
+            ValueError: ``at`` is not a valid address.
+        """
+        super().__init__(
+            zmq.DEALER,
+            reader_key(secret, at.nonce, rank),
+            silence=_SILENCE,
+            frame_bytes=_FRAME_BYTES,
+            ipv6="[" in at.address,
+        )
+        denied = "it does not admit this member's key"
+        self._connection = Connection(self._context, self._zmq, at.address, denied)
+        try:
+            self._zmq.curve_serverkey = writer_key(secret, at.nonce).public
+            self._poller.register(self._connection.events, zmq.POLLIN)
+            if not at.address.startswith("tcp://"):
+                raise zmq.ZMQError(zmq.EPROTONOSUPPORT)
+            self._connection.begin()
+        except zmq.ZMQError as error:
+            self.close()
+            raise ValueError(f"{at.address!r} is no address of a store: {error}") from error
+
+    def ask(self, question: Question, deadline: Deadline) -> Answer:
+        """Send ``question`` and wait for its answer.
+
+        Raises:
+            ValueError: the question has more than 2 `MAX_BYTES` bytes: nothing is sent.
+            GroupTimeoutError: no answer before the deadline.
+            TransportError: the connection broke, now or earlier.
+            PeerProtocolError: the host does not admit this member, or sent something else.
+            GroupClosedError: this end is closed.
+        """
+        asked = msgspec.msgpack.encode(question)
+        if len(asked) > _FRAME_BYTES:
+            raise ValueError(f"a question may have {_FRAME_BYTES} bytes; got {len(asked)}")
+        with self._use(_OPERATION, deadline):
+            self._note_events()
+            self._tell(asked)
+            while True:
+                while (received := self._receive()) is not None:
+                    answer = self._decoded(received[0])
+                    self._connection.made = True  # zmq reports it by an event, maybe later
+                    # Another number: the answer to a question whose asker was interrupted.
+                    if answer.number == question.number:
+                        return answer
+                self._note_events()
+                if deadline.expired:
+                    raise GroupTimeoutError(
+                        _OPERATION,
+                        deadline.timeout,
+                        (MemberStatus(_HOST, 0, "absent"),),
+                        f"the store does not answer: {self._connection.trouble()}",
+                    )
+                self._pause(_OPERATION, deadline, None)
+
+    def _decoded(self, frame: zmq.Frame) -> Answer:
+        try:
+            return _ANSWER.decode(frame.buffer)
+        except UNDECODABLE as error:
+            raise PeerProtocolError(_OPERATION, _HOST, str(error)) from error
+
+    def _note_events(self) -> None:
+        """Take in the connection's events.
+
+        Raises:
+            TransportError: the connection is lost.
+            PeerProtocolError: it was refused.
+        """
+        connection = self._connection
+        connection.look()
+        if connection.fault:
+            raise PeerProtocolError(_OPERATION, _HOST, connection.fault)
+        if connection.lost:
+            # zmq connects again by itself. But a question may be lost, or already answered: asked
+            # again, an `Add` would count twice.
+            self._closing = True
+            raise TransportError(_OPERATION, f"{connection.address} has gone", _HOST)
+
+    def _tell(self, frame: bytes) -> None:
+        with suppress(zmq.Again):  # there is no connection any more: its events say why
+            self._zmq.send(frame, zmq.NOBLOCK)
+
+    def _farewell(self) -> None:
+        if self._connection.made:
+            self._tell(_LEFT)
+        else:
+            self._zmq.linger = 0
+
+    def _release(self) -> None:
+        self._connection.close()

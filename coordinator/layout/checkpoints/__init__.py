@@ -1,1 +1,0 @@
-"""Reading and writing the parts of tensors that a rank holds, as safetensors files."""

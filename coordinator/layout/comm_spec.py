@@ -1,0 +1,235 @@
+"""One communication of a tensor as an object that knows its cost and can be carried out.
+
+pattern                       forward                 backward       as placements
+GATHER_FWD_SPLIT_BWD          all-gather gather_dim   own slice      Shard → Replicate
+SPLIT_FWD_GATHER_BWD          own slice of shard_dim  all-gather     Replicate → Shard
+ALL2ALL_FWD_ALL2ALL_BWD       gather_dim → shard_dim  dims swapped   Shard → Shard
+ALLREDUCE_FWD_IDENTITY_BWD    all-reduce              identity       Partial → Replicate
+IDENTITY_FWD_ALLREDUCE_BWD    identity                all-reduce     Replicate → Replicate
+MIXGATHER_FWD_SPLIT_BWD       all-gather of several   own part       Shards → Replicates
+                              dimensions at once
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from torch import Tensor
+
+from coordinator.layout import moves
+from coordinator.layout.mesh import Mesh
+from coordinator.layout.moves import Assemble
+from coordinator.layout.placement import Arrangement, Extent, Layout, Shard
+from coordinator.layout.plan import Axes
+
+
+class CommPattern(Enum):
+    """The forward and the backward of a communication; see the table above."""
+
+    GATHER_FWD_SPLIT_BWD = "GATHER_FWD_SPLIT_BWD"
+    SPLIT_FWD_GATHER_BWD = "SPLIT_FWD_GATHER_BWD"
+    ALL2ALL_FWD_ALL2ALL_BWD = "ALL2ALL_FWD_ALL2ALL_BWD"
+    ALLREDUCE_FWD_IDENTITY_BWD = "ALLREDUCE_FWD_IDENTITY_BWD"
+    IDENTITY_FWD_ALLREDUCE_BWD = "IDENTITY_FWD_ALLREDUCE_BWD"
+    MIXGATHER_FWD_SPLIT_BWD = "MIXGATHER_FWD_SPLIT_BWD"
+
+
+class CommCost(NamedTuple):
+    """Costs in microseconds, by the mesh's cost model."""
+
+    forward: float
+    backward: float
+    total: float
+
+
+@dataclass(frozen=True, slots=True)
+class ShardingSpec:
+    """A tensor on a mesh.
+
+    Attributes:
+        mesh: the mesh.
+        shape: the whole tensor's shape.
+        layout: the tensor's layout on the mesh.
+        itemsize: bytes of an element.
+    """
+
+    mesh: Mesh
+    shape: tuple[int, ...]
+    layout: Layout
+    itemsize: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class CommSpec:
+    """A communication of a tensor along one axis of its mesh, or along several together.
+
+    Attributes:
+        comm_pattern: what is done; the pattern or its name.
+        sharding_spec: the tensor before the communication.
+        gather_dim: the dimension that is gathered; for MIXGATHER one for each axis.
+        shard_dim: the dimension that is sharded.
+        logical_process_axis: the mesh axis; several, in ascending order, are used as one.
+        forward_only: whether there is no backward; it then costs nothing.
+
+    Raises:
+        ValueError: the pattern is unknown, a dimension that it needs is missing or does not exist,
+            or the tensor's layout is not one that the pattern can start from.
+    """
+
+    comm_pattern: CommPattern
+    sharding_spec: ShardingSpec
+    gather_dim: int | tuple[int, ...] | None = None
+    shard_dim: int | None = None
+    logical_process_axis: Axes = 0
+    forward_only: bool = False
+
+    def __post_init__(self) -> None:
+        """Normalise dimensions and check the tensor's layout against the pattern."""
+        object.__setattr__(self, "comm_pattern", CommPattern(self.comm_pattern))
+        pattern, ndim = self.comm_pattern, len(self.sharding_spec.shape)
+        mix = pattern is CommPattern.MIXGATHER_FWD_SPLIT_BWD
+        for name, needed in (
+            ("gather_dim", mix or pattern.name.startswith(("GATHER", "ALL2ALL"))),
+            ("shard_dim", pattern.name.startswith(("SPLIT", "ALL2ALL"))),
+        ):
+            given = getattr(self, name)
+            if (given is None) is needed or isinstance(given, Sequence) is not (mix and needed):
+                raise ValueError(f"{pattern.name} does not go with {name}={given}")
+            if isinstance(given, Sequence):
+                object.__setattr__(self, name, tuple(_dim(dim, ndim) for dim in given))
+            elif given is not None:
+                object.__setattr__(self, name, _dim(given, ndim))
+        self._check_layout()
+
+    def cost(self) -> CommCost:
+        """The cost by the mesh's cost model. Collective: no."""
+        costs, axes = self.sharding_spec.mesh.cost_model, self.logical_process_axis
+        held, gathered = self._bytes(self._before), self._bytes(self._after)
+        forward = backward = 0.0
+        match self.comm_pattern:
+            case CommPattern.GATHER_FWD_SPLIT_BWD:
+                forward = costs.all_gather(gathered, axes)
+            case CommPattern.SPLIT_FWD_GATHER_BWD:
+                backward = costs.all_gather(held, axes)
+            case CommPattern.ALL2ALL_FWD_ALL2ALL_BWD:
+                forward = costs.all_to_all(held, axes)
+                backward = costs.all_to_all(gathered, axes)
+            case CommPattern.ALLREDUCE_FWD_IDENTITY_BWD:
+                forward = costs.all_reduce(held, axes)
+            case CommPattern.IDENTITY_FWD_ALLREDUCE_BWD:
+                backward = costs.all_reduce(held, axes)
+            case CommPattern.MIXGATHER_FWD_SPLIT_BWD:
+                forward = costs.mix_gather(gathered)
+        if self.forward_only:
+            backward = 0.0
+        return CommCost(forward, backward, forward + backward)
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Carry out the communication, differentiably unless ``forward_only``.
+
+        Args:
+            x: this rank's part of the tensor, without padding; it is not changed.
+
+        Returns:
+            This rank's part afterwards; ``x`` itself if the axes have only one rank.
+
+        Collective: yes, every member of the group along the axes; backward too.
+        """
+        group = self.sharding_spec.mesh.group(self.logical_process_axis)
+        if self.forward_only:
+            x = x.detach()
+        match self.comm_pattern, self.gather_dim, self.shard_dim:
+            case CommPattern.GATHER_FWD_SPLIT_BWD, int(dim), _:
+                return moves.gather(x, dim, group, self._sizes(self._before, dim))
+            case CommPattern.SPLIT_FWD_GATHER_BWD, _, int(dim):
+                return moves.split(x, dim, group, self._sizes(self._after, dim))
+            case CommPattern.ALL2ALL_FWD_ALL2ALL_BWD, int(given), int(taken):
+                before, after = self._sizes(self._before, given), self._sizes(self._after, taken)
+                return moves.all_to_all(x, given, taken, group, before, after)
+            case CommPattern.ALLREDUCE_FWD_IDENTITY_BWD, _, _:
+                return moves.reduce(x, group)
+            case CommPattern.IDENTITY_FWD_ALLREDUCE_BWD, _, _:
+                return moves.copy(x, group)
+            case _:
+                return x if group.world_size == 1 else self._assemble(x)
+
+    @property
+    def _axes(self) -> tuple[int, ...]:
+        axes = self.logical_process_axis
+        return (axes,) if isinstance(axes, int) else tuple(axes)
+
+    @property
+    def _before(self) -> Arrangement:
+        spec = self.sharding_spec
+        return Arrangement.of(spec.layout, len(spec.shape), spec.mesh.shape)
+
+    @property
+    def _after(self) -> Arrangement:
+        mesh, found = self.sharding_spec.mesh.shape, self._before
+        for axis in self._axes:
+            if mesh[axis] == 1:
+                continue
+            if self.gather_dim is not None:
+                found = found.without(axis)
+            if self.shard_dim is not None:
+                found = found.then(axis, Shard(self.shard_dim))
+        return found
+
+    def _check_layout(self) -> None:
+        spec = self.sharding_spec
+        spec.mesh.group(self.logical_process_axis)
+        dims = self.gather_dim if isinstance(self.gather_dim, tuple) else None
+        if dims is not None and len(dims) != len(self._axes):
+            raise ValueError(f"{len(self._axes)} axes and {len(dims)} dimensions to gather")
+        before = self._before
+        for number, axis in reversed(list(enumerate(self._axes))):
+            if spec.mesh.shape[axis] == 1:
+                continue
+            placement = before.at(axis)
+            dim = self.gather_dim if dims is None else dims[number]
+            if isinstance(placement, Shard) is (dim is None) or (
+                isinstance(placement, Shard)
+                and (placement.dim != dim or not before.is_innermost(axis, placement.dim))
+            ):
+                raise ValueError(f"{self.comm_pattern.name} along axis {axis} of {spec.layout}")
+            before = before.without(axis)
+
+    def _bytes(self, arrangement: Arrangement) -> int:
+        spec = self.sharding_spec
+        return math.prod(arrangement.largest(spec.shape, spec.mesh.shape)) * spec.itemsize
+
+    def _extents(self, arrangement: Arrangement) -> list[tuple[Extent, ...]]:
+        """The part that each rank along the axes holds, by its rank in their group."""
+        mesh = self.sharding_spec.mesh
+        found = []
+        for places in itertools.product(*(range(mesh.shape[axis]) for axis in self._axes)):
+            coordinates = list(mesh.coordinates)
+            for axis, place in zip(self._axes, places, strict=True):
+                coordinates[axis] = place
+            found.append(arrangement.extents(self.sharding_spec.shape, mesh.shape, coordinates))
+        return found
+
+    def _sizes(self, arrangement: Arrangement, dim: int) -> list[int]:
+        return [extents[dim].size for extents in self._extents(arrangement)]
+
+    def _assemble(self, x: Tensor) -> Tensor:
+        mesh = self.sharding_spec.mesh
+        whole = self._after.extents(self.sharding_spec.shape, mesh.shape, mesh.coordinates)
+        boxes = tuple(
+            tuple(
+                slice(part.start - all_.start, part.stop - all_.start)
+                for part, all_ in zip(extents, whole, strict=True)
+            )
+            for extents in self._extents(self._before)
+        )
+        group = mesh.group(self.logical_process_axis)
+        return Assemble(tuple(extent.size for extent in whole), boxes, group)(x)
+
+
+def _dim(dim: int, ndim: int) -> int:
+    return Shard(dim).normalized(ndim).dim

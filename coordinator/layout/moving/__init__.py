@@ -1,1 +1,0 @@
-"""Changes the layouts of tensors, within one mesh and between meshes."""

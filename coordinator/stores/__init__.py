@@ -1,1 +1,0 @@
-"""Stores for the rendezvous, also authenticated ones, and the launcher's secret."""

@@ -1,1 +1,0 @@
-"""Chooses, by measured times, which of several backends carries out an operation."""

@@ -1,0 +1,404 @@
+"""Set up a CUDA IPC group, prove that it works, and read the errors that kernels record.
+
+A rank's kernels and its host process share a control block (see `device_comm.cuda.ipc.abi`).
+A kernel that waits too long writes an error record there. The host reads it after the launch of
+every operation, without synchronising with the device, and raises it as an error of this project.
+
+In the other direction, a thread waits on the group's board. When the group is aborted, or a peer's
+process has died, it sets the control block's abort word, and all kernels that wait end within
+microseconds. It makes no CUDA call, which might block.
+
+A device may report peer access although the connection loses writes or returns stale data. So the
+kernels run once, in all their ways of moving data, with a deadline, and the results are compared.
+
+    1. Each rank allocates its region; the ranks swap the regions' handles.
+    2. Each rank maps the other ranks' regions, and loads all kernels.
+    3. All ranks run real collectives with known results, within a deadline.
+
+After each step all ranks learn whether it has worked everywhere. If not, all of them release
+everything and raise the same `IpcUnavailableError`: the whole group uses another backend then.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import torch
+
+from device_comm.cuda.agree import agree
+from device_comm.cuda.driver import DeviceError, Driver, HostBlock, pass_within
+from device_comm.cuda.ipc import abi
+from device_comm.cuda.ipc.abi import (
+    KERNELS,
+    Algorithm,
+    ErrorCode,
+    ErrorRecord,
+    Limits,
+    Phase,
+    warm_up,
+)
+from device_comm.cuda.ipc.mappings import Departures, Mappings, Shared
+from device_comm.cuda.ipc.planner import Planner
+from device_comm.operation import ReduceOp
+from shm_broadcast.atomics import make_words
+from shm_broadcast.deadline import NEVER, Deadline
+from shm_broadcast.errors import (
+    CoordinatorError,
+    GroupTimeoutError,
+    MemberStatus,
+    PeerLostError,
+    TransportError,
+)
+from shm_broadcast.process import ProcessId
+from shm_broadcast.segment import SegmentHandle
+
+if TYPE_CHECKING:
+    from device_comm.backend import Identity
+    from device_comm.cuda.agree import Swap
+
+
+_PHASES = {
+    Phase.START: "to come to a collective",
+    Phase.END: "to get on with a collective",
+    Phase.PACKET: "for its packets",
+    Phase.PUT: "to receive",
+    Phase.TAKE: "to send",
+}
+
+_TELLS = 0.5
+"""How long to wait until the board says why a rank's kernels were stopped."""
+
+_JOIN = 1.0
+"""How long `Health.close` waits for the thread to end."""
+
+
+class Health:
+    """One rank's control block, and the thread that stops its kernels."""
+
+    def __init__(self, control: memoryview, identity: Identity) -> None:
+        """Start the thread.
+
+        Args:
+            control: the control block, `abi.CONTROL_BYTES` that kernels can access.
+            identity: this rank and its group.
+        """
+        self._control = control
+        self._words = make_words(control)
+        self._watch = identity.watch
+        self._members = identity.members
+        self._over = False
+        self._thread = threading.Thread(
+            target=self._forward,
+            args=(identity.operation("kernels"), identity.peers),
+            name=f"{identity.name}-ipc-health",
+            daemon=True,
+        )
+        self._thread.start()
+
+    @property
+    def failed(self) -> bool:
+        """Whether a kernel has recorded an error; costs one load."""
+        return self._words.load32(abi.CONTROL_RECORD) != 0
+
+    def check(self, operation: str, timeout: float | None) -> None:
+        """Raise the error that a kernel has recorded, if there is one.
+
+        Args:
+            operation: the current operation's name, for errors.
+            timeout: the kernels' time limit in seconds, for errors.
+
+        Raises:
+            GroupTimeoutError: a rank did not come in time; names it.
+            PeerLostError: that rank's process has ended.
+            GroupAbortedError: the group was aborted.
+            TransportError: the kernels were stopped, and the board does not say why.
+        """
+        # The kernel stores the code last, with release, and `failed` loads it with acquire.
+        if self.failed:
+            raise self._explain(ErrorRecord.read(self._control), operation, timeout)
+
+    def abort(self) -> None:
+        """Stop all waiting kernels of this rank, and later ones as soon as they wait."""
+        struct.pack_into("<I", self._control, abi.CONTROL_ABORT, 1)
+
+    def close(self) -> None:
+        """End the thread, and keep a copy of the control block, which may be freed afterwards."""
+        self._over = True
+        if self._watch.member is not None:
+            self._watch.ring(self._watch.member)
+        self._thread.join(_JOIN)
+        self._control = memoryview(bytearray(self._control))
+        self._words = make_words(self._control)
+
+    def _explain(
+        self, record: ErrorRecord, operation: str, timeout: float | None
+    ) -> CoordinatorError:
+        if record.code is ErrorCode.ABORTED or record.culprit == record.reporter:
+            # Some rank's host process has stopped its kernels: the board will say why.
+            cause = self._cause(operation, self._members, _TELLS)
+            if isinstance(cause, GroupTimeoutError):
+                return TransportError(operation, "the kernels were stopped", record.reporter)
+            return cause
+        cause = self._cause(operation, [self._members[record.culprit]], 0)
+        if not isinstance(cause, GroupTimeoutError):
+            return cause
+        detail = f"rank {record.reporter} waited for rank {record.culprit} "
+        detail += f"{_PHASES[record.phase]}, number {record.epoch}"
+        late = cause.waiting_for or (MemberStatus(record.culprit, 0, "busy"),)
+        return GroupTimeoutError(operation, timeout, late, detail)
+
+    def _cause(self, operation: str, members: Sequence[int], seconds: float) -> CoordinatorError:
+        """The error that the board has about ``members``; `GroupTimeoutError` if it has none."""
+        try:
+            self._watch.wait(bool, Deadline.after(seconds), operation, lambda: members, spin=0)
+        except CoordinatorError as cause:
+            return cause
+        return GroupTimeoutError(operation, seconds)
+
+    def _forward(self, operation: str, peers: Sequence[int]) -> None:
+        try:
+            self._watch.wait(lambda: self._over, NEVER, operation, lambda: peers, spin=0)
+        except PeerLostError as lost:
+            if lost.peer.state != "closed":
+                self.abort()
+            else:  # it has closed its end: nothing has failed; go on watching the others
+                others = [
+                    peer for peer in peers if self._watch.member_status(peer).state != "closed"
+                ]
+                self._forward(operation, others)
+        except CoordinatorError:
+            self.abort()
+
+
+_NUMBERS = 512
+_MARGIN = 5.0
+"""Seconds that the host waits longer than the kernels do."""
+
+
+class MemoryProbe:
+    """One rank's part in the test, with the memory and the stream that it needs.
+
+    Both are made here, before any kernel runs: while a peer's kernel waits on a device that the
+    ranks share, allocating and writing its memory may have to wait for that kernel.
+    """
+
+    def __init__(self, driver: Driver, layout: abi.RegionLayout, rank: int) -> None:
+        """For ``rank`` of a group with such regions. Collective: no."""
+        numbers = np.arange(1, 1 + min(_NUMBERS, layout.packet_bytes // 4), dtype=np.float32)
+        n = layout.world_size
+        self._driver = driver
+        self._gives = [numbers * (each + 1) for each in range(n)]
+        self._sum = numbers * (n * (n + 1) // 2)
+        self._size = numbers.nbytes
+        self._source = driver.allocate(self._size * (1 + len(Algorithm) + n))
+        driver.write(self._source, self._gives[rank].tobytes())
+        self._stream = driver.make_stream()
+
+    def close(self) -> None:
+        """Give it back, when the test is over or does not take place. May be called again."""
+        if self._source:
+            self._driver.free_stream(self._stream)
+            self._driver.free(self._source)
+            self._source = 0
+
+    def run(self, group: abi.Group, limits: Limits, health: Health, seconds: float) -> bytes:
+        """Test ``group``; returns ``b""``, for `agree`. Collective: yes, every member.
+
+        Args:
+            group: the group; all regions are mapped and all kernels loaded.
+            limits: the sizes of launches.
+            health: this rank's.
+            seconds: how long a kernel waits for a peer.
+
+        Raises:
+            CoordinatorError: the test failed; says why.
+        """
+        driver, source, size, n = self._driver, self._source, self._size, len(self._gives)
+        planner = Planner(group.with_timeout(int(seconds * 1e9)), limits)
+        reduced = [source + size * (1 + index) for index in range(len(Algorithm))]
+        launches = planner.all_gather(reduced[-1] + size, source, [size] * n)
+        for output, algorithm in zip(reduced, Algorithm, strict=True):
+            launches += planner.all_reduce(
+                output, source, size, torch.float32, ReduceOp.SUM, algorithm=algorithm
+            )
+        for launch in launches:
+            driver.prepare(*launch)(self._stream)
+        if not pass_within(seconds + _MARGIN, [driver.mark(self._stream)]):
+            health.abort()
+            raise DeviceError("probe", f"the device was not done in {seconds + _MARGIN} s")
+        results = np.frombuffer(driver.read(reduced[0], size * (len(Algorithm) + n)), np.float32)
+        self.close()
+        health.check("probe", seconds)
+        if not np.array_equal(
+            results, np.concatenate([*[self._sum] * len(Algorithm), *self._gives])
+        ):
+            raise DeviceError("probe", "what ranks wrote into each other's memory is not there")
+        return b""
+
+
+ENDPOINT_LINGER = 2.0
+"""How long to wait for peers to unmap this rank's region. If they do not, it is not freed before
+the process ends."""
+
+ENDPOINT_PROBE_SECONDS = 10.0
+"""How long the first collectives wait for a peer, in seconds."""
+
+
+class _Offer(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank tells the others: its region, and rank 0 also the segment of `Departures`.
+
+    ``terms`` describes layout and limits, and must be the same on all ranks.
+    """
+
+    region: Shared
+    departures: SegmentHandle | None
+    terms: str
+
+
+_DECODER = msgspec.msgpack.Decoder(_Offer)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One rank's end of a group on its device.
+
+    Attributes:
+        driver: the device's driver.
+        group: what kernels need to know of the group, with the communicator's timeout.
+        limits: the sizes of launches.
+        mappings: the memory that is shared with, and mapped from, the peers.
+        health: reads the kernels' error record, and stops kernels.
+        swap: swaps bytes among the ranks.
+        closing: releases everything. Close it when no kernel of this rank runs any more. It waits
+            up to `ENDPOINT_LINGER` for peers that still map the region.
+    """
+
+    driver: Driver
+    group: abi.Group
+    limits: Limits
+    mappings: Mappings
+    health: Health
+    swap: Swap
+    closing: ExitStack
+
+
+def meet_peers(
+    identity: Identity,
+    driver: Driver,
+    swap: Swap,
+    *,
+    layout: abi.RegionLayout | None,
+    limits: Limits | None,
+    probe_seconds: float,
+) -> Endpoint:
+    """Set a group up. Collective: yes, every member.
+
+    Args:
+        identity: this rank and its group.
+        driver, swap, and all others: as for `IpcBackend.create`.
+
+    Raises:
+        IpcUnavailableError: a step failed on a rank; all ranks raise it.
+        CoordinatorError: ``swap`` failed.
+    """
+    rank, world_size = identity.rank, identity.world_size
+    with ExitStack() as undo:
+        layout = layout or abi.RegionLayout(world_size)
+        loan = _RegionLoan(driver, rank, undo)
+        control: HostBlock
+
+        def offer() -> bytes:
+            nonlocal control
+            control = driver.host_allocate(abi.CONTROL_BYTES)
+            undo.callback(driver.host_free, control)
+            return loan.offer(layout.size, f"{layout} {limits}")
+
+        payloads = agree(swap, offer)
+        offers = [_DECODER.decode(each) for each in payloads]
+        if limits is None:
+            devices = [offer.region.device for offer in offers]
+            crowd = max(devices.count(device) for device in devices)
+            limits = Limits.for_ranks(world_size, ranks_on_device=crowd)
+        health = Health(control.view, identity)
+        undo.callback(health.close)
+        chosen = limits
+        probe: MemoryProbe
+
+        def take() -> bytes:
+            nonlocal probe
+            loan.take(offers)
+            driver.load(KERNELS)
+            probe = MemoryProbe(driver, layout, rank)
+            undo.callback(probe.close)
+            stream = driver.current_stream()
+            for launch in warm_up(chosen):
+                driver.prepare(*launch)(stream)
+            return b""
+
+        agree(swap, take)
+        nanoseconds = 0 if identity.timeout is None else int(identity.timeout * 1e9)
+        group = abi.Group(loan.regions, control.pointer, rank, layout, nanoseconds)
+        agree(swap, lambda: probe.run(group, chosen, health, probe_seconds))
+        return Endpoint(driver, group, limits, loan.mappings, health, swap, undo.pop_all())
+
+
+class _RegionLoan:
+    """This rank's region, and its mappings of the other ranks' regions."""
+
+    def __init__(self, driver: Driver, rank: int, undo: ExitStack) -> None:
+        self.mappings = Mappings(driver)
+        self.regions: tuple[int, ...] = ()
+        self._driver = driver
+        self._rank = rank
+        self._undo = undo
+        self._departures: Departures | None = None
+        self._peers: list[tuple[int, ProcessId]] = []
+
+    def offer(self, size: int, terms: str) -> bytes:
+        """Allocate the region; returns the encoded `_Offer`."""
+        region = self._driver.allocate(size)
+        self._undo.callback(self._free, region)
+        handle = None
+        if self._rank == 0:
+            self._departures = Departures.create(0)
+            handle = self._departures.handle()
+        return msgspec.msgpack.encode(_Offer(self.mappings.share(region), handle, terms))
+
+    def take(self, offers: Sequence[_Offer]) -> None:
+        """Map the other ranks' regions."""
+        for offer in offers:
+            if offer.terms != offers[0].terms:
+                raise ValueError(f"ranks differ: {offers[0].terms}, but {offer.terms}")
+        self._undo.callback(self._depart)
+        self._peers = [
+            (rank, ProcessId(offer.region.pid, offer.region.start_time))
+            for rank, offer in enumerate(offers)
+            if rank != self._rank
+        ]
+        if offers[0].departures is not None and self._departures is None:
+            self._departures = Departures.attach(offers[0].departures, self._rank)
+        own = offers[self._rank].region.pointer
+        self.regions = tuple(
+            own if rank == self._rank else self.mappings.address(offer.region)
+            for rank, offer in enumerate(offers)
+        )
+
+    def _depart(self) -> None:
+        self.mappings.close()
+        if self._departures is not None:
+            self._departures.depart()
+
+    def _free(self, region: int) -> None:
+        alone = not self._peers
+        if self._departures is not None:
+            alone = alone or self._departures.wait(self._peers, Deadline.after(ENDPOINT_LINGER))
+            self._departures.close()
+        if alone:
+            self._driver.free(region)

@@ -1,0 +1,184 @@
+"""A watchdog for operations on a stream, after whose launch the host goes on without waiting.
+
+Each communicator has one thread that watches the operations which the device has not finished, and
+the one that is being launched, as that may block. When an operation's deadline passes, a peer is
+lost, or the group is aborted, it tells the communicator, which ends the work on the device: threads
+that synchronise with the device go on, and the communicator's next call raises.
+
+It keeps only the oldest and the newest of the unfinished operations: they end in order. That costs
+one event per operation. Replays of a graph cannot be seen; once something was captured the thread
+watches the group for as long as the communicator lives.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shm_broadcast.deadline import Deadline
+from shm_broadcast.errors import CoordinatorError, GroupTimeoutError
+
+if TYPE_CHECKING:
+    from device_comm.cuda.driver import StreamMark
+    from device_comm.torch_waiting import Boundary
+
+
+_TICK = 0.02
+"""Seconds between two looks at unfinished work."""
+
+_REPLAY_TICK = 0.1
+"""Seconds between two looks at the group, on behalf of graphs that may be replaying."""
+
+
+@dataclass(eq=False, slots=True)
+class Issued:
+    """One operation that is being put, or was put, on a stream.
+
+    Attributes:
+        operation: its name, for errors.
+        deadline: when it must be done.
+        peers: the member numbers of the ranks that it needs.
+        mark: the point in the stream right after it; None while it is being put there.
+        over: whether it needs no watching any more.
+    """
+
+    operation: str
+    deadline: Deadline
+    peers: Sequence[int]
+    mark: StreamMark | None = None
+    over: bool = False
+
+    def done(self) -> bool:
+        """Whether the device has done it, or it is over. Never blocks."""
+        return self.over or (self.mark is not None and self.mark.passed())
+
+
+class StreamGuard:
+    """Watches over the operations of one communicator. Any thread may call."""
+
+    def __init__(
+        self,
+        name: str,
+        boundary: Boundary,
+        peers: Sequence[int],
+        check: Callable[[], None],
+        failed: Callable[[CoordinatorError], None],
+    ) -> None:
+        """Start no thread yet.
+
+        Args:
+            name: the thread's name, also for replays in errors.
+            boundary: waits while watching the group.
+            peers: the member numbers of the ranks that a replayed graph needs.
+            check: called now and then; raises if operations under way have failed.
+            failed: called once, in the thread, with the error; the guard ends afterwards.
+        """
+        self._name = name
+        self._boundary = boundary
+        self._peers = peers
+        self._check = check
+        self._failed = failed
+        self._changed = threading.Condition()
+        self._oldest: Issued | None = None
+        self._newest: Issued | None = None
+        self._replays = False
+        self._over = False
+        self._thread: threading.Thread | None = None
+
+    def follow(self, issued: Issued) -> None:
+        """Watch one more operation, which is put on the stream next."""
+        with self._changed:
+            if self._oldest is None:
+                self._oldest = issued
+            else:
+                self._newest = issued
+            self._wake()
+
+    def follow_replays(self) -> None:
+        """From now on, watch the group because captured graphs may be replayed."""
+        with self._changed:
+            self._replays = True
+            self._wake()
+
+    def close(self, timeout: float = 1.0) -> None:
+        """End the thread; wait for it up to ``timeout`` s, unless called in it. Idempotent."""
+        with self._changed:
+            self._over = True
+            self._changed.notify()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout)
+
+    def _wake(self) -> None:
+        if self._thread is None and not self._over:
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            thread.start()
+            self._thread = thread
+        self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(self._has_work)
+                if self._over:
+                    return
+                issued = self._oldest
+            try:
+                done = self._look_at_replays() if issued is None else self._look_at(issued)
+            except CoordinatorError as error:
+                if self._mark_over():
+                    self._failed(error)
+                return
+            if done:
+                with self._changed:
+                    self._oldest, self._newest = self._newest, None
+
+    def _mark_over(self) -> bool:
+        """Mark the guard as ended; False if it had ended already, for example by `close`."""
+        with self._changed:
+            before, self._over = self._over, True
+        return not before
+
+    def _has_work(self) -> bool:
+        return self._over or self._replays or self._oldest is not None
+
+    def _look_at(self, issued: Issued) -> bool:
+        """Wait up to `_TICK` for one operation; whether it is done.
+
+        Raises:
+            CoordinatorError: its deadline passed, a peer is lost, or the group was aborted.
+        """
+        self._check()
+        tick = Deadline.after(issued.deadline.remaining(at_most=_TICK))
+        try:
+            self._boundary.wait(
+                lambda: self._over or issued.done(),
+                tick,
+                issued.operation,
+                issued.peers,
+                poll=_TICK / 10,
+                spin=0,
+            )
+        except GroupTimeoutError as error:
+            if not issued.deadline.expired:
+                return False
+            late = issued.deadline.timeout
+            raise GroupTimeoutError(issued.operation, late, error.waiting_for) from error
+        return True
+
+    def _look_at_replays(self) -> bool:
+        self._check()
+        try:
+            self._boundary.wait(
+                lambda: self._over or self._oldest is not None,
+                Deadline.after(_REPLAY_TICK),
+                f"{self._name} replay",
+                self._peers,
+                poll=_TICK,
+                spin=0,
+            )
+        except GroupTimeoutError:
+            return False
+        return False

@@ -1,1 +1,0 @@
-"""Collectives through shared memory."""

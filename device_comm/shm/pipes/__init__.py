@@ -1,1 +1,0 @@
-"""Messages between two ranks through shared memory."""

@@ -1,0 +1,476 @@
+"""Send and receive tensors between two ranks, over the channels of one rank to its peers.
+
+The sender makes a pipe at its first transfer, and says in the group's segment where it is (see
+`device_comm.shm.layout`); the receiver looks there.
+
+They travel through the pipe between the two. A sender does not depend on its receiver: if the pipe
+is full, and the receiver does not empty it, the rest of a tensor goes into spills, as long as the
+pipe has room for chunks about them, and at most `AHEAD_BYTES` of spills wait to be received.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Final
+
+from torch import Tensor
+
+from device_comm.call_number import call_number, naming_call
+from device_comm.shm.channel import (
+    AT_ONCE_BYTES,
+    HEADER_BYTES,
+    INSIDE,
+    PIECE_BYTES,
+    POSTED,
+    RING,
+    RING_BYTES,
+    SMALL_BYTES,
+    SPILL,
+    TAKEN,
+    Chunk,
+    Mover,
+    ReceivedSpills,
+    SentSpill,
+    Spill,
+    SpillPool,
+    has_chunk,
+    peek,
+    post,
+    take,
+    wanted_room,
+)
+from device_comm.shm.layout import PIPE_HANDLE, PIPE_OPEN, GroupLayout
+from device_comm.shm.signature import DTYPE_CODES
+from device_comm.span import copy_bytes
+from shm_broadcast.errors import DivergenceError, PeerLostError, SharedMemoryError
+from shm_broadcast.segment import Segment, SegmentHandle, is_refused, may_pass
+from shm_broadcast.state.board import Board
+
+if TYPE_CHECKING:
+    from device_comm.shm.channel import MakeMover
+    from device_comm.shm.collectives import Attendance
+
+
+CHUNKS_ABOUT_SPILLS: Final = 32
+"""More than one transfer posts: four about kept spills, then each spill doubles the last one."""
+
+_HANDLE = struct.Struct("<IIxxxxQQ16s")
+
+
+class PeerPipes:
+    """All pipes of one rank. They are made when they are first used.
+
+    Attributes:
+        board: this node's board.
+        attendance: who the members are, and which ranks have closed the group.
+        rank: this process's rank.
+        group: the segment of the group.
+        layout: the layout of that segment.
+        make_mover: makes what moves bytes through a pipe's segment, for the rank at its other end.
+        call: the number of the call that the next transfer is part of; 0: none.
+        spills: where this rank puts what does not fit into its pipes.
+        outgoing: the ends of the pipes to ranks, as far as they were made.
+        coming: the ends of the pipes from ranks, likewise.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        attendance: Attendance,
+        rank: int,
+        group: Segment,
+        layout: GroupLayout,
+        make_mover: MakeMover,
+        call: Callable[[], int] = call_number,
+    ) -> None:
+        self.board = board
+        self.attendance = attendance
+        self.rank = rank
+        self.group = group
+        self.layout = layout
+        self.make_mover = make_mover
+        self.call = call
+        self.spills = SpillPool()
+        self.outgoing: dict[int, SendingEnd] = {}
+        self.coming: dict[int, ReceivingEnd] = {}
+
+    def to(self, peer: int) -> SendingEnd:
+        """The end of the pipe to rank ``peer``."""
+        end = self.outgoing.get(peer)
+        if end is None:
+            end = self.outgoing[peer] = SendingEnd(self, peer)
+        return end
+
+    def from_(self, peer: int) -> ReceivingEnd:
+        """The end of the pipe from rank ``peer``."""
+        end = self.coming.get(peer)
+        if end is None:
+            end = self.coming[peer] = ReceivingEnd(self, peer)
+        return end
+
+    def goes_ahead(self, peer: int, size: int) -> bool:
+        """Whether ``size`` bytes to rank ``peer`` can be sent now, if none wait."""
+        end = self.outgoing.get(peer)
+        room = RING_BYTES if end is None else end.room
+        if size <= PIECE_BYTES and room >= wanted_room(size):
+            return True
+        spills = room >= CHUNKS_ABOUT_SPILLS * HEADER_BYTES
+        return size > SMALL_BYTES and spills and self.spills.allow(size)
+
+    def undelivered(self) -> list[int]:
+        """The ranks that have not received all that was sent to them, and still may."""
+        has_left = self.attendance.has_left
+        return [rank for rank, end in self.outgoing.items() if not end.empty and not has_left(rank)]
+
+    def close(self) -> None:
+        """Close all pipes and spills."""
+        for sending in self.outgoing.values():
+            sending.close()
+        for receiving in self.coming.values():
+            receiving.close()
+        self.spills.close()
+
+
+class SendingEnd:
+    """The sender's end of a pipe.
+
+    Attributes:
+        mover: moves bytes into it.
+    """
+
+    def __init__(self, pipes: PeerPipes, peer: int) -> None:
+        """Make the pipe and tell where it is. Collective: no."""
+        self._segment = Segment.create(RING + RING_BYTES, "group-pipe")
+        self._words = self._segment.words
+        self._board, self._member = pipes.board, pipes.attendance.members[peer]
+        self.mover = pipes.make_mover(self._segment, peer)
+        handle, place = self._segment.handle(), pipes.layout.pipe(pipes.rank, peer)
+        pipes.group.words.write(
+            place + PIPE_HANDLE,
+            _HANDLE.pack(handle.fd, handle.pid, handle.start_time, handle.size, handle.nonce),
+        )
+        pipes.group.words.store32(place + PIPE_OPEN, 1)
+        self._board.ring(self._member)
+
+    @property
+    def room(self) -> int:
+        """Bytes that are free, reserved ones included."""
+        return RING_BYTES - (self._words.load64(POSTED) - self._words.load64(TAKEN))
+
+    def takes_inside(self, left: int) -> bool:
+        """Whether a chunk can be posted with the next of ``left`` bytes in it."""
+        return self.room >= wanted_room(left)
+
+    @property
+    def empty(self) -> bool:
+        """Whether all chunks have been taken."""
+        return self.room == RING_BYTES
+
+    def post(self, chunk: Chunk) -> None:
+        """Post a chunk about a spill. There is room."""
+        post(self._words, chunk)
+        self._board.ring(self._member)
+
+    def close(self) -> None:
+        """Close the pipe."""
+        self._segment.close()
+
+
+class ReceivingEnd:
+    """The receiver's end of a pipe.
+
+    Attributes:
+        mover: moves bytes out of it; None before it was found.
+
+    Its methods raise `SharedMemoryError` if the sender had ended before the pipe was found.
+    """
+
+    def __init__(self, pipes: PeerPipes, peer: int) -> None:
+        """Look for the pipe when asked. Collective: no."""
+        self._group, self._board, self._attendance = pipes.group, pipes.board, pipes.attendance
+        self._make_mover, self._peer = pipes.make_mover, peer
+        self._member = pipes.attendance.members[peer]
+        self._place = pipes.layout.pipe(peer, pipes.rank)
+        self._segment: Segment | None = None
+        self.mover: Mover | None = None
+        self._sender: SegmentHandle
+        self._spills = ReceivedSpills()
+
+    def find_mover(self) -> Mover | None:
+        """The mover; looks for the pipe. None before the sender has made it."""
+        self._find()
+        return self.mover
+
+    def readable(self) -> bool:
+        """Whether a chunk has come, or none will come any more."""
+        return self._attendance.has_left(self._peer) or self._has_chunk()
+
+    def peek(self) -> Chunk | None:
+        """The next chunk, left in the pipe; None if there is none."""
+        segment = self._find()
+        return None if segment is None else peek(segment)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing will come any more."""
+        return self._attendance.has_left(self._peer) and not self._has_chunk()
+
+    def take(self, chunk: Chunk) -> None:
+        """Give the room of the next chunk back, which is ``chunk``."""
+        if self._segment is not None:
+            take(self._segment.words, chunk)
+            self._board.ring(self._member)
+
+    def spill(self, chunk: Chunk) -> Spill:
+        """The spill that a chunk is about."""
+        pid, start = self._sender.pid, self._sender.start_time
+        handle = SegmentHandle(pid, start, chunk.fd, chunk.nonce, chunk.size)
+        return self._spills.find(handle, chunk.kept)
+
+    def close(self) -> None:
+        """Close the pipe, and the spills that were opened."""
+        if self._segment is not None:
+            self._segment.close()
+        self._spills.close()
+
+    def _has_chunk(self) -> bool:
+        segment = self._find()
+        return segment is not None and has_chunk(segment)
+
+    def _find(self) -> Segment | None:
+        group = self._group
+        if self._segment is None and group.words.load32(self._place + PIPE_OPEN):
+            fd, pid, start, size, nonce = _HANDLE.unpack_from(
+                group.memory, self._place + PIPE_HANDLE
+            )
+            self._sender = SegmentHandle(pid, start, fd, nonce, size)
+            self._segment = Segment.attach(self._sender)
+            self.mover = self._make_mover(self._segment, self._peer)
+        return self._segment
+
+
+PATIENCE_NS: Final = 300_000
+"""How long a sender waits for room before it spills; a receiver that keeps up empties a pipe
+several times in it."""
+
+
+class SendTask:
+    """One tensor on its way out; a `shm_broadcast.executor.Task`."""
+
+    def __init__(
+        self, pipes: PeerPipes, peer: int, operation: str, tensor: Tensor, sent: int = 0
+    ) -> None:
+        """Send ``tensor``, contiguous, to rank ``peer``, from byte ``sent`` on."""
+        self.operation = operation
+        self._end = pipes.to(peer)
+        self._attendance = pipes.attendance
+        self._peer = peer
+        self._spills = pipes.spills
+        self._tensor = tensor
+        self._address = tensor.data_ptr()
+        self._total = tensor.nbytes
+        self._dtype = DTYPE_CODES.get(tensor.dtype, 0)
+        self._member = pipes.attendance.members[peer]
+        self._sent = sent
+        self._call = pipes.call()
+        self._ahead = False
+
+    def advance(self, spin_ns: int) -> bool:
+        """Send what there is room for, about `AT_ONCE_BYTES` at most; whether all is sent.
+
+        Raises:
+            GroupClosedError: there is no room, and the receiver has closed the group.
+        """
+        if not self._total:
+            return self._send_empty() or self._waits()
+        patience, spare = PATIENCE_NS if self._left > SMALL_BYTES else spin_ns, 0
+        while True:
+            before = self._sent
+            self._sent = self._end.mover.push(
+                self._address, self._total, self._dtype, self._call, self._sent, patience
+            )
+            if self._sent == self._total:
+                return True
+            if self._sent - before >= AT_ONCE_BYTES:
+                return False
+            if self._may_spill():
+                self._ahead = True
+                spill = self._spills.take(self._left, spare)
+                self._post(spill)
+                patience, spare = 0, 0 if spill.kept else 2 * spill.room
+            elif not self._end.takes_inside(self._left):
+                return self._waits()
+
+    def ready(self) -> bool:
+        """Whether more of the tensor can be sent now, or it never can."""
+        room = self._end.takes_inside(self._left) or self._may_spill()
+        return room or self._attendance.has_left(self._peer)
+
+    def missing(self) -> tuple[int, ...]:
+        """The receiver's member number."""
+        return (self._member,)
+
+    @property
+    def _left(self) -> int:
+        return self._total - self._sent
+
+    def _waits(self) -> bool:
+        """False: it has to wait for room, which the receiver may still make."""
+        if self._attendance.has_left(self._peer):
+            raise self._attendance.error(self.operation, self._peer)
+        return False
+
+    def _send_empty(self) -> bool:
+        """Say that a tensor without elements comes, if there is room; whether it was said."""
+        room = self._end.takes_inside(0)
+        if room:
+            self._end.post(Chunk(INSIDE, self._dtype, False, 0, 0, 0, 0, call=self._call))
+        return room
+
+    def _may_spill(self) -> bool:
+        """Whether more may go into spills: of a tensor, all or nothing."""
+        if self._left <= SMALL_BYTES or self._end.room < HEADER_BYTES:
+            return False
+        return self._ahead or self._spills.allow(self._left)
+
+    def _post(self, spill: SentSpill) -> None:
+        """Fill ``spill`` with what comes next of the tensor, and post a chunk about it."""
+        used = min(self._left, spill.room)
+        copy_bytes(spill.address, self._address + self._sent, used)
+        fd, size, nonce = spill.handle.fd, spill.handle.size, spill.handle.nonce
+        about = self._dtype, spill.kept, fd, self._total, self._sent, used
+        self._end.post(Chunk(SPILL, *about, size, nonce, self._call))
+        self._sent += used
+
+
+class ReceiveTask:
+    """Tensors on their way in; a `shm_broadcast.executor.Task`."""
+
+    def __init__(
+        self,
+        pipes: PeerPipes,
+        peer: int,
+        operation: str,
+        tensors: Sequence[Tensor],
+        following: Callable[[], Sequence[Tensor]] | None = None,
+        received: int = 0,
+    ) -> None:
+        """Fill tensors, contiguous, with what rank ``peer`` sends next.
+
+        Args:
+            pipes: this rank's.
+            peer: the sender.
+            operation: for messages.
+            tensors: at least one, or none where there is ``following``.
+            following: gives those that come next, once these are filled; none: that was all.
+            received: bytes of the first tensor that are there already.
+        """
+        self.operation = operation
+        self._board = pipes.board
+        self._end = pipes.from_(peer)
+        self._attendance = pipes.attendance
+        self._peer = peer
+        self._member = pipes.attendance.members[peer]
+        self._call = pipes.call()
+        self._following = following
+        self._tensors: Iterator[Tensor] = iter(tensors)
+        self._total = self._received = 0
+        self._filled = True
+        if tensors:
+            self._take_next()
+            self._received = received
+
+    def advance(self, spin_ns: int) -> bool:
+        """Take what has come, about `AT_ONCE_BYTES` at most; whether that is all.
+
+        Raises:
+            DivergenceError: the sender sent another dtype or size, or in another call.
+            GroupClosedError: the sender has closed the group.
+            PeerLostError: the sender ended before what it has sent could be found.
+            SharedMemoryError: this process has no descriptor left to map that, or may not map it:
+                one of the two has changed its user.
+        """
+        moved = 0
+        try:
+            while not self._filled or self._take_next():
+                before = self._received
+                if self._pull(spin_ns):
+                    continue
+                moved += self._received - before
+                if moved >= AT_ONCE_BYTES:
+                    return False
+                chunk = self._end.peek()
+                if chunk is None:
+                    if not self._end.ended:
+                        return False
+                    raise self._attendance.error(self.operation, self._peer)
+                self._check(chunk)
+                if chunk.kind == SPILL:
+                    self._take_from_spill(chunk)
+                elif not self._total:
+                    self._end.take(chunk)
+                    self._filled = True
+        except SharedMemoryError as error:
+            if may_pass(error) or is_refused(error):
+                raise
+            if self._attendance.has_left(self._peer):
+                raise self._attendance.end(self.operation, self._peer) from error
+            raise PeerLostError(self.operation, self._board.member_status(self._member)) from error
+        return True
+
+    def ready(self) -> bool:
+        """Whether something has come, or nothing will come any more."""
+        try:
+            return self._end.readable()
+        except SharedMemoryError:  # `advance` tells
+            return True
+
+    def missing(self) -> tuple[int, ...]:
+        """The sender's member number."""
+        return (self._member,)
+
+    def _take_next(self) -> bool:
+        """Turn to the next tensor; whether there is one."""
+        tensor = next(self._tensors, None)
+        if tensor is None and self._following is not None:
+            self._tensors = iter(self._following())
+            tensor = next(self._tensors, None)
+        if tensor is None:
+            return False
+        self._tensor = tensor
+        self._address = tensor.data_ptr()
+        self._total, self._received, self._filled = tensor.nbytes, 0, False
+        self._dtype = DTYPE_CODES.get(tensor.dtype, 0)
+        return True
+
+    def _pull(self, spin_ns: int) -> bool:
+        """Take what has come inside chunks; whether the tensor is filled."""
+        mover = self._end.find_mover() if self._total else None
+        if mover is not None:
+            self._received = mover.pull(
+                self._address, self._total, self._dtype, self._call, self._received, spin_ns
+            )
+            self._filled = self._received == self._total
+        return self._filled
+
+    def _check(self, chunk: Chunk) -> None:
+        if not chunk.continues(self._total, self._dtype, self._call, self._received):
+            names = {code: str(dtype) for dtype, code in DTYPE_CODES.items()}
+            ours = f"{self.operation} of {self._total} bytes of {self._tensor.dtype}"
+            dtype = names.get(chunk.dtype, "another dtype")
+            raise DivergenceError(
+                self._peer,
+                naming_call(ours, self._call),
+                naming_call(f"send of {chunk.total} bytes of {dtype}", chunk.call),
+            )
+
+    def _take_from_spill(self, chunk: Chunk) -> None:
+        spill = self._end.spill(chunk)
+        copy_bytes(self._address + self._received, spill.address, chunk.used)
+        spill.mark(taken=False)
+        if not chunk.kept:
+            spill.segment.close()
+        self._end.take(chunk)
+        self._received += chunk.used
+        self._filled = self._received == self._total

@@ -1,0 +1,468 @@
+"""Run operations over any torch process group: the reference for the other backends.
+
+What is only moved travels as it is if gloo knows the dtype, else as bytes. What is reduced
+in transit travels as a dtype and an operation that gloo and NCCL both know:
+
+    float32, float64, uint8, int8, int32, int64      as they are
+    float16, bfloat16                                widened to float32
+    int16, uint16                                    widened to int32
+    uint32                                           widened to int64
+    bool                                             as uint8; SUM as MAX, PRODUCT as MIN
+    complex, SUM and AVG                             as pairs of reals
+    AVG                                              as SUM, divided on arrival
+
+A PRODUCT of complex numbers does not travel this way, nor does a MIN or MAX of floats, of which
+gloo loses NaN where it is the second operand: `reduction_wire` returns None.
+
+Data is moved as bytes, so every dtype travels; `device_comm.torch_backend` says how
+reductions do. Reduce-scatter is an exchange of parts and a local reduction in rank order, the same
+for equal and unequal parts, and all-gather of unequal parts is an exchange too: gloo has neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache, partial
+from typing import TYPE_CHECKING, assert_never
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from device_comm.backend import Backend, Capabilities, Identity, end_group
+from device_comm.operation import NO_TENSOR, Operation, ReduceOp, Verb, reduce_in_rank_order
+from device_comm.torch_waiting import (
+    Arrivals,
+    Boundary,
+    CollectivePending,
+    Connections,
+    Farewell,
+    Guard,
+    HelperThreads,
+    Job,
+    StreamPending,
+    TransferPending,
+)
+from device_comm.watch import Watch
+
+if TYPE_CHECKING:
+    from device_comm.work import Pending
+
+
+_KNOWN = frozenset(
+    {torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64}
+)
+_WIDER = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+}
+_BOOL_OP = {ReduceOp.SUM: ReduceOp.MAX, ReduceOp.PRODUCT: ReduceOp.MIN}
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as uint8, of one dimension."""
+    return _flat(x).view(torch.uint8)
+
+
+def as_cargo(x: Tensor) -> Tensor:
+    """The memory of a contiguous tensor in a dtype that travels, of one dimension."""
+    flat = _flat(x)
+    return flat if x.dtype in _KNOWN else flat.view(torch.uint8)
+
+
+def _flat(x: Tensor) -> Tensor:
+    """A contiguous tensor in one dimension. One element may have any stride, also in a view."""
+    return x.as_strided((x.numel(),), (1,))
+
+
+@dataclass(frozen=True)
+class ReductionWire:
+    """One way for a reduction to travel.
+
+    Attributes:
+        op: the operation that torch is asked for.
+        wider: what the tensor is converted to; None: its memory is looked at differently.
+        average: divide by the number of ranks on arrival.
+    """
+
+    op: ReduceOp
+    wider: torch.dtype | None
+    average: bool
+
+    def wrap(self, x: Tensor) -> Tensor:
+        """What travels for ``x``: its own memory, or a new tensor that is not filled yet."""
+        if self.wider is not None:
+            return torch.empty(x.shape, dtype=self.wider, device=x.device)
+        if x.dtype is torch.bool:
+            return x.view(torch.uint8)
+        return torch.view_as_real(x) if x.is_complex() else x
+
+    def load(self, wire: Tensor, source: Tensor) -> None:
+        """Fill what `wrap` returned with ``source``, unless it is ``source``'s memory."""
+        if self.wider is not None:
+            wire.copy_(source)
+        elif wire.data_ptr() != source.data_ptr():
+            wire.copy_(self.wrap(source))
+
+    def unload(self, wire: Tensor, output: Tensor, world_size: int) -> None:
+        """Turn the reduced ``wire`` into the result; ``output`` is what was wrapped."""
+        if self.average:
+            wire.div_(world_size)
+        if self.wider is not None:
+            output.copy_(wire)
+
+
+@cache
+def reduction_wire(op: ReduceOp, dtype: torch.dtype) -> ReductionWire | None:
+    """The way for ``op`` on ``dtype``; None if it has to be gathered and reduced here."""
+    if op is ReduceOp.PRODUCT and dtype.is_complex:
+        return None
+    if op in (ReduceOp.MIN, ReduceOp.MAX) and dtype.is_floating_point:
+        return None
+    average = op is ReduceOp.AVG
+    asked = ReduceOp.SUM if average else op
+    if dtype is torch.bool:
+        asked = _BOOL_OP.get(asked, asked)
+    return ReductionWire(asked, _WIDER.get(dtype), average)
+
+
+_MOVED_BY: dict[str, Verb] = {
+    "all_reduce": "all_gather",
+    "reduce": "gather",
+    "reduce_scatter": "all_to_all",
+    "reduce_scatterv": "all_to_all",
+}
+
+
+def reduce_here(
+    operation: Operation, rank: int, world_size: int
+) -> tuple[Operation, Callable[[], None]]:
+    """What moves the parts of a reduction to where they are reduced, and the step that does it.
+
+    Args:
+        operation: a reduction.
+        rank: this one.
+        world_size: how many ranks there are.
+    """
+    op, output = operation.op, operation.output
+    verb = _MOVED_BY[operation.verb]
+    each = operation.source.numel() if verb != "all_to_all" else output.numel()
+    parts: Tensor = NO_TENSOR
+    if verb != "gather" or rank == operation.peer:
+        parts = operation.source.new_empty((world_size, each))
+    sizes = operation.source_sizes
+    moving = operation.instead(
+        operation.source,
+        parts,
+        verb=verb,
+        source_sizes=sizes,
+        output_sizes=None if sizes is None else (each,) * world_size,
+    )
+
+    def reduce() -> None:
+        if output.numel():
+            reduce_in_rank_order(parts.unbind(), op, output.view(-1))
+
+    return moving, reduce
+
+
+_TAG = 0
+
+_LONG = timedelta(seconds=1e7)
+"""Stands for no deadline, where torch needs one: by itself it would not wait for so long."""
+
+
+class TorchBackend(Backend):
+    """Collectives and p2p over a torch process group, which stays its maker's to destroy.
+
+    Do not use the group beside this backend: operations are matched in order. After an
+    abort its connections are broken off, so that whatever waits in it ends, and it is never
+    used again.
+
+    With gloo, a call returns once the result is there, and a lost peer is noticed through
+    the board. With NCCL a call returns once the work is in stream order; what fails later is
+    left to NCCL's own watchdog.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup,
+        device: torch.device | str = "cpu",
+        watch: Watch | None = None,
+        members: Sequence[int] | None = None,
+        name: str = "group",
+        timeout: float | None = 60.0,
+        has_closed: Callable[[int], bool] | None = None,
+    ) -> None:
+        """Wrap ``process_group``. Collective: no.
+
+        Args:
+            process_group: of the ranks of this group; its backend must handle ``device``.
+            device: where the tensors are.
+            watch: the group's `shm_broadcast.Board`; None: deadlines only.
+            members: the board's member number of each rank; None: the rank itself.
+            name: the group's name, for errors and status.
+            timeout: seconds that a call allows unless it says otherwise; None: for ever.
+                torch's own timeout of the group ends an operation too, if it is shorter.
+            has_closed: whether a member has closed the group; None: it is not known.
+        """
+        backend = process_group._get_backend(torch.device(device)).name()
+        super().__init__(
+            Identity.of(
+                process_group.rank(),
+                process_group.size(),
+                device,
+                name=name,
+                timeout=timeout,
+                watch=watch,
+                members=members,
+            ),
+            Capabilities(
+                backend=backend,
+                stream_ordered=backend == "nccl",
+                detects_loss=watch is not None and backend != "nccl",
+                series=True,
+            ),
+        )
+        self._group = process_group
+        self._has_closed = has_closed
+        self._boundary = Boundary(self.watch)
+        self._arrivals = Arrivals(self.watch, name, self.members, self.rank)
+        self._connections = Connections(process_group)
+        self._helpers = HelperThreads(f"{name}-transfer")
+        end = partial(_end, self.identity, self._connections)
+        self._guard = Guard(f"{name}-guard", self._boundary, end)
+        self._series: dict[int, Job] = {}
+        for each in (self._series.clear, self._helpers.close, self._guard.close):
+            self._closing.callback(each)
+
+    def discard(self) -> None:
+        """Break the connections off, so that whatever waits in them ends."""
+        self._connections.break_off()
+
+    def start(self, operation: Operation) -> Pending | None:
+        """Issue what torch has for the verb."""
+        match operation.verb:
+            case "all_reduce":
+                return self._all_reduce(operation)
+            case "all_gather":
+                return self._all_gather(operation)
+            case "all_gatherv":
+                return self._all_gatherv(operation)
+            case "reduce_scatter" | "reduce_scatterv":
+                return self._reduce_here(operation)
+            case "all_to_all":
+                return self._all_to_all(operation)
+            case "broadcast":
+                return self._broadcast(operation)
+            case "reduce":
+                return self._reduce(operation)
+            case "gather":
+                return self._gather(operation)
+            case "scatter":
+                return self._scatter(operation)
+            case "send" | "recv":
+                return self._transfer(operation)
+            case "barrier":
+                return self._barrier(operation)
+        assert_never(operation.verb)
+
+    # --- collectives ---------------------------------------------------------------------
+
+    def _all_reduce(self, operation: Operation) -> Pending:
+        source, output = operation.source, operation.output
+        wire = reduction_wire(operation.op, source.dtype)
+        if wire is None:
+            return self._reduce_here(operation)
+        travelling = wire.wrap(output)
+        wire.load(travelling, source)
+        return self._follow(
+            operation,
+            lambda: self._group.allreduce([travelling], _all_reduce_options(wire.op)),
+            lambda: wire.unload(travelling, output, self.world_size),
+        )
+
+    def _reduce_here(self, operation: Operation) -> Pending:
+        moving, reduce = reduce_here(operation, self.rank, self.world_size)
+        if moving.verb == "all_gather":
+            return self._all_gather(moving, reduce)
+        if moving.verb == "gather":
+            return self._gather(moving, reduce)
+        return self._all_to_all(moving, reduce)
+
+    def _all_gather(
+        self, operation: Operation, finish: Callable[[], None] | None = None
+    ) -> Pending:
+        output, source = as_cargo(operation.output), as_cargo(operation.source)
+        return self._follow(operation, lambda: self._group._allgather_base(output, source), finish)
+
+    def _all_gatherv(self, operation: Operation) -> Pending:
+        source, n = operation.source, self.world_size
+        return self._all_to_all(
+            operation.instead(
+                source.view(-1).repeat(n),
+                operation.output,
+                verb="all_to_all",
+                source_sizes=(source.numel(),) * n,
+                output_sizes=operation.output_sizes,
+            )
+        )
+
+    def _all_to_all(
+        self, operation: Operation, finish: Callable[[], None] | None = None
+    ) -> Pending:
+        output, source = as_bytes(operation.output), as_bytes(operation.source)
+        width, n = operation.source.element_size(), self.world_size
+        takes = [size * width for size in operation.output_parts(n)]
+        gives = [size * width for size in operation.source_parts(n)]
+        return self._follow(
+            operation, lambda: self._group.alltoall_base(output, source, takes, gives), finish
+        )
+
+    def _broadcast(self, operation: Operation) -> Pending:
+        options = dist.BroadcastOptions()
+        options.rootRank = operation.peer
+        cargo = as_cargo(operation.buffer)
+        return self._follow(operation, lambda: self._group.broadcast([cargo], options))
+
+    def _reduce(self, operation: Operation) -> Pending:
+        source, output = operation.source, operation.output
+        wire = reduction_wire(operation.op, source.dtype)
+        if wire is None:
+            return self._reduce_here(operation)
+        is_root = operation.peer == self.rank
+        # torch leaves partial sums in the tensor of every rank
+        travelling = wire.wrap(output if is_root else torch.empty_like(source))
+        wire.load(travelling, source)
+        options = dist.ReduceOptions()
+        options.reduceOp = wire.op.torch
+        options.rootRank = operation.peer
+        return self._follow(
+            operation,
+            lambda: self._group.reduce([travelling], options),
+            (lambda: wire.unload(travelling, output, self.world_size)) if is_root else None,
+        )
+
+    def _gather(self, operation: Operation, finish: Callable[[], None] | None = None) -> Pending:
+        options = dist.GatherOptions()
+        options.rootRank = operation.peer
+        source, output = as_bytes(operation.source), operation.output
+        rows = [] if output is NO_TENSOR else [list(as_bytes(output).chunk(self.world_size))]
+        return self._follow(operation, lambda: self._group.gather(rows, [source], options), finish)
+
+    def _scatter(self, operation: Operation) -> Pending:
+        options = dist.ScatterOptions()
+        options.rootRank = operation.peer
+        source, output = operation.source, as_bytes(operation.output)
+        rows = [] if source is NO_TENSOR else [list(as_bytes(source).chunk(self.world_size))]
+        return self._follow(operation, lambda: self._group.scatter([output], rows, options))
+
+    def _barrier(self, operation: Operation) -> Pending:
+        options = dist.BarrierOptions()
+        if self.device.type != "cpu":
+            options.device = self.device
+        return self._follow(operation, lambda: self._group.barrier(options))
+
+    # --- following what was issued -------------------------------------------------------
+
+    def _follow(
+        self,
+        operation: Operation,
+        issue: Callable[[], dist.Work],
+        finish: Callable[[], None] | None = None,
+    ) -> Pending:
+        """Follow ``issue``, a call of torch's and nothing else: its errors are the connections'."""
+        if self.capabilities.stream_ordered:
+            return StreamPending(self._issue(operation, issue, self.peers), finish)
+        arrival = self._arrivals.begin()
+        work = self._issue(operation, issue, self.peers)
+        name, peers = operation.name, self.peers
+        return CollectivePending(work, finish, name, peers, self._boundary, arrival)
+
+    def _transfer(self, operation: Operation) -> Pending | None:
+        peer, name = operation.peer, operation.name
+        peers = (self.members[peer],)
+        sends = operation.verb == "send"
+        before = None if sends else self._series.get(peer)
+        if operation.following is not None or (before is not None and not before.done):
+            return self._receive_series(operation, before)
+        cargo = as_cargo(operation.source if sends else operation.output)
+        move = self._group.send if sends else self._group.recv
+        work = self._issue(operation, lambda: move([cargo], peer, _TAG), peers)
+        if self.capabilities.stream_ordered:
+            return StreamPending(work, None)
+        if operation.background:
+            job = self._helpers.start(work.wait, _bell(self.watch))
+            return TransferPending(job, name, peers, self._boundary, self._farewell(peer))
+        deadline = operation.deadline
+        try:
+            farewell = self._farewell(peer)
+            self._guard.call(lambda: work.wait(_LONG), name, peers, deadline, farewell)
+        except RuntimeError as error:
+            raise self._boundary.translate(error, name, peers, deadline) from error
+        return None
+
+    def _receive_series(self, operation: Operation, before: Job | None) -> Pending | None:
+        """Receive on a helper thread, behind what it is receiving from that rank already."""
+        group, peer, following = self._group, operation.peer, operation.following
+
+        def receive(tensors: Sequence[Tensor]) -> None:
+            for work in [
+                group.recv([as_cargo(tensor)], peer, _TAG) for tensor in tensors if tensor.numel()
+            ]:
+                work.wait()
+
+        def receive_all() -> None:
+            if before is not None:
+                before.join()
+            if following is None:
+                receive([operation.output])
+                return
+            while tensors := following():
+                receive(tensors)
+
+        job = self._series[peer] = self._helpers.start(receive_all, _bell(self.watch))
+        peers = (self.members[peer],)
+        farewell = self._farewell(peer)
+        pending = TransferPending(job, operation.name, peers, self._boundary, farewell)
+        if operation.background:
+            return pending
+        pending.wait(operation.deadline)
+        return None
+
+    def _farewell(self, peer: int) -> Farewell | None:
+        return self._has_closed and Farewell(self._has_closed, self.members[peer])
+
+    def _issue(
+        self, operation: Operation, issue: Callable[[], dist.Work], peers: Sequence[int]
+    ) -> dist.Work:
+        try:
+            return issue()
+        except RuntimeError as error:
+            raise self._boundary.translate(
+                error, operation.name, peers, operation.deadline
+            ) from error
+
+
+def _end(identity: Identity, connections: Connections, error: Exception) -> None:
+    """End a group, as `Backend.fail`; holds nothing of the backend, as the guard may outlast it."""
+    end_group(identity, error)
+    connections.break_off()
+
+
+def _bell(watch: Watch) -> Callable[[], None]:
+    """Wakes this member; holds nothing of the backend, as helper threads may outlast it."""
+    member = watch.member
+    return (lambda: None) if member is None else partial(watch.ring, member)
+
+
+@cache
+def _all_reduce_options(op: ReduceOp) -> dist.AllreduceOptions:
+    options = dist.AllreduceOptions()
+    options.reduceOp = op.torch
+    return options

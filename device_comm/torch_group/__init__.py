@@ -1,1 +1,0 @@
-"""The backend that works over any torch process group."""

@@ -1,0 +1,550 @@
+"""Collectives in which every rank sends and receives equal shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Unpack, overload
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+from torch.nn.functional import rms_norm
+
+from device_comm.operation import Norm, Operation, ReduceOp, check_reduction
+from device_comm.verbs.checks import (
+    Later,
+    Maybe,
+    Now,
+    Out,
+    Sizes,
+    Timeout,
+    check_dim,
+    check_sizes,
+    check_tensor,
+    check_total,
+    elements_of,
+    equal_share,
+    landing,
+    landing_pieces,
+    pieces_first,
+    plain,
+    resized,
+    row_elements,
+)
+
+if TYPE_CHECKING:
+    from device_comm.verbs.runner import Runner, Traced
+    from device_comm.work import Work
+
+
+def reduce_and_norm(
+    run: Runner,
+    traced: Traced | None,
+    all_reduce: Callable[[Tensor], Tensor],
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    epsilon: float,
+    timeout: Timeout,
+) -> tuple[Tensor, Tensor]:
+    """In one operation where the backend has it, else in steps; see
+    `device_comm.verbs.collectives.SymmetricVerbs.all_reduce_norm`.
+    """
+    if is_compiling():
+        learns = _learns(x, residual, weight)
+        if traced is None or learns or x.dtype not in run.backend.capabilities.normed:
+            return _in_steps(all_reduce, x, residual, weight, epsilon)
+        return traced.all_reduce_norm(x, residual, weight, epsilon)
+    check_tensor("x", x, run.device)
+    if not x.dtype.is_floating_point or x.dim() == 0:
+        raise TypeError(f"x must be rows of floats, not {x.dim()} dimensions of {x.dtype}")
+    _check_like("residual", residual, x, x.shape)
+    _check_like("weight", weight, x, x.shape[-1:])
+    learns = _learns(x, residual, weight)
+    if not learns and run.world_size > 1 and run.backend.norms(x, weight):
+        # A layout is each rank's own: what is launched must not depend on it.
+        x, residual, weight = map(plain, (x, residual, weight))
+        output, kept = run.new(x.shape, x.dtype, x), run.new(x.shape, x.dtype, x)
+        norm = Norm(residual, weight, kept, epsilon)
+        run.run(Operation("all_reduce", x, output, timeout=timeout, norm=norm, shape=x.shape), None)
+        return output, kept
+    return _in_steps(all_reduce, x, residual, weight, epsilon)
+
+
+def _in_steps(
+    all_reduce: Callable[[Tensor], Tensor],
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    epsilon: float,
+) -> tuple[Tensor, Tensor]:
+    kept = residual + all_reduce(x)
+    return rms_norm(kept, weight.shape, weight, epsilon), kept
+
+
+def _learns(*given: Tensor) -> bool:
+    """Whether autograd would have to know of what is done."""
+    return torch.is_grad_enabled() and any(each.requires_grad for each in given)
+
+
+def _check_like(label: str, given: Tensor, x: Tensor, shape: tuple[int, ...]) -> None:
+    check_tensor(label, given, x.device)
+    if given.dtype != x.dtype:
+        raise TypeError(f"{label} is {given.dtype}; x is {x.dtype}")
+    if given.shape != shape:
+        raise ValueError(f"{label} has shape {tuple(given.shape)}, not {tuple(shape)}")
+
+
+class SymmetricVerbs:
+    """Collectives without a root. See `device_comm.communicator` for what all verbs share."""
+
+    runner: Runner
+    _traced: Traced | None = None
+
+    @overload
+    def all_reduce(
+        self,
+        x: Tensor,
+        *,
+        op: ReduceOp = ...,
+        out: Out = ...,
+        hierarchical: bool = ...,
+        **how: Unpack[Now],
+    ) -> Tensor: ...
+    @overload
+    def all_reduce(
+        self,
+        x: Tensor,
+        *,
+        op: ReduceOp = ...,
+        out: Out = ...,
+        hierarchical: bool = ...,
+        **how: Unpack[Later],
+    ) -> Work[Tensor]: ...
+    @overload
+    def all_reduce(
+        self,
+        x: Tensor,
+        *,
+        op: ReduceOp = ...,
+        out: Out = ...,
+        hierarchical: bool = ...,
+        **how: Unpack[Maybe],
+    ) -> Tensor | Work[Tensor]: ...
+    def all_reduce(
+        self,
+        x: Tensor,
+        *,
+        op: ReduceOp = ReduceOp.SUM,
+        out: Out = None,
+        hierarchical: bool = False,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Any:
+        """Reduce ``x`` over all ranks. Collective: yes, every member.
+
+        No gradient flows through this verb or any other: `coordinator.layout.moves` has
+        those for training.
+
+        Args:
+            x: the same shape and dtype on all ranks.
+            op: what `check_reduction` accepts for the dtype.
+            out: like ``x``; may be ``x`` itself.
+            hierarchical: within each node first, then between them, where the nodes are known (a
+                communicator knows of none); it is done when this returns, also as a `Work`.
+            async_op: return a `Work` of the result.
+            timeout: seconds; None: what the group allows.
+
+        Returns:
+            A tensor like ``x``; ``x`` itself in a group of one.
+        """
+        if hierarchical:
+            return self._reduce_by_nodes(x, op, out, async_op, timeout)
+        traced = self._traced
+        if traced and is_compiling() and not async_op and timeout is None:
+            if out is None:
+                return traced.all_reduce(x, op)
+            if out is x:
+                if (total := traced.all_reduce(x, op)) is not x:
+                    x.detach().copy_(total)  # as outside a graph, autograd does not see it
+                return x
+        run = self.runner
+        if not async_op and (shortcut := run.backend.shortcut) is not None:
+            done = shortcut.collective("all_reduce", timeout, x, op, out)
+            if done is not NotImplemented:
+                return done
+        check_tensor("x", x, run.device)
+        check_reduction(op, x.dtype)
+        if run.world_size == 1:
+            return run.identity("all_reduce", x, out, async_op)
+        source = plain(x)
+        buffer, finish = landing(run.new, out, x.shape, source, None if out is x else x)
+        operation = Operation("all_reduce", source, buffer, async_op, timeout, op=op, shape=x.shape)
+        return run.run(operation, buffer, finish)
+
+    @overload
+    def all_reduce_(self, x: Tensor, *, op: ReduceOp = ..., **how: Unpack[Now]) -> Tensor: ...
+    @overload
+    def all_reduce_(
+        self, x: Tensor, *, op: ReduceOp = ..., **how: Unpack[Later]
+    ) -> Work[Tensor]: ...
+    @overload
+    def all_reduce_(
+        self, x: Tensor, *, op: ReduceOp = ..., **how: Unpack[Maybe]
+    ) -> Tensor | Work[Tensor]: ...
+    def all_reduce_(
+        self,
+        x: Tensor,
+        *,
+        op: ReduceOp = ReduceOp.SUM,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Any:
+        """`all_reduce` into ``x``. Collective: yes, every member. Returns ``x``."""
+        return self.all_reduce(x, op=op, out=x, async_op=async_op, timeout=timeout)
+
+    def all_reduce_norm(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        epsilon: float = 1e-6,
+        *,
+        timeout: Timeout = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Sum ``x`` over all ranks, add it to the residual, and norm the rows (RMSNorm).
+
+        One kernel where ``x`` is small enough and on GPUs of one host, elsewhere in steps, with
+        the same result up to rounding: in one kernel the new residual is rounded once. The same
+        on all ranks, if ``residual`` and ``weight`` are.
+
+        Under `torch.compile` it is one op of the graph if the group has such a kernel for the
+        dtype, and its size decides in each call; else it is taken apart when it is traced, so that
+        the compiler fuses what follows the sum. `coordinator.all_reduce_norm_pass` finds it in
+        models that write it out.
+
+        Collective: yes, every member.
+
+        Args:
+            x: (..., h) of floats, the same shape and dtype on all ranks.
+            residual: as ``x``.
+            weight: (h,), of the dtype of ``x``.
+            epsilon: what is added to the mean of a row's squares.
+            timeout: seconds; None: what the group allows.
+
+        Returns:
+            ``(rms_norm(kept) * weight, kept)``, where ``kept = residual + sum``; new tensors.
+        """
+        return reduce_and_norm(
+            self.runner,
+            self._traced if timeout is None else None,
+            lambda rows: self.all_reduce(rows, timeout=timeout),
+            x,
+            residual,
+            weight,
+            epsilon,
+            timeout,
+        )
+
+    @overload
+    def all_gather(
+        self, x: Tensor, dim: int = ..., *, out: Out = ..., **how: Unpack[Now]
+    ) -> Tensor: ...
+    @overload
+    def all_gather(
+        self, x: Tensor, dim: int = ..., *, out: Out = ..., **how: Unpack[Later]
+    ) -> Work[Tensor]: ...
+    @overload
+    def all_gather(
+        self, x: Tensor, dim: int = ..., *, out: Out = ..., **how: Unpack[Maybe]
+    ) -> Tensor | Work[Tensor]: ...
+    def all_gather(
+        self,
+        x: Tensor,
+        dim: int = -1,
+        *,
+        out: Out = None,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Any:
+        """Concatenate the ``x`` of all ranks, in rank order. Collective: yes, every member.
+
+        Args:
+            x: (..., s, ...), the same shape and dtype on all ranks.
+            dim: along which to concatenate.
+            out: (..., N * s, ...).
+            async_op: return a `Work` of the result.
+            timeout: seconds; None: what the group allows.
+
+        Returns:
+            (..., N * s, ...), contiguous; ``x`` itself in a group of one.
+        """
+        traced = self._traced
+        if traced and is_compiling() and out is None and not async_op and timeout is None:
+            return traced.all_gather(x, check_dim(dim, x))
+        run = self.runner
+        if not async_op and (shortcut := run.backend.shortcut) is not None:
+            done = shortcut.collective("all_gather", timeout, x, dim, out)
+            if done is not NotImplemented:
+                return done
+        check_tensor("x", x, run.device)
+        dim = check_dim(dim, x)
+        n = run.world_size
+        shape = resized(x.shape, dim, n * x.shape[dim])
+        if n == 1:
+            return run.identity("all_gather", x, out, async_op)
+        source = plain(x)
+        buffer, finish = landing_pieces(run.new, out, shape, dim, n, source, x)
+        operation = Operation(
+            "all_gather", source, buffer, async_op, timeout, shape=x.shape, dim=dim
+        )
+        return run.run(operation, buffer, finish)
+
+    @overload
+    def all_gather_(self, x: Tensor, dim: int = ..., **how: Unpack[Now]) -> Tensor: ...
+    @overload
+    def all_gather_(self, x: Tensor, dim: int = ..., **how: Unpack[Later]) -> Work[Tensor]: ...
+    @overload
+    def all_gather_(
+        self, x: Tensor, dim: int = ..., **how: Unpack[Maybe]
+    ) -> Tensor | Work[Tensor]: ...
+    def all_gather_(
+        self, x: Tensor, dim: int = -1, *, async_op: bool = False, timeout: Timeout = None
+    ) -> Any:
+        """`all_gather` of part ``rank`` of each ``x``. Collective: yes, every member.
+
+        Args:
+            x: (..., N * s, ...), of which part ``rank`` along ``dim`` is this rank's input.
+            dim: along which the parts lie.
+            async_op: return a `Work` of the result.
+            timeout: seconds; None: what the group allows.
+
+        Returns:
+            ``x``, filled.
+        """
+        mine = self.runner.copy_of_part(x, dim, self.runner.rank)
+        return self.all_gather(mine, dim, out=x, async_op=async_op, timeout=timeout)
+
+    @overload
+    def reduce_scatter(
+        self, x: Tensor, dim: int = ..., *, op: ReduceOp = ..., out: Out = ..., **how: Unpack[Now]
+    ) -> Tensor: ...
+    @overload
+    def reduce_scatter(
+        self, x: Tensor, dim: int = ..., *, op: ReduceOp = ..., out: Out = ..., **how: Unpack[Later]
+    ) -> Work[Tensor]: ...
+    @overload
+    def reduce_scatter(
+        self, x: Tensor, dim: int = ..., *, op: ReduceOp = ..., out: Out = ..., **how: Unpack[Maybe]
+    ) -> Tensor | Work[Tensor]: ...
+    def reduce_scatter(
+        self,
+        x: Tensor,
+        dim: int = -1,
+        *,
+        op: ReduceOp = ReduceOp.SUM,
+        out: Out = None,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Any:
+        """Reduce ``x`` over all ranks; each rank keeps its part. Collective: yes, every member.
+
+        Args:
+            x: (..., N * s, ...), the same shape and dtype on all ranks.
+            dim: along which rank r gets part r.
+            op: what `check_reduction` accepts for the dtype.
+            out: (..., s, ...).
+            async_op: return a `Work` of the result.
+            timeout: seconds; None: what the group allows.
+
+        Returns:
+            (..., s, ...), contiguous; ``x`` itself in a group of one.
+        """
+        traced = self._traced
+        if traced and is_compiling() and out is None and not async_op and timeout is None:
+            return traced.reduce_scatter(x, check_dim(dim, x), op)
+        run = self.runner
+        if not async_op and (shortcut := run.backend.shortcut) is not None:
+            done = shortcut.collective("reduce_scatter", timeout, x, dim, op, out)
+            if done is not NotImplemented:
+                return done
+        check_tensor("x", x, run.device)
+        check_reduction(op, x.dtype)
+        dim = check_dim(dim, x)
+        n = run.world_size
+        shape = resized(x.shape, dim, equal_share(x.shape[dim], n, dim))
+        if n == 1:
+            return run.identity("reduce_scatter", x, out, async_op)
+        source = pieces_first(x, dim, n)
+        buffer, finish = landing(run.new, out, shape, source, x)
+        operation = Operation(
+            "reduce_scatter", source, buffer, async_op, timeout, op=op, shape=x.shape, dim=dim
+        )
+        return run.run(operation, buffer, finish)
+
+    @overload
+    def reduce_scatter_(
+        self, x: Tensor, dim: int = ..., *, op: ReduceOp = ..., **how: Unpack[Now]
+    ) -> Tensor: ...
+    @overload
+    def reduce_scatter_(
+        self, x: Tensor, dim: int = ..., *, op: ReduceOp = ..., **how: Unpack[Later]
+    ) -> Work[Tensor]: ...
+    @overload
+    def reduce_scatter_(
+        self, x: Tensor, dim: int = ..., *, op: ReduceOp = ..., **how: Unpack[Maybe]
+    ) -> Tensor | Work[Tensor]: ...
+    def reduce_scatter_(
+        self,
+        x: Tensor,
+        dim: int = -1,
+        *,
+        op: ReduceOp = ReduceOp.SUM,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Any:
+        """`reduce_scatter` into the first part of ``x``. Collective: yes, every member.
+
+        Args:
+            x: (..., N * s, ...); what is not in the first part is left as it was.
+            dim: along which the parts lie.
+            op: what `check_reduction` accepts for the dtype.
+            async_op: return a `Work` of the result.
+            timeout: seconds; None: what the group allows.
+
+        Returns:
+            The first part: a view of ``x``, (..., s, ...); in a group of one ``x`` itself.
+        """
+        out = self.runner.part(x, dim, 0)
+        return self.reduce_scatter(x, dim, op=op, out=out, async_op=async_op, timeout=timeout)
+
+    def _reduce_by_nodes(
+        self, x: Tensor, op: ReduceOp, out: Out, async_op: bool, timeout: Timeout
+    ) -> Tensor | Work[Tensor]:
+        """`all_reduce`, ``hierarchical``, where no nodes are known: all ranks as on one."""
+        return self.all_reduce(x, op=op, out=out, async_op=async_op, timeout=timeout)
+
+
+class AllToAllVerbs:
+    """The exchange of parts. See `device_comm.communicator` for what all verbs share."""
+
+    runner: Runner
+
+    @overload
+    def all_to_all(
+        self,
+        x: Tensor,
+        dim: int = ...,
+        *,
+        input_sizes: Sizes = ...,
+        output_sizes: Sizes = ...,
+        out: Out = ...,
+        **how: Unpack[Now],
+    ) -> Tensor: ...
+    @overload
+    def all_to_all(
+        self,
+        x: Tensor,
+        dim: int = ...,
+        *,
+        input_sizes: Sizes = ...,
+        output_sizes: Sizes = ...,
+        out: Out = ...,
+        **how: Unpack[Later],
+    ) -> Work[Tensor]: ...
+    @overload
+    def all_to_all(
+        self,
+        x: Tensor,
+        dim: int = ...,
+        *,
+        input_sizes: Sizes = ...,
+        output_sizes: Sizes = ...,
+        out: Out = ...,
+        **how: Unpack[Maybe],
+    ) -> Tensor | Work[Tensor]: ...
+    def all_to_all(
+        self,
+        x: Tensor,
+        dim: int = 0,
+        *,
+        input_sizes: Sizes = None,
+        output_sizes: Sizes = None,
+        out: Out = None,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Any:
+        """Send part r of ``x`` to rank r; concatenate what comes. Collective: yes, every member.
+
+        Args:
+            x: the same shape on all ranks but for the rows along ``dim``.
+            dim: along which ``x`` is cut and the parts are concatenated.
+            input_sizes: rows that go to each rank; None: equal parts. All ranks give sizes, or
+                none does.
+            output_sizes: rows that come from each rank: rank r's ``input_sizes`` for this
+                rank. Given together with ``input_sizes``, or not at all.
+            out: ``sum(output_sizes)`` rows.
+            async_op: return a `Work` of the result.
+            timeout: seconds; None: what the group allows.
+
+        Returns:
+            ``sum(output_sizes)`` rows, contiguous; ``x`` itself in a group of one.
+        """
+        run = self.runner
+        plain = not async_op and input_sizes is None and output_sizes is None
+        if plain and (shortcut := run.backend.shortcut) is not None:
+            done = shortcut.collective("all_to_all", timeout, x, dim, out)
+            if done is not NotImplemented:
+                return done
+        check_tensor("x", x, run.device)
+        dim = check_dim(dim, x)
+        n = run.world_size
+        rows = x.shape[dim]
+        if (input_sizes is None) != (output_sizes is None):
+            raise ValueError("input_sizes and output_sizes are given together, or not at all")
+        shape: tuple[int, ...] = x.shape
+        alike, gives, takes = shape, None, None
+        if input_sizes is None:
+            equal_share(rows, n, dim)
+        else:
+            gives = check_sizes("input_sizes", input_sizes, n)
+            takes = check_sizes("output_sizes", output_sizes, n)
+            check_total("input_sizes", gives, rows, dim)
+            if gives[run.rank] != takes[run.rank]:
+                raise ValueError(
+                    f"input_sizes and output_sizes differ about what rank {run.rank} sends itself: "
+                    f"{gives[run.rank]} and {takes[run.rank]}"
+                )
+            row = row_elements(shape, dim)
+            shape, alike = resized(shape, dim, sum(takes)), resized(shape, dim, -1)
+            gives, takes = elements_of(gives, row), elements_of(takes, row)
+        if n == 1:
+            return run.identity("all_to_all", x, out, async_op)
+        source = pieces_first(x, dim, rows)
+        buffer, finish = landing_pieces(run.new, out, shape, dim, shape[dim], source, x)
+        operation = Operation(
+            "all_to_all",
+            source,
+            buffer,
+            async_op,
+            timeout,
+            source_sizes=gives,
+            output_sizes=takes,
+            shape=alike,
+            dim=dim,
+        )
+        return run.run(operation, buffer, finish)
+
+    @overload
+    def all_to_all_(self, x: Tensor, dim: int = ..., **how: Unpack[Now]) -> Tensor: ...
+    @overload
+    def all_to_all_(self, x: Tensor, dim: int = ..., **how: Unpack[Later]) -> Work[Tensor]: ...
+    @overload
+    def all_to_all_(
+        self, x: Tensor, dim: int = ..., **how: Unpack[Maybe]
+    ) -> Tensor | Work[Tensor]: ...
+    def all_to_all_(
+        self, x: Tensor, dim: int = 0, *, async_op: bool = False, timeout: Timeout = None
+    ) -> Any:
+        """`all_to_all` of equal parts, into ``x``. Collective: yes, every member. Returns ``x``."""
+        return self.all_to_all(x, dim=dim, out=x, async_op=async_op, timeout=timeout)

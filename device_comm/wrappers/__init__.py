@@ -1,1 +1,0 @@
-"""Backends that wrap another backend and change how it starts operations."""

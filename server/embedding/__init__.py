@@ -1,1 +1,0 @@
-"""Embeddings as a service: requests, batches, and routes."""

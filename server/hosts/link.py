@@ -1,0 +1,680 @@
+"""Connect the head of a pool and its other hosts: messages, one socket, and both ends.
+
+host -> head    HostHello; then Pulse, OfWorker, WorkerEnded, WorkerStack, HostSees; HostGaveUp at
+                the end, if the head was silent
+head -> host    HostAdmitted or HostRefused; then Pulse, BeginGeneration, ToWorker, SignalWorker,
+                MarkCall, LookAround; HostDismissed at the end
+
+Both sides send a pulse in short intervals and say that they leave, so a silence means that a host
+is gone, or cannot be reached. Encrypted; each end proves that it knows the launcher's secret before
+anything else is exchanged (`shm_broadcast.net.keys`).
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import logging
+import platform
+import sys
+import threading
+import time
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from ipaddress import IPv4Address, IPv6Address
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+
+import msgspec
+import zmq
+
+from coordinator.launcher import own_address, who_listens
+from shm_broadcast import __version__
+from shm_broadcast.codec import UNDECODABLE
+from shm_broadcast.eventcount import WakeFd
+from shm_broadcast.inspection.snapshot import BoardSeen
+from shm_broadcast.net.endpoint import Connection, RemoteEnd, bind_socket
+from shm_broadcast.net.keys import (
+    HANDSHAKE_NONCE_BYTES,
+    AllowList,
+    CurveKey,
+    reader_key,
+    writer_key,
+)
+
+from ..config import PoolConfig
+from ..control.attentive_clock import AttentiveClock
+from ..control.protocol import (
+    FromWorker,
+    Resume,
+    Start,
+)
+
+if TYPE_CHECKING:
+    from .place import Hosts
+
+
+_PACKAGES = ("torch", "msgspec", "pyzmq")
+
+
+def facts_here(given: Mapping[str, str]) -> dict[str, str]:
+    """This host's facts, by name: versions, and what it was ``given``.
+
+    torch's build for CPU or CUDA is not part of its version here: that may differ.
+    """
+    versions = {name: version(name).partition("+")[0] for name in _PACKAGES}
+    python = ".".join(map(str, sys.version_info[:2]))
+    return {
+        "group-coordinator": __version__,
+        "python": python,
+        "byte order": sys.byteorder,
+        "system": platform.system(),
+        **versions,
+        **given,
+    }
+
+
+def differing_fact(here: Mapping[str, str], there: Mapping[str, str]) -> str:
+    """The first fact that both sides state and that differs, as text; ``""`` if there is none."""
+    for name, value in here.items():
+        if name in there and there[name] != value:
+            return f"{name} is {there[name]} there, and {value} on the head"
+    return ""
+
+
+class HostHello(msgspec.Struct, frozen=True, tag=True):
+    """A host's first message.
+
+    Attributes:
+        name: its host name.
+        address: its address on the way to the head.
+        pid: the process that speaks.
+        node: which host it says it is.
+        facts: what has to be the same on all hosts, by name.
+        visitor: random text, the same whenever this process comes again.
+    """
+
+    name: str
+    address: str
+    pid: int
+    node: int
+    facts: dict[str, str]
+    visitor: str = ""
+
+    @property
+    def who(self) -> str:
+        """The host's name and address, for messages."""
+        return f"host {self.name} ({self.address})"
+
+
+class HostAdmitted(msgspec.Struct, frozen=True, tag=True):
+    """The host takes part.
+
+    Attributes:
+        n_workers: the pool's workers on all hosts.
+        ranks: those that this host runs.
+        config: the pool's settings.
+        stays: whether the host is to come again when the link has broken.
+    """
+
+    n_workers: int
+    ranks: tuple[int, ...]
+    config: PoolConfig
+    stays: bool
+
+
+class HostRefused(msgspec.Struct, frozen=True, tag=True):
+    """The host takes no part."""
+
+    reason: str
+
+
+class HostDismissed(msgspec.Struct, frozen=True, tag=True):
+    """The pool was shut down."""
+
+
+class BeginGeneration(msgspec.Struct, frozen=True, tag=True):
+    """Begin a generation: make its board, and start the missing workers.
+
+    Attributes:
+        generation: its number.
+        missing: the ranks to start.
+        in_flight: how many calls may be under way at once.
+        seconds: how long the start may take; ``None``: for ever.
+    """
+
+    generation: int
+    missing: tuple[int, ...]
+    in_flight: int
+    seconds: float | None
+
+
+class ToWorker(msgspec.Struct, frozen=True, tag=True):
+    """Pass a message on to a worker. In `Start.handles` the host fills its own memory in."""
+
+    rank: int
+    message: Start | Resume
+
+
+class SignalWorker(msgspec.Struct, frozen=True, tag=True):
+    """Send a worker a signal; `STACK_SIGNAL` asks for a `WorkerStack`."""
+
+    rank: int
+    number: int
+
+
+class MarkCall(msgspec.Struct, frozen=True, tag=True):
+    """Nobody waits for a call any more."""
+
+    generation: int
+    number: int
+
+
+class Pulse(msgspec.Struct, frozen=True, tag=True):
+    """What the sender's board says; sent at once when it was aborted, and in short intervals.
+
+    Attributes:
+        generation: the board's; 0 before the first.
+        beat: an encoded `coordinator.remote_boards.Beat`; empty before the first generation.
+    """
+
+    generation: int
+    beat: bytes
+
+
+class OfWorker(msgspec.Struct, frozen=True, tag=True):
+    """A message of a worker.
+
+    Attributes:
+        since: the generation in which the worker was started, here and below: what is said of one
+            that was replaced meanwhile is not about the one in its place.
+    """
+
+    rank: int
+    since: int
+    message: FromWorker
+
+
+class WorkerEnded(msgspec.Struct, frozen=True, tag=True):
+    """A worker's process has ended, or could not be started.
+
+    Attributes:
+        how: such as ``"killed by SIGKILL"``.
+        stack: its stacks, if it could write them.
+    """
+
+    rank: int
+    since: int
+    how: str
+    stack: str
+
+
+class WorkerStack(msgspec.Struct, frozen=True, tag=True):
+    """The stack that was asked for."""
+
+    rank: int
+    since: int
+    text: str
+
+
+class LookAround(msgspec.Struct, frozen=True, tag=True):
+    """Asks a host for a `HostSees` of the same number."""
+
+    number: int
+
+
+class HostSees(msgspec.Struct, frozen=True, tag=True):
+    """What a host sees of its processes.
+
+    Attributes:
+        number: the question's.
+        key: of the pool's board on that host.
+        boards: all boards of these processes; empty if they cannot be looked at.
+    """
+
+    number: int
+    key: str
+    boards: tuple[BoardSeen, ...]
+
+
+class HostGaveUp(msgspec.Struct, frozen=True, tag=True):
+    """The host ends its workers, since it has not heard of the head; read by a head that goes on.
+
+    Attributes:
+        seconds: for how long.
+    """
+
+    seconds: float
+
+
+FromHost: TypeAlias = (
+    HostHello | Pulse | OfWorker | WorkerEnded | WorkerStack | HostSees | HostGaveUp
+)
+FromHead: TypeAlias = (
+    HostAdmitted
+    | HostRefused
+    | HostDismissed
+    | BeginGeneration
+    | ToWorker
+    | SignalWorker
+    | MarkCall
+    | LookAround
+    | Pulse
+)
+
+LINK_NONCE: Final = b"the link between the hosts of a pool".ljust(HANDSHAKE_NONCE_BYTES, b".")[
+    :HANDSHAKE_NONCE_BYTES
+]
+"""Fixed, since nothing publishes a link's address: hosts know it from their launcher."""
+
+ANY_HOST: Final = 1
+"""The rank of the key that all hosts but the head have: which node one is, it says in its hello."""
+
+PULSE_SECONDS: Final = 0.25
+"""How often each end tells the other what its board says."""
+
+_FRAME_BYTES: Final = 1 << 28
+"""The longest message; a worker's arguments are in one."""
+
+_LOOK_SECONDS: Final = 0.1
+_log = logging.getLogger(__name__)
+
+
+def endpoint(address: str, port: int) -> str:
+    """Where a link leads, as zmq and people write it."""
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+class LinkEnd(RemoteEnd):
+    """One end; a subclass says what to do with messages. Call `begin`, and close it."""
+
+    def __init__(self, kind: int, key: CurveKey, silence: float, *, ipv6: bool) -> None:
+        # libzmq would close a silent link as if it had ended; here it says that it was silent.
+        super().__init__(kind, key, silence=4 * silence, frame_bytes=_FRAME_BYTES, ipv6=ipv6)
+        self._silence = silence
+        self._clock = AttentiveClock(PULSE_SECONDS)
+        self._outbox: deque[Any] = deque()
+        self._wake = WakeFd()
+        self._poller.register(self._wake, zmq.POLLIN)
+        self._pulse_at = 0.0
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """Start the thread.
+
+        Raises:
+            RuntimeError: no thread can be started.
+        """
+        self._thread = threading.Thread(target=self._serve, name="pool-hosts", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._thread = None  # `close` waits for none
+            raise
+
+    def pulse_now(self) -> None:
+        """Send a pulse at once: the board has news. Any thread; does not wait."""
+        self._pulse_at = 0.0
+        self._wake.ring()
+
+    def close(self) -> None:
+        """Send what was posted, say that this end leaves, and close. Idempotent."""
+        self._closing = True
+        if self._thread is None:
+            self._tear_down()
+        elif self._thread is not threading.current_thread():
+            self._wake.ring()
+            self._thread.join()
+
+    def _post(self, message: Any) -> None:
+        """Send a message soon. Any thread; does not wait."""
+        self._outbox.append(message)
+        self._wake.ring()
+
+    def _serve(self) -> None:
+        try:
+            while not self._closing:
+                self._step()
+            self._send_posted()
+        except Exception as error:  # noqa: BLE001 - or it would look like silence
+            _log.exception("the link between the hosts has failed")
+            self._fail(f"the link has failed: {type(error).__name__}: {error}")
+        finally:
+            self._tear_down()
+
+    def _step(self) -> None:
+        self._take_in()
+        self._send_posted()
+        if time.monotonic() >= self._pulse_at:
+            self._pulse_at = time.monotonic() + PULSE_SECONDS
+            self._send_pulse()
+        self._look_for_silence(self._clock.look())
+        self._poller.poll(int(_LOOK_SECONDS * 1000))
+        self._wake.clear()
+
+    def _send_posted(self) -> None:
+        while self._outbox:
+            self._send(self._outbox.popleft())
+
+    @abstractmethod
+    def _take_in(self) -> None:
+        """Handle the frames that have arrived."""
+
+    @abstractmethod
+    def _send(self, posted: Any) -> None:
+        """Send what was posted."""
+
+    @abstractmethod
+    def _send_pulse(self) -> None:
+        """Tell the other side what the board here says."""
+
+    @abstractmethod
+    def _look_for_silence(self, now: float) -> None:
+        """Note who was not heard of for too long; ``now`` is of the `AttentiveClock`."""
+
+    @abstractmethod
+    def _fail(self, why: str) -> None:
+        """Note that the link has ended by a fault here."""
+
+    def _release(self) -> None:
+        self._wake.close()
+
+
+_FROM_HOST = msgspec.msgpack.Decoder(FromHost)
+
+
+class HostsHeeder(Protocol):
+    """Handles what comes over the links; called in their thread."""
+
+    def admit(self, hello: HostHello) -> HostAdmitted | HostRefused:
+        """Decide whether a host may take part."""
+
+    def on_message(self, node: int, message: FromHost) -> None:
+        """Handle a message of an admitted host."""
+
+    def on_lost(self, node: int, why: str) -> None:
+        """Handle the end of an admitted host, or of the link to it."""
+
+    def pulse(self) -> Pulse:
+        """What to tell the hosts of this host's board."""
+
+
+@dataclass(slots=True)
+class _Peer:
+    identity: bytes
+    hello: HostHello
+    heard_at: float
+
+    def __str__(self) -> str:
+        return f"{self.hello.who}, pid {self.hello.pid}"
+
+
+class HeadLink(LinkEnd):
+    """The links to all other hosts. Call `begin`, and close it.
+
+    Attributes:
+        address: the address of this host at which it listens.
+        port: the port.
+    """
+
+    def __init__(
+        self, hosts: Hosts, address: IPv4Address | IPv6Address, heeder: HostsHeeder
+    ) -> None:
+        """Listen.
+
+        Args:
+            hosts: which host this is: the head.
+            address: where it listens.
+            heeder: handles what comes.
+
+        Raises:
+            OSError: the address is none of this host's, or its port is in use.
+        """
+        secret = hosts.secret or b""
+        key = writer_key(secret, LINK_NONCE)
+        super().__init__(zmq.ROUTER, key, hosts.silence_seconds, ipv6=address.version == 6)
+        self._heeder = heeder
+        self._peers: dict[int, _Peer] = {}
+        self._comers: list[_Peer] = []
+        self._zmq.router_mandatory = 1  # sending over a link that has ended is an error
+        self._admission = AllowList(self._context, secret, LINK_NONCE, [ANY_HOST])
+        try:
+            self._admission.start()
+            bound = _bind(self._zmq, hosts, address)
+        except BaseException:
+            self._tear_down()
+            raise
+        self.address = str(address)
+        self.port = int(bound.rpartition(":")[2])
+
+    def post(self, node: int, message: FromHead) -> None:
+        """Send a host a message soon. Any thread; does not wait. Lost if the host is."""
+        self._post((node, message))
+
+    def _take_in(self) -> None:
+        while (received := self._receive()) is not None:
+            identity, frame, *_ = received
+            node = self._node_at(identity.bytes)
+            try:
+                message = _FROM_HOST.decode(frame.buffer)
+            except UNDECODABLE as error:
+                if node is not None:
+                    self._lose(node, f"has sent what is no message: {error}")
+                continue
+            if node is not None and isinstance(message, HostGaveUp):
+                silence = f"not heard of the head for {message.seconds:.1f} s"
+                self._lose(node, f"has ended its workers, having {silence}")
+            elif node is not None:
+                self._peers[node].heard_at = self._clock.look()
+                self._heeder.on_message(node, message)
+            elif isinstance(message, HostHello):
+                self._greet(_Peer(identity.bytes, message, self._clock.look()))
+        self._judge_comers()
+
+    def _node_at(self, identity: bytes) -> int | None:
+        """The admitted host at the other end of a connection."""
+        return next((node for node, at in self._peers.items() if at.identity == identity), None)
+
+    def _greet(self, comer: _Peer) -> None:
+        node = comer.hello.node
+        known = self._peers.get(node)
+        if known is None:
+            self._admit(comer)
+        elif known.hello.visitor == comer.hello.visitor:  # what its old link still brings is old
+            self._lose(node, "has closed the link, and come again")
+            self._admit(comer)
+        else:
+            self._comers.append(comer)  # in the place of one that may have ended just now
+
+    def _admit(self, comer: _Peer) -> None:
+        answer = self._heeder.admit(comer.hello)
+        if isinstance(answer, HostAdmitted):
+            comer.heard_at = self._clock.look()  # it was not to speak while it was to wait
+            self._peers[comer.hello.node] = comer
+        self._tell(comer.identity, answer)
+
+    def _judge_comers(self) -> None:
+        """Admit those whose place is free by now; refuse those whose place has spoken since."""
+        comers, self._comers = self._comers, []
+        for comer in comers:
+            node = comer.hello.node
+            known = self._peers.get(node)
+            if known is None:
+                if self._tell(comer.identity, self._heeder.pulse()):  # it has not ended meanwhile
+                    self._admit(comer)
+            elif known.heard_at > comer.heard_at:
+                reason = f"node {node} is here already: {known}"
+                _log.warning("refused %s: %s", comer, reason)
+                self._tell(comer.identity, HostRefused(reason))
+            else:
+                self._comers.append(comer)
+
+    def _send(self, posted: tuple[int, FromHead]) -> None:
+        node, message = posted
+        peer = self._peers.get(node)
+        if peer is not None and not self._tell(peer.identity, message):
+            self._take_in()  # it may have said why
+            if self._peers.get(node) is peer:
+                self._lose(node, "has ended: the process that started its workers")
+
+    def _send_pulse(self) -> None:
+        pulse = self._heeder.pulse()
+        for node in tuple(self._peers):
+            self._send((node, pulse))
+
+    def _look_for_silence(self, now: float) -> None:
+        for node, peer in tuple(self._peers.items()):
+            silence = now - peer.heard_at
+            if silence > self._silence:
+                self._lose(node, f"has not been heard of for {silence:.1f} s")
+
+    def _lose(self, node: int, why: str) -> None:
+        self._heeder.on_lost(node, f"{self._peers.pop(node).hello.who} {why}")
+
+    def _tell(self, identity: bytes, message: FromHead) -> bool:
+        """Send one message; False if the link has ended."""
+        return self._send_to(identity, [msgspec.msgpack.encode(message)])
+
+    def _fail(self, why: str) -> None:
+        for node in tuple(self._peers):
+            self._lose(node, f"cannot be reached: {why}")
+
+    def _farewell(self) -> None:
+        """Nothing: hosts see that the link ends, and were dismissed before if that is in order."""
+
+    def _release(self) -> None:
+        self._admission.stop()
+        super()._release()
+
+
+def _bind(link: zmq.Socket[bytes], hosts: Hosts, address: IPv4Address | IPv6Address) -> str:
+    """Listen at the head's address; returns the endpoint.
+
+    Raises:
+        OSError: it is none of this host's, or the port is in use.
+    """
+    try:
+        return bind_socket(link, address, hosts.master_port)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        named = f"the head's address {hosts.master_addr!r}"
+        named += "" if str(address) == hosts.master_addr else f" ({address})"
+        own = ""
+        with suppress(OSError):
+            own = f", which has {own_address(str(address), 1)} on the way there"
+        raise OSError(
+            error.errno,
+            f"{named} is none of this host's{own}: is this node {hosts.node_rank}, the head?",
+        ) from error
+
+
+_FROM_HEAD = msgspec.msgpack.Decoder(FromHead)
+_TRY_SECONDS = 0.2
+"""How long to try to connect, to learn why it fails."""
+
+
+class HeadHeeder(Protocol):
+    """Handles what comes over the link; called in its thread."""
+
+    def hear(self, message: FromHead) -> None:
+        """Handle a message of the head."""
+
+    def lose(self, why: str) -> None:
+        """Handle the end of the link; called once."""
+
+    def pulse(self) -> Pulse:
+        """What to tell the head of this host's board."""
+
+
+class HostLink(LinkEnd):
+    """The link to the head. Call `begin`, and close it."""
+
+    def __init__(
+        self, hosts: Hosts, address: str, port: int, hello: HostHello, heeder: HeadHeeder
+    ) -> None:
+        """Begin to connect, and say hello when that has succeeded.
+
+        Args:
+            hosts: which host this is.
+            address: the head's IP address.
+            port: the head's port.
+            hello: the first message.
+            heeder: handles what comes.
+        """
+        secret = hosts.secret or b""
+        key = reader_key(secret, LINK_NONCE, ANY_HOST)
+        super().__init__(zmq.DEALER, key, hosts.silence_seconds, ipv6=":" in address)
+        self._head = address, port
+        self._leads_here = hello.address == address or ipaddress.ip_address(address).is_loopback
+        self._heeder = heeder
+        self._heard_at: float | None = None
+        self._lost = False
+        self._zmq.curve_serverkey = writer_key(secret, LINK_NONCE).public
+        where, denied = f"tcp://{endpoint(address, port)}", "it does not admit this host's key"
+        self._connection = Connection(self._context, self._zmq, where, denied)
+        self._poller.register(self._connection.events, zmq.POLLIN)
+        self._connection.begin()
+        self.post(hello)
+
+    def post(self, message: FromHost) -> None:
+        """Send a message soon. Any thread; does not wait. Lost if the link is."""
+        self._post(message)
+
+    def trouble(self) -> str:
+        """Why the head has not answered, as far as is known; `_TRY_SECONDS` to find out."""
+        known = self._connection.fault or self._connection.trouble()
+        if self._connection.reached:
+            return known
+        try:
+            who_listens(*self._head, _TRY_SECONDS)
+        except OSError as error:
+            known += f": {error.strerror or error}"
+        if self._leads_here:
+            known += "; that is an address of this host itself: is it the head's?"
+        return known
+
+    def _take_in(self) -> None:
+        self._connection.look()
+        while (received := self._receive()) is not None:
+            self._heard_at = self._clock.look()
+            try:
+                message = _FROM_HEAD.decode(received[0].buffer)
+            except UNDECODABLE as error:
+                self._fail(f"the head has sent what is no message: {error}")
+                return
+            self._heeder.hear(message)
+        if self._connection.fault:
+            self._fail(self._connection.fault)
+        elif self._connection.lost:
+            self._fail("the head has ended, or closed the link")
+
+    def _send(self, posted: FromHost) -> None:
+        with suppress(zmq.Again):  # there is no link any more: its events say why
+            self._zmq.send(msgspec.msgpack.encode(posted), zmq.NOBLOCK)
+
+    def _send_pulse(self) -> None:
+        if self._heard_at is not None:
+            self._send(self._heeder.pulse())
+
+    def _look_for_silence(self, now: float) -> None:
+        if self._heard_at is not None and now - self._heard_at > self._silence and not self._lost:
+            seconds = now - self._heard_at
+            self._send(HostGaveUp(seconds))
+            self._fail(f"the head has not been heard of for {seconds:.1f} s")
+
+    def _fail(self, why: str) -> None:
+        if not self._lost:
+            self._lost = True
+            self._heeder.lose(why)
+
+    def _farewell(self) -> None:
+        if not self._connection.made:
+            self._zmq.linger = 0
+
+    def _release(self) -> None:
+        self._connection.close()
+        super()._release()

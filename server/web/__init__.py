@@ -1,1 +1,0 @@
-"""The service's HTTP side: connections, routes, documents and logs."""

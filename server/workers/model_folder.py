@@ -1,0 +1,78 @@
+"""Read the JSON files that describe a model, and divide its layers and heads."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import msgspec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+if TYPE_CHECKING:
+    T = TypeVar("T")
+
+PositiveInt = Annotated[int, msgspec.Meta(gt=0)]
+
+
+def read_description(path: Path, kind: type[T], error: type[ValueError]) -> T:
+    """A file's content as ``kind``.
+
+    Raises:
+        What ``error`` is: the file cannot be read, or holds something else; names it and says why.
+    """
+    try:
+        return msgspec.convert(json.loads(path.read_bytes()), kind)
+    except FileNotFoundError as failed:
+        raise error(f"{path}: missing") from failed
+    except OSError as failed:
+        raise error(f"{path}: {failed.strerror}") from failed
+    except (ValueError, msgspec.MsgspecError) as failed:
+        raise error(f"{path}: {failed}") from failed
+
+
+def share(total: int, part: int, parts: int) -> range:
+    """The consecutive items of one of ``parts``; earlier ones have one more if they do not divide.
+
+    Such as the layers of a pipeline stage, or the heads of a rank.
+    """
+    each, more = divmod(total, parts)
+    start = part * each + min(part, more)
+    return range(start, start + each + (part < more))
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSplit:
+    """Attention heads cut over ranks: whole key heads, each with the query heads that use it.
+
+    Attributes:
+        queries: query heads of each rank.
+        keys: heads of each rank that have a key and a value.
+    """
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+
+    @classmethod
+    def over(cls, queries: int, keys: int, ranks: int) -> HeadSplit:
+        """Cut ``keys`` heads, and ``queries``, a multiple of them.
+
+        Raises:
+            ValueError: a rank would have none, or ``queries`` is no multiple.
+        """
+        if queries % keys:
+            raise ValueError(f"{queries} query heads do not share {keys} key-value heads evenly")
+        if not 1 <= ranks <= keys:
+            raise ValueError(f"tp must be 1 to {keys}, the model's key-value heads; got {ranks}")
+        each = tuple(len(share(keys, rank, ranks)) for rank in range(ranks))
+        return cls(tuple(count * (queries // keys) for count in each), each)
+
+    def query_sizes(self, head_size: int) -> tuple[int, ...]:
+        """The outputs of the query projection on each rank."""
+        return tuple(count * head_size for count in self.queries)
+
+    def key_sizes(self, head_size: int) -> tuple[int, ...]:
+        """The outputs of the key projection, and of the value projection, on each rank."""
+        return tuple(count * head_size for count in self.keys)

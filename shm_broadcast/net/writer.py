@@ -1,0 +1,301 @@
+"""The writing end of a queue whose readers are on other hosts.
+
+One ROUTER socket, bound to one address. A PUB socket would drop messages for a slow reader and
+receives nothing from readers; here every reader has a window of byte credits (see
+`shm_broadcast.net.protocol`), and the writer waits for the slowest.
+
+Guarantees
+- Every reader gets every message, whole and in order; or `RemoteWriter.send` raises and no reader
+  gets it. A reader that has left gets none, and is not waited for.
+- The caller may change its buffers once `RemoteWriter.send` has returned.
+- A waiting call raises within `PROBE_SECONDS` plus one slice when a reader's process or host has
+  closed the connection, and after ``silence`` seconds when nothing is heard from a reader (a cut
+  cable, a stopped process). If no call waits, the next one raises.
+- Connections without the right key, and frames beyond 1 KiB, are dropped by libzmq's own thread.
+
+Assumes: the writer calls `RemoteWriter.wait_ready`, `RemoteWriter.send` or `RemoteWriter.poll` now
+and then: only these admit readers that have connected.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
+
+import zmq
+
+from shm_broadcast.deadline import Deadline
+from shm_broadcast.errors import DRIVER_RANK, GroupTimeoutError, MemberStatus, MessageTooLargeError
+from shm_broadcast.net.endpoint import RemoteEnd, bind_socket, one_address
+from shm_broadcast.net.keys import HANDSHAKE_NONCE_BYTES, AllowList, writer_key
+from shm_broadcast.net.protocol import (
+    DEFAULT_CREDIT_BYTES,
+    MIN_CREDIT_BYTES,
+    Cancel,
+    Closed,
+    Fragment,
+    Probe,
+    RemoteHandle,
+    RemoteLink,
+    cost,
+    encode,
+    fragment_limit,
+    split_message,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+PROBE_SECONDS: Final = 0.25
+"""How often a waiting writer asks zmq whether its readers' connections are still there.
+
+zmq reports a lost connection only to whoever sends on it. The probes pile up at a reader that never
+reads: about 0.5 KiB for each second that the writer waits.
+"""
+
+DEFAULT_SILENCE: Final = 10.0
+
+
+class RemoteWriter(RemoteEnd):
+    """The writing end. Make it, publish its `handle`, `wait_ready`, `send`, `close`.
+
+    Attributes:
+        handle: what readers connect with; holds no secret.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        readers: Iterable[int],
+        bind_host: str,
+        secret: bytes,
+        *,
+        credit_bytes: int = DEFAULT_CREDIT_BYTES,
+        silence: float = DEFAULT_SILENCE,
+    ) -> None:
+        """Listen on a free port of ``bind_host``.
+
+        Collective: no.
+
+        Args:
+            rank: the writer's rank, for error messages.
+            readers: the ranks that may read, each once; `send` waits until all have connected.
+            bind_host: this host's address that the readers reach: IPv4, IPv6, or a name.
+            secret: the launcher's secret, 16 bytes or more, the same in all processes.
+            credit_bytes: the most bytes on their way to each reader; bounds memory at both ends.
+            silence: seconds without a heartbeat after which a reader counts as lost.
+
+        Raises:
+            ValueError: an argument is out of range, or ``bind_host`` means all interfaces.
+            OSError: ``bind_host`` cannot be resolved, or is no address of this host.
+        """
+        ranks = tuple(readers)
+        if not ranks or len(set(ranks)) != len(ranks) or min(ranks) < DRIVER_RANK:
+            raise ValueError(f"readers must be one or more different ranks; got {ranks}")
+        if credit_bytes < MIN_CREDIT_BYTES:
+            raise ValueError(f"credit_bytes must be {MIN_CREDIT_BYTES} or more; got {credit_bytes}")
+        if not silence > 0:
+            raise ValueError(f"silence must be a positive number of seconds; got {silence}")
+        address = one_address(bind_host)
+        nonce = secrets.token_bytes(HANDSHAKE_NONCE_BYTES)
+        key = writer_key(secret, nonce)
+        super().__init__(
+            zmq.ROUTER, key, silence=silence, frame_bytes=1024, ipv6=address.version == 6
+        )
+        self._links = {each: RemoteLink(each, credit_bytes) for each in ranks}
+        self._limit = fragment_limit(credit_bytes)
+        self._sequence = 0
+        self._messages = 0
+        self._probe_at = 0.0
+        self._admission = AllowList(self._context, secret, nonce, ranks)
+        try:
+            self._admission.start()
+            self._zmq.router_mandatory = True
+            bound = bind_socket(self._zmq, address)
+        except BaseException:
+            self.close()
+            raise
+        self.handle = RemoteHandle(bound, nonce, rank, ranks, credit_bytes, silence)
+
+    def wait_ready(
+        self, deadline: Deadline | float | None, check: Callable[[], None] | None = None
+    ) -> None:
+        """Wait until every reader has connected.
+
+        Collective: yes, the writer and every reader.
+
+        Args:
+            deadline: when to give up.
+            check: called between slices of waiting; what it raises ends the wait.
+
+        Raises:
+            GroupTimeoutError: names the readers that have not connected.
+            PeerLostError, PeerProtocolError, GroupClosedError: as for `send`.
+        """
+        operation, until = "wait_until_ready", Deadline.after(deadline)
+        with self._use(operation, until):
+            self._wait(0, operation, until, check)
+
+    def send(
+        self,
+        parts: Sequence[Buffer],
+        deadline: Deadline | float | None,
+        check: Callable[[], None] | None = None,
+    ) -> None:
+        """Send one message, a list of buffers of any size, to every reader that has not left.
+
+        Waits while a reader has no credit left or has not connected. While a message larger than
+        the credit window is sent, the readers must be receiving it.
+
+        Collective: no.
+
+        Args:
+            parts: contiguous buffers; may be changed once this returns.
+            deadline: when to give up.
+            check: called every `SLICE_SECONDS` of waiting; what it raises ends the call.
+
+        Raises:
+            GroupTimeoutError: no reader gets the message; names the readers that are behind.
+            PeerLostError: a reader's connection has ended; every later call raises it too, until
+                `remove`.
+            PeerProtocolError: a reader sent what the protocol does not allow; likewise.
+            GroupClosedError: this end was closed.
+            MessageTooLargeError: too many parts for one header.
+        """
+        operation, until = "enqueue", Deadline.after(deadline)
+        views = [_flat(part) for part in parts]
+        sizes = tuple(len(view) for view in views)
+        size_of_header = len(encode(Fragment(self._sequence, sizes)))
+        if size_of_header > self._limit:
+            raise MessageTooLargeError(size_of_header, self._limit)
+        with self._use(operation, until):
+            begun = False
+            try:
+                for chunks in split_message(views, self._limit):
+                    header = encode(Fragment(self._sequence, None if begun else sizes))
+                    frames: list[bytes | memoryview] = [header, *chunks]
+                    self._wait(cost(frames), operation, until, check)
+                    begun = True
+                    self._send_fragment(frames)
+            except BaseException:
+                if begun and not self._torn:
+                    self._post([encode(Cancel())])
+                raise
+            self._messages += 1
+
+    def poll(self) -> None:
+        """Take in what readers have sent. Never waits; does nothing while another thread sends.
+
+        Raises:
+            PeerLostError, PeerProtocolError, GroupClosedError: as for `send`.
+        """
+        with suppress(GroupTimeoutError), self._use("poll", Deadline.after(0)):
+            self._probe()
+            self._take_in()
+            self._require_readers("poll")
+
+    def deserted(self) -> bool:
+        """Whether every reader has left or was removed, as far as is known."""
+        return all(link.left for link in self._links.values())
+
+    def remove(self, rank: int) -> None:
+        """Go on without reader ``rank``, which a call has named as lost or at fault.
+
+        Raises:
+            ValueError: it is neither.
+        """
+        with self._use("remove_reader", Deadline.after(None)):
+            self._probe()
+            self._take_in()
+            self._links[rank].remove()
+
+    def status(self) -> list[MemberStatus]:
+        """What is known of each reader; ``sequence``: the messages it has reported as taken."""
+        return [link.status() for link in self._links.values()]
+
+    def _wait(
+        self, need: int, operation: str, deadline: Deadline, check: Callable[[], None] | None
+    ) -> None:
+        """Wait until every reader is connected and has ``need`` bytes of credit, or has left."""
+        while True:
+            self._take_in()
+            self._require_readers(operation)
+            late = [link for link in self._links.values() if not link.can_take(need)]
+            if not late:
+                return
+            if deadline.expired:
+                raise GroupTimeoutError(
+                    operation,
+                    deadline.timeout,
+                    tuple(link.status() for link in late),
+                    f"{self._messages} messages were sent before",
+                )
+            self._pause(operation, deadline, check)
+            self._probe()
+
+    def _take_in(self) -> None:
+        """Handle all frames that have arrived."""
+        # A reader counts as lost only after all frames: its `Closed` may be among them, and then it
+        # has left in good order.
+        gone: list[RemoteLink] = []
+        with self._unbroken():
+            while (received := self._receive()) is not None:
+                identity, *frames = received
+                link = self._links[int(frames[0].get("User-Id"))]
+                reply = link.take(identity.bytes, [frame.buffer for frame in frames])
+                if link.identity == identity.bytes:
+                    link.host = str(frames[0].get("Peer-Address"))
+                heard = reply is None or self._send_to(identity.bytes, [encode(reply)])
+                if not heard and link.identity == identity.bytes:
+                    gone.append(link)
+            for link in gone:
+                link.lose()
+
+    def _send_fragment(self, frames: Sequence[bytes | memoryview]) -> None:
+        """Send a fragment to every reader; `_wait` has made sure that all have the credit."""
+        with self._unbroken():
+            self._sequence += 1
+            price = cost(frames)
+            for link in self._links.values():
+                link.window.spend(price)
+            self._post(frames)
+
+    def _probe(self) -> None:
+        """Find connections that have ended, by sending on them, at most every `PROBE_SECONDS`."""
+        now = time.monotonic()
+        if now >= self._probe_at:
+            self._probe_at = now + PROBE_SECONDS
+            self._post([encode(Probe())])
+
+    def _post(self, frames: Sequence[bytes | memoryview]) -> None:
+        """Send one zmq message to every connected reader; its bytes are copied once for all."""
+        shared = [zmq.Frame(frame, copy=True) for frame in frames]
+        with self._unbroken():
+            gone = [
+                link
+                for link in self._links.values()
+                if link.joined and not self._send_to(link.identity, shared)
+            ]
+            if gone:
+                self._take_in()  # a reader that closed its end has sent `Closed` before
+            for link in gone:
+                link.lose()
+
+    def _require_readers(self, operation: str) -> None:
+        for link in self._links.values():
+            link.require(operation)
+
+    def _farewell(self) -> None:
+        self._post([encode(Closed())])
+
+    def _release(self) -> None:
+        self._admission.stop()
+
+
+def _flat(part: Buffer) -> memoryview:
+    view = memoryview(part)
+    return view.cast("B") if view.nbytes else memoryview(b"")

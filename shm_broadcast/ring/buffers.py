@@ -1,0 +1,294 @@
+"""Move large buffers without copies: shared blocks that readers map, and recycled memory for
+results.
+
+The first pass over newly mapped pages costs four to seven times a later one (page faults), so
+whoever receives large tensors again and again should not get new memory each time.
+
+A block is a shared-memory segment that holds one buffer. The writer fills it and sends its
+descriptor through the ring instead of the bytes. Each reader maps the block once, keeps the
+mapping, and hands out an array over it. Before that it stores in the block which process it is
+("holder"). When the array's last reference goes, it stores the block's generation ("released"). The
+generation grows by one with each message. The writer may fill a block again once every reader has
+released the current generation, has left the queue without taking it, has joined the queue since,
+has dropped the message as it cannot map the block, or has ended.
+
+::
+
+    block   0     segment header
+            64    for reader 0, 1, ...: released generation, holder (u64 each)
+            4096  the buffer's bytes
+
+Guarantees: a block is not written while any process holds an array over it, even if that reader has
+left the queue. All blocks together take at most the limit given to `BlockWriter`; a buffer for
+which no block is free travels through the ring instead. A writer that is closed keeps a block open
+until every reader that has joined has mapped it, has left or has ended: a thread sees to that. A
+block that a reader has not mapped when the writer's process ends is lost to that reader.
+
+Assumes: readers only read the arrays: all readers share the memory.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+import time
+import weakref
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
+
+from shm_broadcast.atomics import WordsLike, native
+from shm_broadcast.errors import SharedMemoryError
+from shm_broadcast.layout import SEGMENT_NONCE_BYTES
+from shm_broadcast.process import ProcessId
+from shm_broadcast.segment import Segment, SegmentHandle
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from shm_broadcast._native import RecyclingPool
+    from shm_broadcast.ring.writer import RingWriter
+
+
+RECYCLED_BYTES: Final = 1 << 20
+"""Smaller requests are not pooled: malloc itself keeps their pages."""
+
+KEPT_BYTES: Final = 256 << 20
+
+
+def new_pool() -> RecyclingPool | FreshMemory:
+    """A pool whose ``take(size)`` gives writable memory of so many bytes, of undefined content.
+
+    Guarantees: no two blocks that are referred to share memory, whatever views were made of them.
+    Any thread, and any signal handler, may use the pool. At most `KEPT_BYTES` of unused blocks are
+    kept; what was unused for longest goes first.
+    """
+    return FreshMemory() if native is None else native.RecyclingPool(KEPT_BYTES)
+
+
+class FreshMemory:
+    """The extension's ``RecyclingPool`` in Python: nothing is used again."""
+
+    kept_bytes: Final = 0
+
+    def take(self, size: int) -> bytearray:
+        """Memory of ``size`` bytes."""
+        return bytearray(size)
+
+
+def size_class(size: int) -> int:
+    """``size`` rounded up by at most an eighth, so that similar sizes can use the same blocks."""
+    step = 1 << max(size.bit_length() - 4, 0)
+    return -(-size // step) * step
+
+
+PLACED_BYTES: Final = 1 << 20
+"""Buffers of this size and more are placed in blocks."""
+
+DEFAULT_BLOCK_BYTES: Final = 512 << 20
+
+_READERS: Final = 64
+"""Offset of reader 0's two words, released and holder; see the drawing above."""
+_READER_BYTES: Final = 16
+_HOLDER: Final = 8
+"""`ProcessId.word` of the process that holds an array; 0: none."""
+_DATA: Final = 4096
+_DESCRIPTOR: Final = struct.Struct(f"<IIQ{SEGMENT_NONCE_BYTES}sQQQ")
+
+_LOOK_SECONDS: Final = (0.01, 1.0)
+"""Between two looks whether a block is still to be mapped: at first, and at most."""
+
+
+class BlockWriter:
+    """Allocates, fills and reuses blocks at the writer."""
+
+    def __init__(self, readers: RingWriter, limit: int) -> None:
+        """Keep blocks of at most ``limit`` bytes in total; the ring knows its ``readers``."""
+        self._readers = readers
+        self._n_readers = len(readers.readers)
+        self._limit = limit
+        self._blocks: list[_Block] = []
+
+    def place(self, buffer: memoryview) -> PlacedBuffer | None:
+        """Copy ``buffer`` into a free block, or into a new one.
+
+        Returns:
+            What to send; None if no block is free and the limit, or what is free of memory and of
+            descriptors, allows no new one.
+        """
+        block = self._free_block(size_class(buffer.nbytes))
+        if block is None:
+            return None
+        block.segment.words.write(_DATA, buffer)
+        for reader in range(self._n_readers):
+            block.segment.words.store64(_line(reader) + _HOLDER, 0)
+        block.position = self._readers.published
+        block.generation += 1  # last: if a signal handler raises before, the block stays free
+        return PlacedBuffer(block, buffer.nbytes, self._n_readers)
+
+    def close(self) -> None:
+        """Let go of each block once no reader has yet to map it; does not wait for that.
+
+        Arrays over them stay valid in the readers that hold them.
+        """
+        blocks, self._blocks = self._blocks, []
+        self._let_go(blocks)
+        if blocks:
+            keeper = threading.Thread(
+                target=self._keep, args=(blocks,), name="blocks-to-map", daemon=True
+            )
+            with suppress(RuntimeError):  # no thread is to be had, as at the end of the process
+                keeper.start()
+
+    def _keep(self, blocks: list[_Block]) -> None:
+        seconds, longest = _LOOK_SECONDS
+        while blocks:
+            time.sleep(seconds)
+            seconds = min(2 * seconds, longest)
+            self._let_go(blocks)
+
+    def _let_go(self, blocks: list[_Block]) -> None:
+        """Close those of ``blocks`` that no reader has yet to map, and take them out."""
+        for block in [*blocks]:
+            if not any(
+                self._is_to_map(block, reader) and self._readers.attends(reader)
+                for reader in range(self._n_readers)
+            ):
+                blocks.remove(block)
+                block.segment.close()
+
+    def _free_block(self, capacity: int) -> _Block | None:
+        for block in self._blocks:
+            if block.capacity == capacity and self._is_free(block):
+                return block
+        for block in [each for each in self._blocks if self._is_free(each)]:
+            if self._used() + capacity <= self._limit:
+                break
+            self._blocks.remove(block)
+            block.segment.close()
+        if self._used() + capacity > self._limit:
+            return None
+        try:
+            block = _Block(Segment.create(_DATA + capacity, "group-block"), capacity)
+        except (SharedMemoryError, OSError):  # the caller sends through the ring, which needs none
+            return None
+        self._blocks.append(block)
+        return block
+
+    def _used(self) -> int:
+        return sum(block.capacity for block in self._blocks)
+
+    def _is_free(self, block: _Block) -> bool:
+        return not any(self._needs(block, reader) for reader in range(self._n_readers))
+
+    def _needs(self, block: _Block, reader: int) -> bool:
+        """Whether reader number ``reader`` holds an array over ``block``, or may still take one."""
+        words, line = block.segment.words, _line(reader)
+        if words.load64(line) == block.generation:
+            return False
+        if self._readers.published == block.position:  # of the message that is being sent
+            return True
+        # A reader that has left, and may have a successor, may still hold an array: while its
+        # process runs, it decides.
+        word = words.load64(line + _HOLDER)
+        if not word:
+            return self._is_to_map(block, reader)
+        holder = ProcessId.from_word(word)
+        if self._readers.runs(reader, holder.pid):  # in most cases, and a tenth of the time
+            return True
+        return holder.runs()
+
+    def _is_to_map(self, block: _Block, reader: int) -> bool:
+        """Whether reader number ``reader`` may still take ``block``, and has not mapped it yet."""
+        words, line = block.segment.words, _line(reader)
+        return not (
+            words.load64(line) == block.generation
+            or words.load64(line + _HOLDER)
+            or self._readers.has_left(reader)
+            or self._readers.joined_at(reader) > block.position
+        )
+
+
+class _Block:
+    def __init__(self, segment: Segment, capacity: int) -> None:
+        self.segment = segment
+        self.handle = segment.handle()
+        self.capacity = capacity
+        self.generation = 0
+        self.position = 0
+
+
+class PlacedBuffer:
+    """A buffer that was copied into a block; ``descriptor`` is what travels through the ring."""
+
+    def __init__(self, block: _Block, size: int, n_readers: int) -> None:
+        handle = block.handle
+        facts = (handle.pid, handle.fd, handle.start_time, handle.nonce, handle.size)
+        self.descriptor = memoryview(_DESCRIPTOR.pack(*facts, block.generation, size))
+        self._block = block
+        self._n_readers = n_readers
+
+    def withdraw(self) -> None:
+        """Release the block for all readers: the message was cancelled, so none will take it."""
+        for reader in range(self._n_readers):
+            self._block.segment.words.store64(_line(reader), self._block.generation)
+
+
+class BlockReader:
+    """One reader's cache of mapped blocks; beyond ``limit`` bytes it drops the least recently used.
+
+    A dropped mapping lives on while an array over it does.
+    """
+
+    def __init__(self, reader: int, limit: int = DEFAULT_BLOCK_BYTES) -> None:
+        self._line = _line(reader)
+        self._limit = limit
+        self._mapped: dict[bytes, Segment] = {}
+        self._holder = ProcessId(0, 0)
+
+    def resolve(self, descriptor: bytes | bytearray) -> NDArray[np.uint8]:
+        """An array over the bytes that ``descriptor`` names, in the block, without a copy.
+
+        The block is released when the array's last reference goes.
+
+        Raises:
+            SharedMemoryError: the block is not mapped yet, and its writer has ended, or no
+                descriptor is free.
+        """
+        import numpy as np  # noqa: PLC0415 - 70 ms, which a process without blocks saves
+
+        pid, fd, start_time, nonce, size, generation, n_bytes = _DESCRIPTOR.unpack(descriptor)
+        segment = self._mapped.pop(nonce, None)
+        if segment is None:
+            segment = Segment.attach(SegmentHandle(pid, start_time, fd, nonce, size))
+            segment.close()
+        self._mapped[nonce] = segment
+        self._forget_oldest()
+        if os.getpid() != self._holder.pid:
+            self._holder = ProcessId.of(os.getpid())
+        segment.words.store64(self._line + _HOLDER, self._holder.word)
+        array = np.frombuffer(segment.memory[_DATA : _DATA + n_bytes], dtype=np.uint8)
+        facts = segment.words, self._line, generation, os.getpid()
+        release = weakref.finalize(array, _release, *facts)
+        release.atexit = False
+        return array
+
+    def forget(self) -> None:
+        """Drop all mappings; arrays that are still in use keep theirs."""
+        self._mapped.clear()
+
+    def _forget_oldest(self) -> None:
+        while (
+            len(self._mapped) > 1 and sum(each.size for each in self._mapped.values()) > self._limit
+        ):
+            self._mapped.pop(next(iter(self._mapped)))
+
+
+def _line(reader: int) -> int:
+    return _READERS + _READER_BYTES * reader
+
+
+def _release(words: WordsLike, line: int, generation: int, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child has a copy of the array; the block is its parent's
+        words.store64(line, generation)

@@ -1,0 +1,504 @@
+"""Hold the members of a group: who has each slot, what each one does, and which failure aborted it.
+
+One slot belongs to one process at a time; only its owner writes it. The first member that claims
+the abort word aborts the group.
+
+`Elsewhere` is written by whoever carries news between the boards of hosts. A board that nobody
+carries news to has `OneHost`.
+
+Guarantees: a slot is taken by one process; a second one, even at the same moment, is refused until
+that process has ended or left.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Final, NoReturn, Protocol
+
+from shm_broadcast import layout
+from shm_broadcast.atomics import SharedBytes, WordsLike, read_text, write_text
+from shm_broadcast.errors import Failure, MemberStatus, name_of
+from shm_broadcast.process import ProcessId, ProcessWatch
+from shm_broadcast.segment import Segment
+from shm_broadcast.state.fingerprint import Tallies, Tally
+from shm_broadcast.state.flight_recorder import (
+    PastOperation,
+    VerbTotal,
+    outcome_of,
+    read_history,
+    read_totals,
+)
+from shm_broadcast.state.status import Outward
+
+_SEEN_WITHIN: Final = 0.5
+"""Seconds until a member's end has surely been noticed on its own host; a connection to it breaks
+earlier."""
+
+
+class Elsewhere(Protocol):
+    """What is known in this process about the members that are on other hosts."""
+
+    def status(self, member: int) -> MemberStatus | None:
+        """What ``member`` was last heard to do; None if it is on this host."""
+
+    def tallies(self, member: int) -> Sequence[Tally] | None:
+        """What ``member`` was last heard to have come to; None if it is on this host."""
+
+    def gone(self, member: int) -> bool:
+        """Whether ``member`` has died or left, or its host has been silent for too long."""
+
+    def suspect(self, members: Iterable[int]) -> Callable[[], bool]:
+        """A connection with one of ``members`` broke: believe sooner that a silent host is gone.
+
+        Returns:
+            A function that returns whether by now it is known which of them has gone, if one has.
+        """
+
+    def blame(self, member: int) -> None:
+        """Believe that ``member`` has died: somebody has seen it, and aborted the group."""
+
+    def swap(self) -> None:
+        """Send this host's news and take in the others', now."""
+
+    def remark(self) -> str:
+        """What is wrong with the hosts themselves, for messages; ``""`` if nothing is."""
+
+
+class OneHost:
+    """No member is on another host."""
+
+    def status(self, member: int) -> None:
+        """None: every member is on this host."""
+
+    def tallies(self, member: int) -> None:
+        """None: every member is on this host."""
+
+    def gone(self, member: int) -> bool:  # noqa: ARG002
+        """False: whether a member's process runs is looked up instead."""
+        return False
+
+    def suspect(self, members: Iterable[int]) -> Callable[[], bool]:  # noqa: ARG002
+        """The end of a process on this host is noticed soon."""
+        until = time.monotonic() + _SEEN_WITHIN
+        return lambda: time.monotonic() >= until
+
+    def blame(self, member: int) -> None:
+        """Nothing to note: whether its process runs is looked up."""
+
+    def swap(self) -> None:
+        """There is nobody to swap with."""
+
+    def remark(self) -> str:
+        """There is nothing to say."""
+        return ""
+
+
+def first_failure(segment: SharedBytes, ranks: Sequence[int]) -> Failure | None:
+    """The failure that aborted the group, if one did.
+
+    Args:
+        segment: the board's.
+        ranks: what its members are called.
+    """
+    first = segment.words.load32(layout.BOARD_ABORT)
+    if first == 0:
+        return None
+    slot = layout.failure_slot(first - 1, len(ranks))
+    return Failure(
+        rank=ranks[first - 1],
+        culprit=ranks[segment.words.load32(slot + layout.FAILURE_CULPRIT)],
+        kind=read_text(segment, slot + layout.FAILURE_KIND, layout.FAILURE_KIND_BYTES),
+        message=read_text(segment, slot + layout.FAILURE_MESSAGE, layout.FAILURE_MESSAGE_BYTES),
+    )
+
+
+def report_failure(
+    segment: Segment, n_members: int, member: int, kind: str, text: str, culprit: int
+) -> None:
+    """Write down ``member``'s failure, unless it has one, and claim the abort word with it."""
+    words, slot = segment.words, layout.failure_slot(member, n_members)
+    if words.compare_and_swap32(slot + layout.FAILURE_CLAIMED, 0, 1):
+        words.store32(slot + layout.FAILURE_CULPRIT, culprit)
+        write_text(segment, slot + layout.FAILURE_KIND, kind, layout.FAILURE_KIND_BYTES)
+        write_text(segment, slot + layout.FAILURE_MESSAGE, text, layout.FAILURE_MESSAGE_BYTES)
+    # Also where it has one: a signal handler may have raised before that could abort anything.
+    words.compare_and_swap32(layout.BOARD_ABORT, 0, member + 1)
+
+
+def forget_failure(segment: Segment, n_members: int, member: int) -> None:
+    """Let ``member``'s successor report a failure, unless that of ``member`` aborted the group."""
+    if segment.words.load32(layout.BOARD_ABORT) != member + 1:
+        slot = layout.failure_slot(member, n_members)
+        segment.words.store32(slot + layout.FAILURE_CLAIMED, 0)
+
+
+def kind_and_message(error: BaseException | str) -> tuple[str, str]:
+    """The kind of an error, and its text."""
+    if isinstance(error, str):
+        return "Abort", error
+    try:
+        return type(error).__name__, str(error)
+    except Exception as another:  # noqa: BLE001 - the group is aborted whatever its text says
+        return type(error).__name__, f"no text: its __str__ raised {type(another).__name__}"
+
+
+class Members:
+    """One process's view of the slots. Close it to let go of the processes it watches.
+
+    Attributes:
+        elsewhere: knows the members on other hosts.
+    """
+
+    def __init__(
+        self,
+        segment: SharedBytes,
+        ranks: Sequence[int],
+        name: str,
+        runs: Callable[[ProcessId], bool] | None = None,
+    ) -> None:
+        """Look at the slots in ``segment``, called ``ranks`` in messages, of the group ``name``.
+
+        ``runs`` tells whether a process still runs; None: they are watched from here.
+        """
+        self._segment = segment
+        self._words = segment.words
+        self._ranks = ranks
+        self._name = name
+        self.elsewhere: Elsewhere = OneHost()
+        self._closed = False
+        self._told = runs
+        self._watches: dict[int, ProcessWatch] = {}
+        self._lock = threading.RLock()
+
+    def take(self, member: int) -> None:
+        """Keep ``member``'s slot for this process; nobody sees it before `show`.
+
+        Raises:
+            ValueError: a living process has the slot.
+        """
+        words, slot = self._words, layout.member_slot(member)
+        self._lock_slot(member)
+        if self.state(member) in ("idle", "busy"):
+            words.store64(slot + layout.MEMBER_JOINING, 0)
+            self._refuse(member, words.load32(slot + layout.MEMBER_PID))
+
+    def show(self, member: int) -> None:
+        """Let the others see that this process has taken ``member``'s slot."""
+        me, words, slot = ProcessId.current(), self._words, layout.member_slot(member)
+        words.store64(slot + layout.MEMBER_START_TIME, me.start_time)
+        words.store32(slot + layout.MEMBER_PID, me.pid)
+        words.store64(slot + layout.MEMBER_SEQUENCE, 0)
+        words.store64(slot + layout.MEMBER_COLLECTIVE, 0)
+        write_text(self._segment, slot + layout.MEMBER_OPERATION, "", layout.OPERATION_BYTES)
+        words.progress(slot, layout.STATE_IDLE)
+        words.store64(slot + layout.MEMBER_JOINING, 0)
+
+    def forgo(self, member: int) -> None:
+        """Take back a `take` that is not shown, if there was one; who was lost before is lost."""
+        slot = layout.member_slot(member)
+        holder = ProcessId.from_word(self._words.load64(slot + layout.MEMBER_JOINING))
+        if holder.pid == os.getpid():
+            self._words.compare_and_swap32(slot + layout.MEMBER_PID, os.getpid(), 0)
+            self._words.store64(slot + layout.MEMBER_JOINING, 0)
+
+    def leave(self, member: int) -> None:
+        """Say that ``member`` left in good order, unless the slot is a successor's by now."""
+        slot = layout.member_slot(member)
+        if self._words.load32(slot + layout.MEMBER_PID) == os.getpid():
+            self._words.progress(slot, layout.STATE_CLOSED)
+
+    def drop(self, member: int) -> None:
+        """Say that ``member`` is lost, unless the slot is a successor's by now."""
+        slot = layout.member_slot(member)
+        if self._words.load32(slot + layout.MEMBER_PID) == os.getpid():
+            self._words.store32(slot + layout.MEMBER_STATE, layout.STATE_LOST)
+
+    @contextmanager
+    def lost_slot(self, member: int) -> Iterator[None]:
+        """Inside, nobody can take the slot of ``member``, which is lost.
+
+        Raises:
+            ValueError: it is not, or a successor is about to take the slot.
+        """
+        self._lock_slot(member)
+        try:
+            if self.state(member) != "lost":
+                raise ValueError(f"{self.status(member)}: it is not lost")
+            yield
+        finally:
+            self._words.store64(layout.member_slot(member) + layout.MEMBER_JOINING, 0)
+
+    def joined(self, member: int) -> bool:
+        """Whether a process has ever taken ``member``'s slot."""
+        state = self._words.load32(layout.member_slot(member) + layout.MEMBER_STATE)
+        return state != layout.STATE_ABSENT
+
+    def state(self, member: int) -> str:
+        """``"absent"``, ``"idle"``, ``"busy"``, ``"closed"`` or ``"lost"``."""
+        code = self._words.load32(layout.member_slot(member) + layout.MEMBER_STATE)
+        state = layout.STATE_NAMES[code]
+        return "lost" if state in ("idle", "busy") and not self._alive(member) else state
+
+    def runs(self, member: int, pid: int) -> bool:
+        """Whether process ``pid`` has ``member``'s slot, or had it last, and has not ended."""
+        slot = layout.member_slot(member)
+        return self._words.load32(slot + layout.MEMBER_PID) == pid and self._alive(member)
+
+    def first_gone(self, members: Iterable[int]) -> int | None:
+        """The first one that has died or left; one that has not joined yet is not gone."""
+        for member in members:
+            if self.state(member) in ("lost", "closed") or self.elsewhere.gone(member):
+                return member
+        return None
+
+    def status(self, member: int) -> MemberStatus:
+        """What ``member`` was last seen doing, or heard to do if it is on another host."""
+        heard = self.elsewhere.status(member)
+        if heard is not None:
+            return heard
+        words, slot = self._words, layout.member_slot(member)
+        stamped = words.load64(slot + layout.MEMBER_PROGRESS)
+        sequence = words.load64(slot + layout.MEMBER_SEQUENCE)
+        known = words.load64(slot + layout.MEMBER_COLLECTIVE_AS_OF) == sequence
+        return MemberStatus(
+            rank=self._ranks[member],
+            pid=words.load32(slot + layout.MEMBER_PID),
+            state=self.state(member),
+            operation=read_text(
+                self._segment, slot + layout.MEMBER_OPERATION, layout.OPERATION_BYTES
+            ),
+            sequence=sequence,
+            age=max(time.monotonic_ns() - stamped, 0) / 1e9 if stamped else None,
+            collective=words.load64(slot + layout.MEMBER_COLLECTIVE) if known else 0,
+        )
+
+    def disown(self) -> None:
+        """In a forked child: the thread that has the lock is its parent's."""
+        self._lock = threading.RLock()
+
+    def close(self) -> None:
+        """Watch no process any more."""
+        self._closed = True
+        with self._lock:
+            for watch in self._watches.values():
+                watch.close()
+            self._watches.clear()
+
+    def _lock_slot(self, member: int) -> None:
+        words, lock = self._words, layout.member_slot(member) + layout.MEMBER_JOINING
+        me = ProcessId.current().word
+        if not words.compare_and_swap64(lock, 0, me):
+            other = words.load64(lock)
+            holder = ProcessId.from_word(other)
+            died_joining = other != 0 and not holder.runs()
+            if not (died_joining and words.compare_and_swap64(lock, other, me)):
+                self._refuse(member, holder.pid)
+
+    def _refuse(self, member: int, holder: int) -> NoReturn:
+        raise ValueError(
+            f"{name_of(self._ranks[member])} of {self._name} has joined already, as pid {holder}"
+        )
+
+    def _alive(self, member: int) -> bool:
+        slot = layout.member_slot(member)
+        holder = ProcessId(
+            self._words.load32(slot + layout.MEMBER_PID),
+            self._words.load64(slot + layout.MEMBER_START_TIME),
+        )
+        if self._told is not None:
+            return self._told(holder)
+        with self._lock:
+            if self._closed:
+                return holder.runs()
+            watch = self._watches.get(member)
+            if watch is None or watch.process != holder:
+                if watch is not None:
+                    watch.close()
+                watch = self._watches[member] = ProcessWatch(holder)
+            return watch.alive()
+
+
+class Slots:
+    """The slots of a board, as the process sees them that has one of them, or none: see `Board`."""
+
+    def __init__(
+        self, segment: Segment, ranks: tuple[int, ...], name: str, member: int | None
+    ) -> None:
+        n_members = self.n_members = len(ranks)
+        self._segment = segment
+        self.words: WordsLike = segment.words
+        self.ranks = ranks
+        self.name = name
+        self.member = None if member is None else self._valid(member)
+        members = self._members = Members(segment, ranks, name)
+        self.tallies = Tallies(
+            segment, lambda each: members.elsewhere.tallies(each), member, n_members
+        )
+        self._slot = 0 if member is None else layout.member_slot(member)
+        self._outward: Outward | None = None
+        self.history = 0
+        if member is not None and self.words.load32(layout.BOARD_HISTORY):
+            self.history = layout.history_slot(member, n_members)
+
+    def slot_offset(self, member: int) -> int:
+        """Where ``member``'s slot begins in `words`."""
+        return layout.member_slot(self._valid(member))
+
+    def stamp(
+        self,
+        operation: str,
+        group: str = "",
+        verb: int = 0,
+        size: int = 0,
+        number: int = 0,
+        peer: int = layout.NO_PEER,
+        dtype: int = 0,
+    ) -> int:
+        """Say "I begin ``operation``"; returns its number among this member's operations.
+
+        The other arguments are for the history: see `PastOperation`; verb and dtype are codes.
+        """
+        return self.words.stamp(
+            self._slot or self._refuse("stamp"),
+            layout.STATE_BUSY,
+            operation,
+            self.history,
+            group if verb else operation,
+            verb,
+            size,
+            number,
+            peer,
+            dtype,
+        )
+
+    def ended(
+        self,
+        sequence: int,
+        error: BaseException | None = None,
+        size: int = 0,
+        number: int = 0,
+    ) -> None:
+        """Say in the history how operation ``sequence`` ended, unless that was said.
+
+        ``size`` and ``number`` are given where they were not known when it began.
+        """
+        outcome = layout.OUTCOME_DONE if error is None else outcome_of(error)
+        self.words.leave(self.history, sequence, outcome, size, number)
+
+    def in_collective(self, number: int) -> None:
+        """Say which collective of its group the operation is: see `MemberStatus.collective`."""
+        slot = self._slot or self._refuse("in_collective")
+        self.words.store64(slot + layout.MEMBER_COLLECTIVE, number)
+        sequence = self.words.load64(slot + layout.MEMBER_SEQUENCE)
+        self.words.store64(slot + layout.MEMBER_COLLECTIVE_AS_OF, sequence)
+
+    def idle(self) -> None:
+        """Say "I am between operations"."""
+        self.words.progress(self._slot or self._refuse("idle"), layout.STATE_IDLE)
+
+    def progress(self) -> None:
+        """Note the time of progress, within whatever this member does."""
+        slot = self._slot or self._refuse("progress")
+        self.words.store64(slot + layout.MEMBER_PROGRESS, time.monotonic_ns())
+
+    def add_place(self, group: str, rank: int) -> None:
+        """Say that this member is ``rank`` in ``group``, for whoever looks on from outside."""
+        if self._outward is not None:
+            self._outward.add_place(group, rank)
+
+    def add_group(self, name: str, rank: int, ranks: Sequence[int]) -> None:
+        """Say that this member is ``rank`` in a group of ``ranks``, for whoever looks on."""
+        if self._outward is not None:
+            self._outward.count_group(name, rank, len(ranks), ranks[0], 1)
+
+    def close_group(self, name: str, rank: int, ranks: Sequence[int]) -> None:
+        """Say that this member has closed a group that `add_group` was called for."""
+        if self._outward is not None:
+            self._outward.count_group(name, rank, len(ranks), ranks[0], -1)
+
+    @contextmanager
+    def showing_wait(self, operation: str) -> Iterator[Callable[[Iterable[int]], None]]:
+        """Inside, whoever looks on sees that this member waits in ``operation``.
+
+        For waits that are none on the board. What this gives is called with the members that are
+        waited for, again when they are others; while they are none, nothing is seen.
+        """
+        since, entry, outward = time.monotonic_ns(), 0, self._outward
+
+        def say(members: Iterable[int]) -> None:
+            nonlocal entry
+            late = [each for each in members if each != self.member]
+            if outward is None:
+                return
+            if late:
+                entry = entry or outward.begin_wait()
+            if entry and late:
+                outward.say_wait(entry, operation, since, late)
+            elif entry:
+                ended, entry = entry, 0
+                outward.end_wait(ended)
+
+        try:
+            yield say
+        finally:
+            say(())
+
+    def past(self, member: int) -> tuple[PastOperation, ...]:
+        """The last operations of a member on this host, about 2,000, the oldest first.
+
+        They can be read when its process has ended, until another one takes its slot.
+        """
+        memory = self._segment.memory
+        return read_history(
+            self._segment,
+            self._valid(member),
+            self.n_members,
+            lambda at, size: bytes(memory[at : at + size]),
+        )
+
+    def totals(self, member: int) -> tuple[VerbTotal, ...]:
+        """What all operations of a member on this host came to since it joined."""
+        return read_totals(self._segment, self._valid(member), self.n_members)
+
+    def joined(self, member: int) -> bool:
+        """Whether a process has taken ``member``'s slot."""
+        return self._members.joined(self._valid(member))
+
+    def runs(self, member: int, pid: int) -> bool:
+        """Whether process ``pid`` has ``member``'s slot, or had it last, and has not ended."""
+        return self._members.runs(self._valid(member), pid)
+
+    def lost(self) -> list[int]:
+        """The members whose process has ended without closing its board."""
+        return [each for each in range(self.n_members) if self._members.state(each) == "lost"]
+
+    def lost_slot(self, member: int) -> AbstractContextManager[None]:
+        """Inside, nobody can take the slot of ``member``, whose process has ended.
+
+        Raises:
+            ValueError: it has not, or a successor is about to take the slot.
+        """
+        return self._members.lost_slot(self._valid(member))
+
+    def member_status(self, member: int) -> MemberStatus:
+        """What one member was last seen doing."""
+        return self._members.status(self._valid(member))
+
+    def status(self) -> list[MemberStatus]:
+        """What every member was last seen doing."""
+        return [self.member_status(member) for member in range(self.n_members)]
+
+    def _titled(self, operation: str) -> str:
+        return f"{self.name} {operation}" if self.name else operation
+
+    def _refuse(self, operation: str) -> NoReturn:
+        raise ValueError(f"{self._titled(operation)}: this process is no member of the group")
+
+    def _valid(self, member: int) -> int:
+        if not 0 <= member < self.n_members:
+            raise ValueError(f"member must be in 0..{self.n_members - 1}; got {member}")
+        return member
