@@ -28,7 +28,7 @@ from benchmarks.beside_gloo import REPEATS, Model, TimedGroup, compare_transport
 from benchmarks.harness import Figure, Report, machine, parser
 from server.pool import WorkerPool
 from server.workers.decoder import DecoderWorker, Engine, Sampling, smollm2
-from server.workers.decoder.decoder_cache import Draw, Row
+from server.workers.decoder.decoder_cache import SampleRequest, ScheduledSequence
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,7 +42,7 @@ STEP, LOOP = "decoder step", "engine, ms a token"
 SEQUENCES = (1, 8)
 PROMPT = 32
 """Tokens that a sequence has when its steps are timed."""
-GREEDY = Draw(Sampling(), 0.0)
+GREEDY = SampleRequest(Sampling(), 0.0)
 
 
 class TimedGroups(NamedTuple):
@@ -84,7 +84,7 @@ class Decoder(Model):
         rows = []
         for slot in range(self._size):
             tokens = [(slot * 977 + 31 * each) % 40_000 for each in span]
-            rows.append(Row(slot, slot, span.start, tokens, GREEDY))
+            rows.append(ScheduledSequence(slot, slot, span.start, tokens, GREEDY))
         return self._worker.step(rows)
 
 
@@ -93,7 +93,7 @@ class TimedWorker(DecoderWorker):
 
     seconds = 0.0
 
-    def step(self, rows: Sequence[Row]) -> list[int] | None:
+    def step(self, rows: Sequence[ScheduledSequence]) -> list[int] | None:
         started = time.perf_counter()
         drawn = super().step(rows)
         self.seconds += time.perf_counter() - started

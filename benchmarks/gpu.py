@@ -35,7 +35,7 @@ from benchmarks.gpu_world import (
 )
 from benchmarks.harness import Report, machine, parser, summarise
 from device_comm import Communicator
-from device_comm.cuda.ipc.ipc_backend import IpcBackend, ways
+from device_comm.cuda.ipc.ipc_backend import IpcBackend, ipc_algorithms
 from device_comm.selection import Candidate
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def _repeat(
 def _systems(rank: Rank) -> dict[str, Candidate]:
     ipc = rank.comm.backend
     found = {"ours": Candidate("ours", ipc)}
-    for way in ways(ipc) if isinstance(ipc, IpcBackend) else ():
+    for way in ipc_algorithms(ipc) if isinstance(ipc, IpcBackend) else ():
         found[f"ours {way.name.removeprefix('ipc ')}"] = way
     for name, comm in rank.others.items():
         backend = comm.backend
@@ -135,7 +135,7 @@ def _systems(rank: Rank) -> dict[str, Candidate]:
 
 def _bind(system: Candidate, work: Work) -> Callable[[], Any] | None:
     """The call for ``work``, checked once; None if the system has no such thing."""
-    if system.backend is None or system.objection(work.verb, work.size):
+    if system.backend is None or system.why_unavailable(work.verb, work.size):
         return None
     comm = Communicator(system.backend)
     n, device = comm.world_size, comm.device

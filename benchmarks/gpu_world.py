@@ -40,7 +40,7 @@ from benchmarks.gpu_symmetric import (
     shared_memory,
 )
 from device_comm import Communicator, ShmBackend, TorchBackend
-from device_comm.cuda.agree import swap_over
+from device_comm.cuda.agree import all_gather_bytes_over
 from device_comm.cuda.cupy_driver import CupyDriver
 from device_comm.cuda.ipc.abi import Limits
 from device_comm.cuda.ipc.ipc_backend import IpcBackend
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
     from device_comm import Backend
-    from device_comm.cuda.agree import Swap
+    from device_comm.cuda.agree import AllGatherBytes
 
 Body = Callable[..., Any]
 WAYS = ("streams", "processes")
@@ -89,7 +89,7 @@ class Rank:
     n: int
     comm: Communicator
     stream: torch.cuda.Stream
-    swap: Swap
+    swap: AllGatherBytes
     others: dict[str, Communicator] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     turn: threading.Lock = field(default_factory=threading.Lock)
@@ -184,7 +184,7 @@ class _ThreadSwap:
         self._rows = [b""] * n
         self._barrier = threading.Barrier(n, timeout=_SET_UP)
 
-    def of(self, rank: int) -> Swap:
+    def of(self, rank: int) -> AllGatherBytes:
         def swap(payload: bytes) -> list[bytes]:
             self._rows[rank] = payload
             self._barrier.wait()
@@ -327,7 +327,7 @@ def _be_rank(
             board = closing.enter_context(Board.attach(handle, number))
             shm = ShmBackend.create(board, range(n), _share(folder))
             over = closing.enter_context(Communicator(shm))
-            swap = swap_over(over)
+            swap = all_gather_bytes_over(over)
             driver = CupyDriver(device)
             closing.callback(driver.close)
             ipc = IpcBackend.create(

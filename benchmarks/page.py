@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from benchmarks.harness import Row
-    from benchmarks.targets import Verdict
+    from benchmarks.targets import Diagnosis
 
 INTRODUCTION = """\
 Written by `make bench`. Each figure is the median of all samples, ± half of what lies between the
@@ -25,7 +25,7 @@ state has its own median, and *times* is that of the worse one.
 def page(
     date: str,
     machine: Mapping[str, object],
-    verdicts: Sequence[Verdict],
+    verdicts: Sequence[Diagnosis],
     reports: Mapping[str, Sequence[Row]],
     left_out: Mapping[str, str],
     sections: Sequence[str] = (),
@@ -57,7 +57,7 @@ def page(
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
-def _line(verdict: Verdict) -> tuple[str, ...]:
+def _line(verdict: Diagnosis) -> tuple[str, ...]:
     target = verdict.target
     wanted = f"≥ {target.times:.2g}x" if target.peer else f"≤ {target.at_most:g}"
     wanted = f"none: {target.limit} decides" if target.limit else wanted

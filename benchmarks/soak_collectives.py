@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shm_broadcast import Board, BoardHandle
-from shm_broadcast.executor import Progress
+from shm_broadcast.executor import ProgressEngine
 from tests.device_comm.soak import draw, run
 from tests.device_comm.test_shm_stress import make_groups
 from tests.ranks import RanksFailedError, run_ranks
@@ -64,7 +64,7 @@ def collect(ranks: int, operations: int, seed: int, say: Callable[[str], None]) 
 def _serve(rank: int, n: int, path: str, board: BoardHandle, chunks: int, seed: int) -> None:
     with ExitStack() as stack:
         watch = stack.enter_context(Board.attach(board, rank))
-        progress = Progress(watch)
+        progress = ProgressEngine(watch)
         stack.callback(progress.close)
         comms, sizes = make_groups(stack, rank, n, watch, path, progress, use_native=True)
         for chunk in range(chunks):

@@ -72,7 +72,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Diagnosis:
     """A target and what came of it; without rows where the run has no such figure."""
 
     target: Target
@@ -101,22 +101,22 @@ class Verdict:
         return self.times >= self.target.times
 
 
-def judge(targets: Sequence[Target], reports: Mapping[str, Sequence[Row]]) -> list[Verdict]:
+def judge(targets: Sequence[Target], reports: Mapping[str, Sequence[Row]]) -> list[Diagnosis]:
     """What came of each target in a run, by the rows of its benchmarks."""
     return [_verdict(target, reports) for target in targets]
 
 
-def _verdict(target: Target, reports: Mapping[str, Sequence[Row]]) -> Verdict:
+def _verdict(target: Target, reports: Mapping[str, Sequence[Row]]) -> Diagnosis:
     ours = target.ours.find(reports)
     if target.peer is None:
-        return Verdict(target, ours, None)
+        return Diagnosis(target, ours, None)
     times = {}
     for state in ("median", *STATES):
         one, other = target.ours.find(reports, state), target.peer.find(reports, state)
         if one is not None and other is not None:
             times[state] = getattr(other, state) / getattr(one, state)
     by_state = [times[state] for state in STATES if state in times] or list(times.values())
-    return Verdict(target, ours, target.peer.find(reports), min(by_state, default=0.0))
+    return Diagnosis(target, ours, target.peer.find(reports), min(by_state, default=0.0))
 
 
 _FUTEX: Final = "a bare futex"

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final, TypeAlias
 
-from device_comm.call_number import Begun, call_number
+from device_comm.call_number import OperationCounts, call_number
 
 _CALLER_BYTES: Final = 16
 
-BegunInGroup: TypeAlias = tuple[str, tuple[int, ...], int, bytes]
+GroupOperationCounts: TypeAlias = tuple[str, tuple[int, ...], int, bytes]
 """A group's name, its members' global ranks, its number among groups that have the same of both,
 and the fingerprint of what was begun there, encoded by `device_comm.call_number`."""
 
@@ -30,7 +30,7 @@ class Entry:
     name: str
     ranks: tuple[int, ...]
     number: int
-    begun: Begun
+    begun: OperationCounts
     closed: bool = False
 
     def close(self) -> None:
@@ -64,7 +64,7 @@ def caller_of(rank: int) -> bytes:
     return _serving.get(rank, os.urandom(_CALLER_BYTES) if _serving else bytes(_CALLER_BYTES))
 
 
-def enter(name: str, ranks: Sequence[int], begun: Begun) -> Entry:
+def enter(name: str, ranks: Sequence[int], begun: OperationCounts) -> Entry:
     """Count the operations of a new group. Collective: no, but all members make the same groups."""
     alike = name, tuple(ranks)
     entry = Entry(*alike, _made[alike], begun)
@@ -79,7 +79,7 @@ def forget_groups() -> None:
     _made.clear()
 
 
-def take_begun() -> tuple[BegunInGroup, ...]:
+def take_operation_counts() -> tuple[GroupOperationCounts, ...]:
     """Fingerprints since the last call, of the groups that began anything. Collective: no."""
     taken = []
     for entry in tuple(_entries):

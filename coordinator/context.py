@@ -3,9 +3,9 @@
 A group on one host needs none, and torch's sockets accept connections from anybody, so the fewer
 the better.
 
-All members of a group build their `Link` together, over an `Exchange`. A group of one has no board
-of its own, and its communicators do nothing. Torch process groups are made only if nothing else
-connects all members, or when a caller asks for one.
+All members of a group build their `GroupContext` together, over an `Rendezvous`. A group of one
+has no board of its own, and its communicators do nothing. Torch process groups are made only if
+nothing else connects all members, or when a caller asks for one.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ import torch
 from torch.distributed import HashStore, ProcessGroup, Store
 
 from coordinator import torch_groups
-from coordinator.hosts import Nodes, TellingWhy, find_nodes, watched
-from coordinator.messages.wire import Wire, agree_on_wire
-from coordinator.rendezvous import Exchange, Settings, authenticated, enter_on_terms
+from coordinator.hosts import AbortOnError, HostTopology, find_nodes, with_liveness
+from coordinator.messages.wire import MessageCodec, negotiate_codec
+from coordinator.rendezvous import Rendezvous, Settings, authenticated, config_handshake
 from coordinator.torch_groups import SocketChoice
 from device_comm import Backend, Communicator, LoopbackBackend, ShmBackend, TorchBackend
-from device_comm.divergence import CheckedBackend, LateBackend, group_number
+from device_comm.divergence import CheckedBackend, FingerprintBackend, group_number
 from device_comm.wrappers import CudaSideStream, OnStream
 from shm_broadcast import NEVER, Deadline, GroupTimeoutError, SegmentHandle
 
 
 def new_process_group(
-    exchange: Exchange,
+    exchange: Rendezvous,
     ranks: Sequence[int],
     backend: str,
     settings: Settings,
@@ -84,7 +84,7 @@ class ProcessGroups:
 
     def __init__(
         self,
-        exchange: Exchange,
+        exchange: Rendezvous,
         ranks: Sequence[int],
         settings: Settings,
         given: ProcessGroup | None,
@@ -127,12 +127,12 @@ B = TypeVar("B", bound=Backend)
 _SEGMENT = msgspec.msgpack.Decoder(SegmentHandle)
 
 
-def _tell_nobody(error: BaseException | None) -> None:
+def _ignore_error(error: BaseException | None) -> None:
     """Leave it to who made the board."""
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class GroupContext:
     """One member's connections to its group.
 
     Attributes:
@@ -147,7 +147,7 @@ class Link:
         nodes: which members share a host; None in a group of one without a board.
         exchange: swaps small values between the members, for further set-up.
         closing: closes everything.
-        tell_why: tells the others the error that it is left with; a launcher does so itself.
+        abort_on_error: tells the others the error that it is left with; a launcher does so itself.
     """
 
     name: str
@@ -157,13 +157,13 @@ class Link:
     groups: ProcessGroups
     cpu: Communicator
     device: Communicator
-    wire: Wire
-    nodes: Nodes | None
-    exchange: Exchange
+    wire: MessageCodec
+    nodes: HostTopology | None
+    exchange: Rendezvous
     closing: ExitStack
-    tell_why: Callable[[BaseException | None], None] = _tell_nobody
+    abort_on_error: Callable[[BaseException | None], None] = _ignore_error
 
-    def part(self, name: str, members: Sequence[int]) -> Link:
+    def subgroup(self, name: str, members: Sequence[int]) -> GroupContext:
         """Build the link of a subgroup; ``members`` are ranks in this group, with this member's.
 
         Collective: yes, these members.
@@ -171,7 +171,7 @@ class Link:
         ranks = [self.ranks[member] for member in members]
         nodes = self.nodes and self.nodes.sub(members)
         if len(members) == 1:
-            return alone(name, self.ranks[self.rank_in_group], self.settings, nodes)
+            return single(name, self.ranks[self.rank_in_group], self.settings, nodes)
         return connect(self.exchange.sub(name, members), ranks, self.settings, nodes)
 
     def sibling(self, name: str, timeout: float | None) -> ProcessGroup:
@@ -193,7 +193,7 @@ class Link:
         )
 
 
-def meet_in(
+def rendezvous_in(
     store: Callable[[], Store],
     place: str,
     rank: int,
@@ -202,12 +202,12 @@ def meet_in(
     settings: Settings,
     timeout: float | None,
     given: ProcessGroup | None = None,
-) -> Link:
+) -> GroupContext:
     """Build the link of a group whose members meet in a store.
 
     Args:
         store: the store; not asked for in a group of one.
-        place: where in it those of these ranks meet: see `Exchange.enter`.
+        place: where in it those of these ranks meet: see `Rendezvous.all_gather_round`.
         rank: this member's global rank.
         ranks, settings, given: as for `connect`.
         name: the group's name.
@@ -220,23 +220,23 @@ def meet_in(
         What `connect` raises.
     """
     if len(ranks) == 1:
-        return alone(name, rank, settings, given=given)
+        return single(name, rank, settings, given=given)
     at, n, called = ranks.index(rank), len(ranks), tuple(ranks)
-    members = Exchange(store(), at, n, name, Deadline.after(timeout), called=called)
-    exchange = enter_on_terms(members, place, "terms", settings.terms())
+    members = Rendezvous(store(), at, n, name, Deadline.after(timeout), called=called)
+    exchange = config_handshake(members, place, "terms", settings.terms())
     return connect(exchange, ranks, settings, given=given)
 
 
-def alone(
+def single(
     name: str,
     rank: int,
     settings: Settings,
-    nodes: Nodes | None = None,
+    nodes: HostTopology | None = None,
     given: ProcessGroup | None = None,
-) -> Link:
+) -> GroupContext:
     """The link of a group of one; the arguments are those of `connect`. Collective: no."""
     settings = replace(settings, sockets=SocketChoice(address="127.0.0.1"))
-    exchange = Exchange(HashStore(), 0, 1, name, NEVER)
+    exchange = Rendezvous(HashStore(), 0, 1, name, NEVER)
     closing = ExitStack()
     groups = ProcessGroups(exchange, (rank,), settings, given, closing)
     watch, member = (None, 0) if nodes is None else (nodes.board, nodes.members[0])
@@ -246,7 +246,7 @@ def alone(
     if settings.device.type != "cpu":
         cpu = Communicator(LoopbackBackend("cpu", name=name, watch=watch, member=member))
         closing.callback(cpu.close)
-    return Link(
+    return GroupContext(
         name=name,
         ranks=(rank,),
         rank_in_group=0,
@@ -254,7 +254,7 @@ def alone(
         groups=groups,
         cpu=cpu,
         device=device,
-        wire=Wire(),
+        wire=MessageCodec(),
         nodes=nodes,
         exchange=exchange,
         closing=closing,
@@ -262,12 +262,12 @@ def alone(
 
 
 def connect(
-    exchange: Exchange,
+    exchange: Rendezvous,
     ranks: Sequence[int],
     settings: Settings,
-    nodes: Nodes | None = None,
+    nodes: HostTopology | None = None,
     given: ProcessGroup | None = None,
-) -> Link:
+) -> GroupContext:
     """Build the link of a group of two or more.
 
     Args:
@@ -290,14 +290,14 @@ def connect(
     with exchange.setting_up(), ExitStack() as undo:
         closing = undo.enter_context(ExitStack())
         exchange = authenticated(exchange, settings.secret, closing, settings.sockets.address)
-        tell_why: Callable[[BaseException | None], None] = _tell_nobody
+        tell_why: Callable[[BaseException | None], None] = _ignore_error
         if nodes is None:
             nodes = find_nodes(exchange, address=settings.sockets.address)
             closing.callback(nodes.close)
-            telling_why = TellingWhy(nodes.board)
+            telling_why = AbortOnError(nodes.board)
             undo.enter_context(telling_why)
-            tell_why = telling_why.tell
-        exchange = watched(exchange, nodes.board, nodes.members)
+            tell_why = telling_why.abort
+        exchange = with_liveness(exchange, nodes.board, nodes.members)
         groups = ProcessGroups(exchange, ranks, settings, given, closing)
         build = _Builder(exchange, settings, nodes, groups, closing)
         wire = build.wire()
@@ -315,7 +315,7 @@ def connect(
             on_device = build.compared(build.cuda(over, token), over, token)
             device = Communicator(build.on_stream(on_device))
         undo.pop_all()
-        return Link(
+        return GroupContext(
             name=exchange.name,
             ranks=tuple(ranks),
             rank_in_group=exchange.rank,
@@ -327,7 +327,7 @@ def connect(
             nodes=nodes,
             exchange=exchange,
             closing=closing,
-            tell_why=tell_why,
+            abort_on_error=tell_why,
         )
 
 
@@ -335,23 +335,23 @@ def connect(
 class _Builder:
     """Builds the parts of a link; each is closed with ``undo``."""
 
-    exchange: Exchange
+    exchange: Rendezvous
     settings: Settings
-    nodes: Nodes
+    nodes: HostTopology
     groups: ProcessGroups
     undo: ExitStack
 
-    def wire(self) -> Wire:
+    def wire(self) -> MessageCodec:
         """Agree on how messages are sealed; returns when all members are there."""
         one_host = len(self.nodes.all()) == 1
         secret = self.nodes.board.key if one_host else self.settings.secret
-        return agree_on_wire(self.exchange, secret, only_members_write=self.may_use_shm())
+        return negotiate_codec(self.exchange, secret, only_members_write=self.may_use_shm())
 
     def may_use_shm(self) -> bool:
         """Whether all members share a host, and the settings do not say ``torch_only``."""
         return len(self.nodes.all()) == 1 and not self.settings.torch_only
 
-    def shm(self, wire: Wire) -> ShmBackend:
+    def shm(self, wire: MessageCodec) -> ShmBackend:
         """A backend over shared memory."""
         return self._keep(
             ShmBackend.create(
@@ -366,7 +366,7 @@ class _Builder:
         )
 
     def torch(self, group: ProcessGroup, device: torch.device | str, token: bytes) -> TorchBackend:
-        """A backend over a torch process group; ``token`` as for `LateBackend`."""
+        """A backend over a torch process group; ``token`` as for `FingerprintBackend`."""
         board = self.nodes.board
         return self._keep(
             TorchBackend(
@@ -376,7 +376,7 @@ class _Builder:
                 self.nodes.members,
                 self.exchange.name,
                 self.settings.timeout,
-                partial(board.tallies.closed, group_number(token)),
+                partial(board.fingerprints.closed, group_number(token)),
             )
         )
 
@@ -400,7 +400,7 @@ class _Builder:
             backend = self._keep(CheckedBackend(backend, over))
         elif backend.capabilities.detects_divergence:
             return backend
-        return self._keep(LateBackend(backend, self.nodes.board, token))
+        return self._keep(FingerprintBackend(backend, self.nodes.board, token))
 
     def on_stream(self, backend: Backend) -> Backend:
         """``backend``, moved to the settings' stream if they name one."""

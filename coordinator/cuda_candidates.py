@@ -38,10 +38,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from device_comm import Backend, Communicator
-from device_comm.cuda.agree import swap_over
+from device_comm.cuda.agree import all_gather_bytes_over
 from device_comm.cuda.driver import DeviceError, Driver, kernel_source
 from device_comm.cuda.ipc.abi import MAX_RANKS
-from device_comm.cuda.ipc.ipc_backend import IpcBackend, ways
+from device_comm.cuda.ipc.ipc_backend import IpcBackend, ipc_algorithms
 from device_comm.cuda.nccl.core import NcclMemory
 from device_comm.cuda.nccl.library import NcclLibrary, NcclUnavailableError
 from device_comm.cuda.nccl.nccl_backend import NcclBackend, NcclWindow
@@ -54,8 +54,8 @@ from shm_broadcast import CoordinatorError, Deadline, __version__
 from shm_broadcast.errors import counted
 
 if TYPE_CHECKING:
-    from coordinator.hosts import Nodes
-    from device_comm.cuda.agree import Swap
+    from coordinator.hosts import HostTopology
+    from device_comm.cuda.agree import AllGatherBytes
 
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ def try_together(
     name: str,
     prepare: Callable[[], T],
     build: Callable[[T], Backend],
-    swap: Swap,
+    swap: AllGatherBytes,
     closing: ExitStack,
 ) -> Candidate:
     """Build one backend on all members, or on none.
@@ -101,7 +101,7 @@ def select(
     candidates: Sequence[Candidate],
     key: Key,
     cache: TableCache,
-    swap: Swap,
+    swap: AllGatherBytes,
     sizes: Mapping[str, Sequence[int]] = MEASURED_SIZES,
     limit: float = math.inf,
 ) -> SelectingBackend:
@@ -137,7 +137,7 @@ def _attempt(step: Callable[[], object]) -> str:
     return ""
 
 
-def _first_refusal(swap: Swap, reason: str) -> str:
+def _first_refusal(swap: AllGatherBytes, reason: str) -> str:
     """The reason of the first member that has failed; ``""`` if none has. Collective: yes."""
     reasons = [each.decode() for each in swap(reason.encode())]
     return next((f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why), "")
@@ -150,7 +150,7 @@ _MEASURING = 1 / 3
 
 def cuda_comm(
     device: torch.device,
-    nodes: Nodes,
+    nodes: HostTopology,
     over: Communicator,
     group: Callable[[], ProcessGroup],
     deadline: Deadline,
@@ -171,13 +171,13 @@ def cuda_comm(
     Raises:
         GroupTimeoutError: some members did not come in time.
     """
-    swap = swap_over(over, deadline)
+    swap = all_gather_bytes_over(over, deadline)
     identity = str(torch.cuda.get_device_properties(device).uuid)
     identities = swap(identity.encode())
     n, devices = over.world_size, len(set(identities))
     build = _CandidateBuilder(device, devices, nodes, over, group, deadline, swap, closing)
     ipc, nccl = build.ipc(), build.nccl()
-    by_protocol = ways(ipc.backend) if isinstance(ipc.backend, IpcBackend) else []
+    by_protocol = ipc_algorithms(ipc.backend) if isinstance(ipc.backend, IpcBackend) else []
     candidates = [ipc, *by_protocol, nccl, build.window(nccl), build.multimem()]
     if devices < n:
         candidates.append(Candidate("host", HostStaging(over.backend, device)))
@@ -201,11 +201,11 @@ class _CandidateBuilder:
 
     device: torch.device
     devices: int
-    nodes: Nodes
+    nodes: HostTopology
     over: Communicator
     group: Callable[[], ProcessGroup]
     deadline: Deadline
-    swap: Swap
+    swap: AllGatherBytes
     closing: ExitStack
 
     def ipc(self) -> Candidate:
@@ -225,7 +225,7 @@ class _CandidateBuilder:
             return driver
 
         def create(driver: Driver) -> IpcBackend:
-            swap = swap_over(self.over)
+            swap = all_gather_bytes_over(self.over)
             return IpcBackend.create(
                 driver, self.over.rank, self.over.world_size, swap, **self._about
             )
@@ -310,7 +310,7 @@ def _limited(candidate: Candidate) -> Candidate:
     return candidate
 
 
-def _key(device: torch.device, n: int, devices: int, nodes: Nodes, able: list[str]) -> Key:
+def _key(device: torch.device, n: int, devices: int, nodes: HostTopology, able: list[str]) -> Key:
     """What must be the same for a table of measured times to be used again."""
     places = f"{counted(devices, 'device')} of {counted(len(nodes.all()), 'host')}"
     libraries = f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {_nccl_version()}"

@@ -19,7 +19,13 @@ from typing import Final
 import msgspec
 import zmq
 
-from coordinator.key_values import MAX_BYTES, Answer, KeyValues, Question, StoreAddress
+from coordinator.key_values import (
+    MAX_BYTES,
+    InMemoryStore,
+    StoreAddress,
+    StoreRequest,
+    StoreResponse,
+)
 from shm_broadcast import Deadline, GroupTimeoutError, MemberStatus
 from shm_broadcast.codec import UNDECODABLE
 from shm_broadcast.errors import PeerProtocolError, TransportError
@@ -35,17 +41,17 @@ _OPERATION: Final = "store"
 _LEFT: Final = b""
 """The frame with which a member says that it leaves."""
 _STAY_SECONDS: Final = 60.0
-"""How long the host goes on, as a rule, for members that have not left: see `StoreHost.close`."""
+"""How long the host goes on, as a rule, for members that have not left: see `StoreServer.close`."""
 _LOOK_SECONDS: Final = 10.0
-_QUESTION: Final = msgspec.msgpack.Decoder(Question)
-_ANSWER: Final = msgspec.msgpack.Decoder(Answer)
+_QUESTION: Final = msgspec.msgpack.Decoder(StoreRequest)
+_ANSWER: Final = msgspec.msgpack.Decoder(StoreResponse)
 
 
-class StoreHost(RemoteEnd):
+class StoreServer(RemoteEnd):
     """Hosts a store in a thread of its own. Close it.
 
     Attributes:
-        at: the address, for `StoreGuest`.
+        at: the address, for `StoreGuestClient`.
     """
 
     def __init__(self, members: Iterable[int], bind_host: str, secret: bytes) -> None:
@@ -70,7 +76,7 @@ class StoreHost(RemoteEnd):
             ipv6=address.version == 6,
         )
         self._present = set(members)
-        self._values = KeyValues()
+        self._values = InMemoryStore()
         self._stay_until = math.inf
         self._wake = WakeFd()
         self._poller.register(self._wake, zmq.POLLIN)
@@ -90,7 +96,7 @@ class StoreHost(RemoteEnd):
             stay: 0 where all members are known to have left, or ended.
         """
         self._stay_until = time.monotonic() + stay
-        self._wake.ring()
+        self._wake.notify()
 
     def _serve(self) -> None:
         try:
@@ -115,7 +121,7 @@ class StoreHost(RemoteEnd):
         answer = msgspec.msgpack.encode(self._values.answer(question))
         self._zmq.send_multipart([identity.bytes, answer], zmq.NOBLOCK)
 
-    def _farewell(self) -> None:
+    def _send_closed(self) -> None:
         pass
 
     def _release(self) -> None:
@@ -123,14 +129,14 @@ class StoreHost(RemoteEnd):
         self._wake.close()
 
 
-class StoreGuest(RemoteEnd):
+class StoreGuestClient(RemoteEnd):
     """One member's connection to a store. Close it."""
 
     def __init__(self, at: StoreAddress, rank: int, secret: bytes) -> None:
         """Begin to connect.
 
         Args:
-            at: the host's `StoreHost.at`; it may come from an untrusted source.
+            at: the host's `StoreServer.at`; it may come from an untrusted source.
             rank: this member's rank, one of the host's ``members``.
             secret: the launcher's secret.
 
@@ -156,7 +162,7 @@ class StoreGuest(RemoteEnd):
             self.close()
             raise ValueError(f"{at.address!r} is no address of a store: {error}") from error
 
-    def ask(self, question: Question, deadline: Deadline) -> Answer:
+    def ask(self, question: StoreRequest, deadline: Deadline) -> StoreResponse:
         """Send ``question`` and wait for its answer.
 
         Raises:
@@ -185,11 +191,11 @@ class StoreGuest(RemoteEnd):
                         _OPERATION,
                         deadline.timeout,
                         (MemberStatus(_HOST, 0, "absent"),),
-                        f"the store does not answer: {self._connection.trouble()}",
+                        f"the store does not answer: {self._connection.problem()}",
                     )
                 self._pause(_OPERATION, deadline, None)
 
-    def _decoded(self, frame: zmq.Frame) -> Answer:
+    def _decoded(self, frame: zmq.Frame) -> StoreResponse:
         try:
             return _ANSWER.decode(frame.buffer)
         except UNDECODABLE as error:
@@ -203,7 +209,7 @@ class StoreGuest(RemoteEnd):
             PeerProtocolError: it was refused.
         """
         connection = self._connection
-        connection.look()
+        connection.poll()
         if connection.fault:
             raise PeerProtocolError(_OPERATION, _HOST, connection.fault)
         if connection.lost:
@@ -216,7 +222,7 @@ class StoreGuest(RemoteEnd):
         with suppress(zmq.Again):  # there is no connection any more: its events say why
             self._zmq.send(frame, zmq.NOBLOCK)
 
-    def _farewell(self) -> None:
+    def _send_closed(self) -> None:
         if self._connection.made:
             self._tell(_LEFT)
         else:

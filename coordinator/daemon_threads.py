@@ -21,7 +21,7 @@ _under_way: Final[set[Future[Any]]] = set()
 os.register_at_fork(after_in_child=_under_way.clear)
 
 
-class Apart:
+class SingleThreadExecutor:
     """Calls functions one after the other, in a thread of its own. Any thread may use it.
 
     Its thread begins with the first call, and ends when there has been none for a while: the next
@@ -75,7 +75,7 @@ class Apart:
                 self._serving.release()  # what came just now is seen by another look
 
 
-def begin_apart(do: Callable[[], T], thread: str) -> Future[T]:
+def submit_in_thread(do: Callable[[], T], thread: str) -> Future[T]:
     """Call ``do`` in a new thread.
 
     Args:
@@ -85,10 +85,10 @@ def begin_apart(do: Callable[[], T], thread: str) -> Future[T]:
     Returns:
         The future of what it returns or raises; it cannot be cancelled once ``do`` is called.
     """
-    return Apart(thread, idle=0.0).begin(do)
+    return SingleThreadExecutor(thread, idle=0.0).begin(do)
 
 
-def in_thread(do: Callable[[], None], name: str) -> None:
+def run_in_thread(do: Callable[[], None], name: str) -> None:
     """Call ``do`` in a new thread of that name, or in this one if none can be started."""
     try:
         threading.Thread(target=do, name=name, daemon=True).start()
@@ -101,13 +101,13 @@ def is_done_within(future: Future[Any], deadline: Deadline) -> bool:
     try:
         future.exception(deadline.remaining(SLICE_SECONDS))
     except TimeoutError as error:
-        if not is_the_future_s(error):
+        if not is_future_timeout(error):
             raise
         return False
     return True
 
 
-def is_the_future_s(error: TimeoutError) -> bool:
+def is_future_timeout(error: TimeoutError) -> bool:
     """Whether waiting for a future was over by ``error``, and no signal handler has raised it, nor
     what the future is of.
     """
@@ -134,6 +134,6 @@ def _carry_out(future: Future[T], do: Callable[[], T]) -> None:
 
 
 @atexit.register
-def _let_them_end() -> None:
+def _join_threads() -> None:
     """A thread that comes back from torch's C++ when the interpreter has ended would abort it."""
     wait([*_under_way], _ENDING_SECONDS)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from coordinator import torch_groups
-from coordinator.context import Link, meet_in
+from coordinator.context import GroupContext, rendezvous_in
 from coordinator.member import Hierarchy
 from coordinator.messages.messenger import ObjectMessenger
 from coordinator.rendezvous import DEFAULT_TIMEOUT, Settings
@@ -203,7 +203,7 @@ class GroupCoordinator(TensorVerbs, MessageVerbs, ExpertVerbs):
             secret=launcher_secret(secret),
         )
         store = torch_groups.default_store
-        link = meet_in(store, name, rank, ranks, name, settings, timeout)
+        link = rendezvous_in(store, name, rank, ranks, name, settings, timeout)
         self._begin(link, use_message_queue_broadcaster)
 
     @classmethod
@@ -247,7 +247,7 @@ class GroupCoordinator(TensorVerbs, MessageVerbs, ExpertVerbs):
         place = f"wrapped:{group_name}"
         group = cls.__new__(cls)
         group._begin(
-            meet_in(store, place, rank, ranks, group_name, settings, timeout, process_group)
+            rendezvous_in(store, place, rank, ranks, group_name, settings, timeout, process_group)
         )
         return group
 
@@ -280,22 +280,22 @@ class GroupCoordinator(TensorVerbs, MessageVerbs, ExpertVerbs):
             secret=secret,
         )
 
-    def _begin(self, link: Link, with_broadcaster: bool = False) -> None:
+    def _begin(self, link: GroupContext, with_broadcaster: bool = False) -> None:
         """Become the member whose end of a new group ``link`` is; if that fails, all are told why.
 
         Collective: yes, every member.
         """
         try:
-            self._adopt(link)
+            self._init_from(link)
             if with_broadcaster:
                 self.start_broadcaster()
         except BaseException as error:
-            link.tell_why(error)
+            link.abort_on_error(error)
             link.closing.close()
             raise
 
-    def _adopt(self, link: Link) -> None:
-        super()._adopt(link)
+    def _init_from(self, link: GroupContext) -> None:
+        super()._init_from(link)
         self._parts: dict[str, GroupCoordinator] = {}
         self._first_on_node = True
         if self.world_size > 1:
@@ -314,8 +314,8 @@ class GroupCoordinator(TensorVerbs, MessageVerbs, ExpertVerbs):
             self._parts["inter"] = self._part("inter", firsts)
 
     def _part(self, name: str, members: Sequence[int]) -> GroupCoordinator:
-        link = self._link.part(f"{self.name}.{name}", list(members))
-        return self._link.closing.enter_context(GroupCoordinator.from_link(link))
+        link = self._context.subgroup(f"{self.name}.{name}", list(members))
+        return self._context.closing.enter_context(GroupCoordinator.from_context(link))
 
     @property
     def hierarchy(self) -> Hierarchy[GroupCoordinator]:
@@ -333,7 +333,7 @@ class GroupCoordinator(TensorVerbs, MessageVerbs, ExpertVerbs):
     def barrier(self, **how: Unpack[Maybe]) -> Work[None] | None: ...
     def barrier(self, *, async_op: bool = False, timeout: Timeout = None) -> Work[None] | None:
         """Return once every member has called it, on the CPU. Collective: yes, every member."""
-        return self._link.cpu.barrier(async_op=async_op, timeout=timeout)
+        return self._context.cpu.barrier(async_op=async_op, timeout=timeout)
 
     @overload
     def cpu_all_reduce_(self, x: Tensor, **how: Unpack[Now]) -> Tensor: ...
@@ -343,7 +343,7 @@ class GroupCoordinator(TensorVerbs, MessageVerbs, ExpertVerbs):
     def cpu_all_reduce_(self, x: Tensor, **how: Unpack[Maybe]) -> Tensor | Work[Tensor]: ...
     def cpu_all_reduce_(self, x: Tensor, *, async_op: bool = False, timeout: Timeout = None) -> Any:
         """Sum a CPU tensor into itself, over the CPU group. Collective: yes, every member."""
-        return self._link.cpu.all_reduce_(x, async_op=async_op, timeout=timeout)
+        return self._context.cpu.all_reduce_(x, async_op=async_op, timeout=timeout)
 
     def make_sibling_device_group(
         self, group_desc: str | None = None, *, timeout: float | None = DEFAULT_TIMEOUT
@@ -363,7 +363,7 @@ class GroupCoordinator(TensorVerbs, MessageVerbs, ExpertVerbs):
             GroupClosedError: this group is closed.
             GroupTimeoutError: some members did not come in time.
         """
-        return self._open_link().sibling(group_desc or "sibling", timeout)
+        return self._open_context().sibling(group_desc or "sibling", timeout)
 
     @contextmanager
     def graph_capture(
@@ -405,9 +405,9 @@ class GroupCoordinator(TensorVerbs, MessageVerbs, ExpertVerbs):
         Collective: yes, every member.
         """
         nodes = self.nodes
-        if self.world_size > 1 and (len(nodes) == 1 or self._link.settings.secret is not None):
+        if self.world_size > 1 and (len(nodes) == 1 or self._context.settings.secret is not None):
             self.mq_broadcaster = self.create_mq_broadcaster()
-            self._link.closing.callback(self.mq_broadcaster.shutdown)
+            self._context.closing.callback(self.mq_broadcaster.shutdown)
 
     def create_mq_broadcaster(
         self,
@@ -441,7 +441,7 @@ class GroupCoordinator(TensorVerbs, MessageVerbs, ExpertVerbs):
             ValueError: ``writer_rank`` is not in the group.
         """
         check_rank("writer_rank", writer_rank, self.world_size)
-        nodes = self._link.nodes
+        nodes = self._context.nodes
         if nodes is not None and len(nodes.all()) == 1 < self.world_size:
             wanted = external_writer_handle is None
             queue = queue_on_board(self._messenger, nodes.board, writer_rank, wanted=wanted)
@@ -452,8 +452,8 @@ class GroupCoordinator(TensorVerbs, MessageVerbs, ExpertVerbs):
             writer_rank=writer_rank,
             external_writer_handle=external_writer_handle,
             blocking=blocking,
-            connect_ip=connect_ip or self._link.settings.sockets.address or None,
-            secret=self._link.settings.secret if secret is None else secret,
+            connect_ip=connect_ip or self._context.settings.sockets.address or None,
+            secret=self._context.settings.secret if secret is None else secret,
             timeout=timeout,
             watch=None if nodes is None else nodes.board.check,
         )
@@ -488,8 +488,8 @@ class GroupCoordinator(TensorVerbs, MessageVerbs, ExpertVerbs):
             MessengerGroup(self._messenger),
             reader_rank=reader_rank_in_group,
             blocking=blocking,
-            connect_ip=connect_ip or self._link.settings.sockets.address or None,
-            secret=self._link.settings.secret if secret is None else secret,
+            connect_ip=connect_ip or self._context.settings.sockets.address or None,
+            secret=self._context.settings.secret if secret is None else secret,
             timeout=timeout,
-            watch=None if self._link.nodes is None else self._link.nodes.board.check,
+            watch=None if self._context.nodes is None else self._context.nodes.board.check,
         )

@@ -24,20 +24,20 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 import torch.distributed as dist
 
-from coordinator.context import alone, connect, meet_in
+from coordinator.context import connect, rendezvous_in, single
 from coordinator.group import (
     GraphCaptureContext,
     GroupCoordinator,
     capture_on_side_stream,
     own_group,
 )
-from coordinator.hosts import Nodes, TellingWhy, find_nodes, known_nodes
+from coordinator.hosts import AbortOnError, HostTopology, find_nodes, known_nodes
 from coordinator.launcher import Launch, own_address
 from coordinator.rank_grid import MODEL_AXES, RankGrid
 from coordinator.rendezvous import (
     DEFAULT_TIMEOUT,
     OPERATION_TIMEOUT,
-    Exchange,
+    Rendezvous,
     Settings,
     authenticated,
     meet,
@@ -45,7 +45,7 @@ from coordinator.rendezvous import (
 from coordinator.secret import launcher_secret
 from coordinator.torch_groups import SocketChoice
 from shm_broadcast import Board, Deadline
-from shm_broadcast.process import Closing
+from shm_broadcast.process import ForkSafeExitStack
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -67,8 +67,8 @@ class Topology:
     rank: int
     world_size: int
     settings: Settings
-    nodes: Nodes | None
-    exchange: Exchange | None
+    nodes: HostTopology | None
+    exchange: Rendezvous | None
 
     @classmethod
     def meet(
@@ -118,9 +118,9 @@ class Topology:
         settings = replace(settings, sockets=SocketChoice(launch.interface, address))
         return cls(launch.rank, launch.world_size, settings, nodes, exchange)
 
-    def telling_why(self) -> AbstractContextManager[None]:
+    def abort_on_error(self) -> AbstractContextManager[None]:
         """For set-up behind which this rank leaves if it fails: the others are told why."""
-        return nullcontext() if self.nodes is None else TellingWhy(self.nodes.board)
+        return nullcontext() if self.nodes is None else AbortOnError(self.nodes.board)
 
     def group(
         self, name: str, ranks: Sequence[int], timeout: float | Deadline | None = DEFAULT_TIMEOUT
@@ -142,11 +142,11 @@ class Topology:
         own_group([ranks], self.rank, self.world_size)
         nodes = self.nodes and self.nodes.sub(ranks)
         if self.exchange is None or len(ranks) == 1:
-            link = alone(name, self.rank, self.settings, nodes)
+            link = single(name, self.rank, self.settings, nodes)
         else:
             exchange = self.exchange.sub(name, ranks, Deadline.after(timeout))
             link = connect(exchange, ranks, self.settings, nodes)
-        return GroupCoordinator.from_link(link)
+        return GroupCoordinator.from_context(link)
 
 
 @dataclass(frozen=True)
@@ -382,7 +382,7 @@ def init(
         checked=checked,
         secret=launch.secret,
     )
-    with Closing() as undo:
+    with ForkSafeExitStack() as undo:
         topology = Topology.meet(
             launch,
             settings,
@@ -398,7 +398,7 @@ def init(
             },
         )
         # A launcher whose board it is hears of failures itself, and tells the others.
-        telling_why = topology.telling_why() if board is None else nullcontext()
+        telling_why = topology.abort_on_error() if board is None else nullcontext()
         with telling_why:
             groups = ParallelGroups.build(topology, grid, undo, dcp=dcp, timeout=deadline)
         groups._closing.enter_context(telling_why)
@@ -496,7 +496,9 @@ class StatelessGroupCoordinator(GroupCoordinator):
             secret=launcher_secret(secret),
         )
         place = f"stateless/{name}"
-        link = meet_in(lambda: coord_store, place, global_rank, ranks, name, settings, timeout)
+        link = rendezvous_in(
+            lambda: coord_store, place, global_rank, ranks, name, settings, timeout
+        )
         self._begin(link, use_message_queue_broadcaster)
 
     def resized(
@@ -517,7 +519,7 @@ class StatelessGroupCoordinator(GroupCoordinator):
         return type(self)(
             group_ranks,
             self.local_rank,
-            self._link.settings.backend,
+            self._context.settings.backend,
             device_communicator,
             self._store,
             queue,
@@ -525,5 +527,5 @@ class StatelessGroupCoordinator(GroupCoordinator):
             self._host,
             self.rank,
             timeout=timeout,
-            secret=self._link.settings.secret,
+            secret=self._context.settings.secret,
         )

@@ -1,7 +1,7 @@
 """Find which members share a host, make a board on each host, and exchange heartbeats between
 hosts.
 
-    store      beat/FIRST-MEMBER-OF-THE-HOST: that host's latest `Beat`
+    store      beat/FIRST-MEMBER-OF-THE-HOST: that host's latest `HostHeartbeat`
     thread     every `PERIOD_SECONDS`: reads all beats; writes this host's, if it is old
 
 A topology on one host has no heartbeat. Every process of a host reads the beats. The host's own
@@ -36,8 +36,8 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from torch.distributed import FileStore, HashStore, Store
 
-from coordinator.remote_boards import RemoteBoards, compose, number_of
-from coordinator.store_client import AskedStore, behind_prefixes, values_of
+from coordinator.remote_boards import RemoteBoards, encode_heartbeat, number_of
+from coordinator.store_client import ProxyStore, behind_prefixes, values_of
 from shm_broadcast import (
     Board,
     BoardHandle,
@@ -45,10 +45,10 @@ from shm_broadcast import (
     GroupTimeoutError,
     SharedMemoryError,
 )
-from shm_broadcast.executor import Progress
+from shm_broadcast.executor import ProgressEngine
 
 if TYPE_CHECKING:
-    from coordinator.rendezvous import Exchange
+    from coordinator.rendezvous import Rendezvous
 
 
 PERIOD_SECONDS: Final = 0.25
@@ -70,12 +70,12 @@ class Heartbeat:
 
     def __init__(
         self,
-        exchange: Exchange,
+        exchange: Rendezvous,
         board: Board,
         hosts: Mapping[str, Sequence[int]],
         here: str,
     ) -> None:
-        """Prepare; `first_beat` and `start` follow.
+        """Prepare; `send_first` and `start` follow.
 
         Args:
             exchange: of the members; the beats are in its store.
@@ -98,9 +98,9 @@ class Heartbeat:
         self.boards = RemoteBoards(
             board.ranks, others, keeper=keeper, store=exchange.host, swap=self._swap
         )
-        board.hear(self.boards)
+        board.set_remote_members(self.boards)
 
-    def first_beat(self) -> None:
+    def send_first(self) -> None:
         """Write this host's beat, so that it is in the store before others read it.
 
         Collective: yes, every member, before any calls `start`.
@@ -123,7 +123,7 @@ class Heartbeat:
 
         On the member that hosts the store it waits a while, so that the others can read the beat.
         """
-        self.boards.swap = _nothing  # as bound, it has the board that has it
+        self.boards.refresh = _nothing  # as bound, it has the board that has it
         thread, self._thread = self._thread, None
         if thread is None or thread is threading.current_thread():
             return
@@ -180,8 +180,8 @@ class Heartbeat:
             self._turns.notify_all()
 
     def _write(self, store: Store) -> None:
-        beat = compose(self._board, self._members, time.monotonic_ns())
-        store.set(self._key, beat)  # type: ignore[arg-type] # the stub knows text only
+        heartbeat = encode_heartbeat(self._board, self._members, time.monotonic_ns())
+        store.set(self._key, heartbeat)  # type: ignore[arg-type] # the stub knows text only
 
 
 def _nothing() -> None:
@@ -193,8 +193,8 @@ def _key(members: Sequence[int]) -> str:
 
 
 def _own_connection(store: Store) -> Store:
-    """A second connection to the same store; an `AskedStore` has only one, for all threads."""
-    if isinstance(behind_prefixes(store), AskedStore):
+    """A second connection to the same store; an `ProxyStore` has only one, for all threads."""
+    if isinstance(behind_prefixes(store), ProxyStore):
         return store
     return store.clone()  # type: ignore[attr-defined,no-any-return]
 
@@ -205,7 +205,7 @@ _BOARD = msgspec.msgpack.Decoder(BoardHandle)
 
 
 @dataclass(frozen=True, slots=True)
-class Nodes:
+class HostTopology:
     """The nodes of a group, and this node's board.
 
     Attributes:
@@ -219,7 +219,7 @@ class Nodes:
     board: Board
     members: tuple[int, ...]
     node_of: tuple[int, ...]
-    progress: Progress
+    progress: ProgressEngine
     closing: ExitStack
 
     def all(self) -> list[list[int]]:
@@ -229,12 +229,12 @@ class Nodes:
             for node in sorted(set(self.node_of))
         ]
 
-    def sub(self, ranks: Sequence[int]) -> Nodes:
+    def sub(self, ranks: Sequence[int]) -> HostTopology:
         """The nodes of the subgroup of ``ranks``; the board stays the same."""
         first: dict[int, int] = {}
         for index, rank in enumerate(ranks):
             first.setdefault(self.node_of[rank], index)
-        return Nodes(
+        return HostTopology(
             self.board,
             tuple(self.members[rank] for rank in ranks),
             tuple(first[self.node_of[rank]] for rank in ranks),
@@ -247,7 +247,7 @@ class Nodes:
         self.closing.close()
 
 
-def find_nodes(exchange: Exchange, board: Board | None = None, address: str = "") -> Nodes:
+def find_nodes(exchange: Rendezvous, board: Board | None = None, address: str = "") -> HostTopology:
     """Find out which members share a host; with several hosts, start the heartbeat between them.
 
     Args:
@@ -272,8 +272,8 @@ def find_nodes(exchange: Exchange, board: Board | None = None, address: str = ""
         made = board or _make_board(exchange, exchange)
         if board is None:
             undo.callback(made.close)
-            undo.enter_context(TellingWhy(made))
-        inside = watched(exchange, made, range(exchange.size))
+            undo.enter_context(AbortOnError(made))
+        inside = with_liveness(exchange, made, range(exchange.size))
         # A board's nonce names its segment: members with the same segment are on one node.
         segments = inside.all_gather("board", made.handle().segment.nonce)
         node_of = tuple(segments.index(each) for each in segments)
@@ -282,14 +282,14 @@ def find_nodes(exchange: Exchange, board: Board | None = None, address: str = ""
         if board is None:
             # Runs before the heartbeat is closed, whose last beat then says that this one has left.
             undo.callback(made.leave)
-        progress = Progress(made, "coordinator")
+        progress = ProgressEngine(made, "coordinator")
         undo.callback(progress.close)
-        return Nodes(made, tuple(range(exchange.size)), node_of, progress, undo.pop_all())
+        return HostTopology(made, tuple(range(exchange.size)), node_of, progress, undo.pop_all())
 
 
 def known_nodes(
     board: Board, node_of: Sequence[int], members: Sequence[int] | None = None
-) -> Nodes:
+) -> HostTopology:
     """The nodes that a launcher has named; nothing is exchanged.
 
     Args:
@@ -300,13 +300,13 @@ def known_nodes(
     Collective: no.
     """
     members = range(len(node_of)) if members is None else members
-    progress = Progress(board, "coordinator")
+    progress = ProgressEngine(board, "coordinator")
     closing = ExitStack()
     closing.callback(progress.close)
-    return Nodes(board, tuple(members), tuple(node_of), progress, closing)
+    return HostTopology(board, tuple(members), tuple(node_of), progress, closing)
 
 
-class TellingWhy:
+class AbortOnError:
     """Whoever fails inside tells the others why: it is about to leave, and they wait for it.
 
     Who was told to go, by `SystemExit` or `GeneratorExit`, has not failed.
@@ -319,15 +319,15 @@ class TellingWhy:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self.tell(error)
+        self.abort(error)
 
-    def tell(self, error: BaseException | None) -> None:
+    def abort(self, error: BaseException | None) -> None:
         """Tell the others ``error``, unless it is none."""
         if isinstance(error, (Exception, KeyboardInterrupt)):
             self._board.abort(error)
 
 
-def watched(exchange: Exchange, board: Board, members: Sequence[int]) -> Exchange:
+def with_liveness(exchange: Rendezvous, board: Board, members: Sequence[int]) -> Rendezvous:
     """``exchange``, in which nobody waits for ``members`` of the board that have ended."""
 
     def watch(operation: str, ready: Callable[[], bool]) -> None:
@@ -337,7 +337,7 @@ def watched(exchange: Exchange, board: Board, members: Sequence[int]) -> Exchang
 
 
 def _start_heartbeat(
-    exchange: Exchange, board: Board, node_of: Sequence[int], address: str, undo: ExitStack
+    exchange: Rendezvous, board: Board, node_of: Sequence[int], address: str, undo: ExitStack
 ) -> None:
     told = exchange.all_gather("hosts", msgspec.msgpack.encode((socket.gethostname(), address)))
     names = _named(
@@ -356,7 +356,7 @@ def _start_heartbeat(
         },
         names[node_of[exchange.rank]],
     )
-    exchange.ask(f"{exchange.name} first heartbeat", heartbeat.first_beat)
+    exchange.ask(f"{exchange.name} first heartbeat", heartbeat.send_first)
     exchange.all_gather("heartbeat")
     undo.callback(heartbeat.close)
     heartbeat.start()
@@ -372,7 +372,7 @@ def _named(told: Sequence[tuple[str, str]], node_of: Sequence[int]) -> dict[int,
     return dict(zip(nodes, next(different, numbered), strict=True))
 
 
-def _make_board(group: Exchange, members: Exchange) -> Board:
+def _make_board(group: Rendezvous, members: Rendezvous) -> Board:
     """One round among the undecided ``members`` of ``group``: make or attach this node's board."""
     hints = members.all_gather("host", _boot_id())
     leader = hints.index(hints[members.rank])

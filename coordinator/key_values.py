@@ -31,7 +31,7 @@ _LEAST: Final = -(1 << 63)
 _MOST: Final = (1 << 63) - 1
 
 
-class Asked(msgspec.Struct, frozen=True, tag=True):
+class NumberedRequest(msgspec.Struct, frozen=True, tag=True):
     """The base of all questions.
 
     Attributes:
@@ -41,21 +41,21 @@ class Asked(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
-class Set(Asked, frozen=True):
+class Set(NumberedRequest, frozen=True):
     """Set ``key`` to ``value``."""
 
     key: str
     value: bytes
 
 
-class Append(Asked, frozen=True):
+class Append(NumberedRequest, frozen=True):
     """Append ``value`` to the value of ``key``; a key that does not exist counts as empty."""
 
     key: str
     value: bytes
 
 
-class Add(Asked, frozen=True):
+class Add(NumberedRequest, frozen=True):
     """Add ``amount`` to the number in ``key``, 0 if it does not exist; answers the sum.
 
     Sums are those of torch's stores: signed, of 64 bits.
@@ -65,7 +65,7 @@ class Add(Asked, frozen=True):
     amount: int
 
 
-class CompareSet(Asked, frozen=True):
+class CompareSet(NumberedRequest, frozen=True):
     """Set ``key`` to ``desired`` if its value is ``expected``; answers its value then.
 
     A key that does not exist counts as empty.
@@ -76,28 +76,28 @@ class CompareSet(Asked, frozen=True):
     desired: bytes
 
 
-class Delete(Asked, frozen=True):
+class Delete(NumberedRequest, frozen=True):
     """Delete ``key``; answers whether it existed."""
 
     key: str
 
 
-class Check(Asked, frozen=True):
+class Check(NumberedRequest, frozen=True):
     """Answers whether all of ``keys`` exist."""
 
     keys: list[str]
 
 
-class Get(Asked, frozen=True):
+class Get(NumberedRequest, frozen=True):
     """Answers the values of ``keys``, or of as many of the first of them as fit one answer."""
 
     keys: list[str]
 
 
-Question: TypeAlias = Set | Append | Add | CompareSet | Delete | Check | Get
+StoreRequest: TypeAlias = Set | Append | Add | CompareSet | Delete | Check | Get
 
 
-class Answer(msgspec.Struct, frozen=True):
+class StoreResponse(msgspec.Struct, frozen=True):
     """The answer to one question.
 
     Attributes:
@@ -113,21 +113,21 @@ class Answer(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-class KeyValues:
+class InMemoryStore:
     """The keys and values of one store. Not thread-safe."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
 
-    def answer(self, question: Question) -> Answer:
+    def answer(self, question: StoreRequest) -> StoreResponse:
         """Carry out ``question``; a refused one changes nothing, and the answer says why."""
         try:
             count, values = self._follow(question)
         except ValueError as error:
-            return Answer(question.number, error=str(error))
-        return Answer(question.number, count, values)
+            return StoreResponse(question.number, error=str(error))
+        return StoreResponse(question.number, count, values)
 
-    def _follow(self, question: Question) -> tuple[int, list[bytes]]:
+    def _follow(self, question: StoreRequest) -> tuple[int, list[bytes]]:
         match question:
             case Set(_, key, value):
                 self._put(key, value)

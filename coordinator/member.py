@@ -23,10 +23,10 @@ from device_comm import ReduceOp, check_reduction
 from device_comm.verbs.checks import Timeout, check_out
 from shm_broadcast import Board, GroupClosedError, MemberStatus
 from shm_broadcast.errors import counted
-from shm_broadcast.process import disown_in_children
+from shm_broadcast.process import call_in_forked_children
 
 if TYPE_CHECKING:
-    from coordinator.context import Link
+    from coordinator.context import GroupContext
     from device_comm import Communicator
     from device_comm.backend import Explanation
     from shm_broadcast import MessageQueue
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 _QUICKER = "all members share a host: shared memory is quicker than sockets"
 
 
-def explain(link: Link) -> Explanation:
+def explain(link: GroupContext) -> Explanation:
     """The backends that a group uses, with reasons, and those it does not. Collective: no."""
     told = link.device.explain()
-    refused = dict(told.refused)
+    refused = dict(told.unavailable)
     if len(link.ranks) == 1:
         why = "a group of one: every verb is the identity"
     elif link.settings.torch_only:
@@ -54,7 +54,7 @@ def explain(link: Link) -> Explanation:
     choices = tuple(replace(each, reason=each.reason or why) for each in told.choices)
     members = counted(len(link.ranks), "member")
     title = f"{link.name}: {members} on {link.device.device.type}"
-    return replace(told, group=title, choices=choices, refused=tuple(refused.items()))
+    return replace(told, group=title, choices=choices, unavailable=tuple(refused.items()))
 
 
 LINGER = 5.0
@@ -62,7 +62,7 @@ LINGER = 5.0
 
 
 @dataclass(slots=True)
-class _Life:
+class _SharedState:
     """What all names of a group share."""
 
     closed: bool = False
@@ -85,15 +85,15 @@ class Member:
     """
 
     @classmethod
-    def from_link(cls, link: Link) -> Self:
+    def from_context(cls, link: GroupContext) -> Self:
         """The group that ``link`` is a member's end of, which it then owns. Collective: no."""
         group = cls.__new__(cls)
-        group._adopt(link)
+        group._init_from(link)
         return group
 
-    def _adopt(self, link: Link) -> None:
+    def _init_from(self, link: GroupContext) -> None:
         """Become the member whose end of the group ``link`` is."""
-        self._link = link
+        self._context = link
         self.name = link.name
         self.ranks = list(link.ranks)
         self.rank_in_group = link.rank_in_group
@@ -106,11 +106,11 @@ class Member:
         self._messenger = Messenger(link.cpu, link.device, link.wire)
         self._counted = self._count() if self.world_size > 1 and link.wire.in_calls else []
         self.unique_name = compile_ops.register_ops(self)
-        self._life = _Life()
-        disown_in_children(self)
+        self._life = _SharedState()
+        call_in_forked_children(self)
         one_of_many = self.world_size > 1 and self.name != "world" and "." not in self.name
         if link.nodes is not None and one_of_many:
-            link.nodes.board.add_place(link.name, link.rank_in_group)
+            link.nodes.board.publish_place(link.name, link.rank_in_group)
         if link.nodes is not None and self.world_size > 1:
             board = link.nodes.board
             for name in dict.fromkeys((link.cpu.name, link.device.name)):
@@ -119,7 +119,7 @@ class Member:
 
     def _count(self) -> list[begun.Entry]:
         """Have what this member begins counted."""
-        cpu, device = self._link.cpu, self._link.device
+        cpu, device = self._context.cpu, self._context.device
         entries = [begun.enter(self.name, self.ranks, device.begun)]
         if cpu is not device:
             entries.append(begun.enter(f"{self.name} cpu", self.ranks, cpu.begun))
@@ -169,46 +169,46 @@ class Member:
         Raises:
             GroupClosedError: this group is closed.
         """
-        return self._open_link().groups.cpu()
+        return self._open_context().groups.cpu()
 
     @property
     def device_group(self) -> ProcessGroup:
         """As `cpu_group`, for `device`; the same if that is the CPU. Collective: no."""
-        return self._open_link().groups.device()
+        return self._open_context().groups.device()
 
-    def _open_link(self) -> Link:
+    def _open_context(self) -> GroupContext:
         if self.closed:
             raise GroupClosedError(f"{self.name} is closed")
-        return self._link
+        return self._context
 
     # --- life ----------------------------------------------------------------------------
 
     @property
     def board(self) -> Board | None:
         """This node's board, on which the members' doings stand; None in a group of one."""
-        return None if self._link.nodes is None else self._link.nodes.board
+        return None if self._context.nodes is None else self._context.nodes.board
 
     @property
     def nodes(self) -> list[list[int]]:
         """The ranks in the group of each node's members."""
-        return [[0]] if self._link.nodes is None else self._link.nodes.all()
+        return [[0]] if self._context.nodes is None else self._context.nodes.all()
 
     def status(self) -> list[MemberStatus]:
         """What each member was last seen doing, by rank in the group; ``rank`` is the global one.
 
         Collective: no.
         """
-        if self._link.nodes is None:
+        if self._context.nodes is None:
             return []
-        members = self._link.nodes.members
-        return [self._link.nodes.board.member_status(member) for member in members]
+        members = self._context.nodes.members
+        return [self._context.nodes.board.member_status(member) for member in members]
 
     def explain(self) -> Explanation:
         """What carries out each verb, by size, and why not what else could; print it.
 
         Collective: no.
         """
-        return explain(self._link)
+        return explain(self._context)
 
     def check(self) -> None:
         """Raise if the group is over, or an operation failed that the device did meanwhile.
@@ -221,21 +221,21 @@ class Member:
         Raises:
             CoordinatorError: what has happened; the group is aborted with it.
         """
-        self._open_link().device.check()
+        self._open_context().device.check()
 
     def abort(self, error: BaseException | str) -> None:
         """Make every waiting and every later call raise `GroupAbortedError`. Collective: no.
 
         It reaches all that share this node's board: with a launcher's board, all groups.
         """
-        self._link.device.abort(error)
+        self._context.device.abort(error)
 
     @property
     def closed(self) -> bool:
         """Whether `close` was called."""
         return self._life.closed
 
-    def disown(self) -> None:
+    def after_fork_in_child(self) -> None:
         """In a forked child: closing it does nothing."""
         self._life.closed = True
 
@@ -255,13 +255,13 @@ class Member:
         """Close the group; ``error`` is what this member leaves for."""
         if self.closed:
             return
-        self._link.tell_why(error)  # before they miss anything else
+        self._context.abort_on_error(error)  # before they miss anything else
         self._messenger.flush(linger)
         self._life.closed = True
         compile_ops.unregister(self.unique_name)
         for entry in self._counted:
             entry.close()
-        self._link.closing.close()
+        self._context.closing.close()
 
     destroy = close
 

@@ -29,7 +29,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from shm_broadcast.arguments import line, whole
+from shm_broadcast.arguments import integer, printable_text
 
 MODEL_AXES: Final = ("dp", "pp", "pcp", "tp")
 """The axes that every job has, outermost first."""
@@ -54,11 +54,13 @@ class RankGrid:
 
     def __post_init__(self) -> None:
         """Check the axes."""
-        axes = tuple((line("the name of an axis", name), size) for name, size in self.axes)
+        axes = tuple(
+            (printable_text("the name of an axis", name), size) for name, size in self.axes
+        )
         names = tuple(name for name, _ in axes)
         if len(set(names)) != len(names) or not all(names):
             raise ValueError(f"the axes of a grid need names, each a different one; got {names}")
-        object.__setattr__(self, "axes", tuple((name, whole(name, size)) for name, size in axes))
+        object.__setattr__(self, "axes", tuple((name, integer(name, size)) for name, size in axes))
 
     @classmethod
     def of(cls, sizes: Mapping[str, int]) -> RankGrid:
@@ -193,7 +195,7 @@ class RankGrid:
             TypeError: ``dcp`` is not a whole number.
         """
         at, tp, pcp = self.coordinates(rank), self.sizes["tp"], self.sizes["pcp"]
-        if tp * pcp % whole("dcp", dcp):
+        if tp * pcp % integer("dcp", dcp):
             raise ValueError(f"dcp={dcp} does not divide tp={tp} x pcp={pcp}")
         counted = [self.rank({**at, "tp": t, "pcp": p}) for t in range(tp) for p in range(pcp)]
         begin = counted.index(rank) // dcp * dcp

@@ -1,8 +1,8 @@
 """The state of the members on other hosts, concluded from their hosts' beats.
 
-A `Beat` is what a host's board says at one moment. `RemoteBoards` keeps the latest beat of every
-other host and concludes the state of its members. It does no input or output: the thread of
-`coordinator.hosts` carries the beats.
+A `HostHeartbeat` is what a host's board says at one moment. `RemoteBoards` keeps the latest beat
+of every other host and concludes the state of its members. It does no input or output: the thread
+of `coordinator.hosts` carries the beats.
 
 A member on another host counts as gone
     - when its host's beat says that it has died or left;
@@ -26,7 +26,7 @@ import msgspec
 from shm_broadcast import Board
 from shm_broadcast.codec import UNDECODABLE
 from shm_broadcast.errors import MemberStatus, name_of
-from shm_broadcast.state.fingerprint import Tally
+from shm_broadcast.state.fingerprint import Fingerprint
 
 _log = logging.getLogger(__name__)
 
@@ -57,13 +57,13 @@ _LONGEST_GAP: Final = 0.5
 """Two looks at the store's silence that are further apart, in seconds, begin a new observation."""
 
 
-class MemberBeat(msgspec.Struct, array_like=True, frozen=True):
+class MemberHeartbeat(msgspec.Struct, array_like=True, frozen=True):
     """What a board says about one member.
 
     Attributes:
         member: its member number.
         pid, state, operation, sequence, age, collective: as in `MemberStatus`.
-        tallies: as of `Tallies.of`.
+        tallies: as of `Fingerprints.of_member`.
     """
 
     member: int
@@ -73,10 +73,10 @@ class MemberBeat(msgspec.Struct, array_like=True, frozen=True):
     sequence: int
     age: float | None
     collective: int
-    tallies: tuple[Tally, ...] = ()
+    fingerprints: tuple[Fingerprint, ...] = ()
 
 
-class FailureBeat(msgspec.Struct, array_like=True, frozen=True):
+class FailureHeartbeat(msgspec.Struct, array_like=True, frozen=True):
     """Why a board was aborted: as `Failure`, with member numbers instead of ranks."""
 
     member: int
@@ -85,7 +85,7 @@ class FailureBeat(msgspec.Struct, array_like=True, frozen=True):
     culprit: int
 
 
-class Beat(msgspec.Struct, array_like=True, frozen=True):
+class HostHeartbeat(msgspec.Struct, array_like=True, frozen=True):
     """What one host's board says.
 
     Attributes:
@@ -95,14 +95,14 @@ class Beat(msgspec.Struct, array_like=True, frozen=True):
     """
 
     number: int
-    members: tuple[MemberBeat, ...]
-    failure: FailureBeat | None
+    members: tuple[MemberHeartbeat, ...]
+    failure: FailureHeartbeat | None
 
 
-_DECODER = msgspec.msgpack.Decoder(Beat)
+_DECODER = msgspec.msgpack.Decoder(HostHeartbeat)
 
 
-def compose(board: Board, members: Iterable[int], number: int) -> bytes:
+def encode_heartbeat(board: Board, members: Iterable[int], number: int) -> bytes:
     """Encode the beat of this host.
 
     Args:
@@ -111,18 +111,18 @@ def compose(board: Board, members: Iterable[int], number: int) -> bytes:
         number: the beat's number.
     """
     seen = tuple(
-        _member_beat(member, board.member_status(member), board.tallies.of(member))
+        _member_heartbeat(member, board.member_status(member), board.fingerprints.of_member(member))
         for member in members
     )
     failure, ranks = board.aborted, board.ranks
-    told = failure and FailureBeat(
+    told = failure and FailureHeartbeat(
         ranks.index(failure.rank), failure.kind, failure.message, ranks.index(failure.culprit)
     )
-    return msgspec.msgpack.encode(Beat(number, seen, told or None))
+    return msgspec.msgpack.encode(HostHeartbeat(number, seen, told or None))
 
 
-def decode_beat(raw: bytes) -> Beat | None:
-    """What `compose` has encoded; None if ``raw`` is not a beat."""
+def decode_heartbeat(raw: bytes) -> HostHeartbeat | None:
+    """What `encode_heartbeat` has encoded; None if ``raw`` is not a beat."""
     try:
         return _DECODER.decode(raw)
     except UNDECODABLE:
@@ -131,12 +131,14 @@ def decode_beat(raw: bytes) -> Beat | None:
 
 def number_of(raw: bytes) -> int:
     """The number of an encoded beat; 0 if ``raw`` is not a beat."""
-    beat = decode_beat(raw)
-    return 0 if beat is None else beat.number
+    heartbeat = decode_heartbeat(raw)
+    return 0 if heartbeat is None else heartbeat.number
 
 
-def _member_beat(member: int, status: MemberStatus, tallies: Iterable[Tally]) -> MemberBeat:
-    return MemberBeat(
+def _member_heartbeat(
+    member: int, status: MemberStatus, fingerprints: Iterable[Fingerprint]
+) -> MemberHeartbeat:
+    return MemberHeartbeat(
         member,
         status.pid,
         status.state,
@@ -144,7 +146,7 @@ def _member_beat(member: int, status: MemberStatus, tallies: Iterable[Tally]) ->
         status.sequence,
         status.age,
         status.collective,
-        tuple(tallies),
+        tuple(fingerprints),
     )
 
 
@@ -156,16 +158,16 @@ class _Host:
     members: tuple[int, ...]
     heard_at: float
     number: int = -1
-    beats: dict[int, MemberBeat] = field(default_factory=dict)
+    heartbeats: dict[int, MemberHeartbeat] = field(default_factory=dict)
     suspected_at: float = -1e9
     told_lost: bool = False
 
 
 class RemoteBoards:
-    """One process's view of the members on other hosts; its board asks it (`Elsewhere`).
+    """One process's view of the members on other hosts; its board asks it (`RemoteMembers`).
 
     Attributes:
-        swap: writes this host's beat and reads the others', now.
+        refresh: writes this host's beat and reads the others', now.
     """
 
     def __init__(
@@ -194,7 +196,7 @@ class RemoteBoards:
         self._host_of = {member: host for host in self._hosts for member in host.members}
         self._keeper = keeper
         self._store = store
-        self.swap = swap
+        self.refresh = swap
         self._clock = clock
         self._answered_at = now
         self._ended = ""
@@ -203,7 +205,7 @@ class RemoteBoards:
 
     # --- what comes in -------------------------------------------------------------------
 
-    def hear(self, beats: Iterable[bytes]) -> list[FailureBeat]:
+    def receive(self, heartbeats: Iterable[bytes]) -> list[FailureHeartbeat]:
         """Take in the encoded beats of the other hosts, in the order of ``hosts``.
 
         Returns:
@@ -211,21 +213,23 @@ class RemoteBoards:
         """
         now = self._clock()
         failures = []
-        for host, raw in zip(self._hosts, beats, strict=True):
-            beat = self._read(raw, host)
-            if beat is None:
+        for host, raw in zip(self._hosts, heartbeats, strict=True):
+            heartbeat = self._read(raw, host)
+            if heartbeat is None:
                 continue
-            if beat.number > host.number:
-                host.number, host.heard_at = beat.number, now
-                host.beats = {each.member: each for each in beat.members}
-            if beat.failure is not None:
-                failures.append(beat.failure)
+            if heartbeat.number > host.number:
+                host.number, host.heard_at = heartbeat.number, now
+                host.heartbeats = {each.member: each for each in heartbeat.members}
+            if heartbeat.failure is not None:
+                failures.append(heartbeat.failure)
         self._answered_at = now
         return failures
 
-    def pass_on(self, beats: Iterable[bytes], board: Board) -> None:
-        """`hear` the beats, and abort this host's board for the first failure that they report."""
-        for failure in self.hear(beats):
+    def pass_on(self, heartbeats: Iterable[bytes], board: Board) -> None:
+        """`receive` the beats, and abort this host's board for the first failure that they
+        report.
+        """
+        for failure in self.receive(heartbeats):
             if board.aborted is None:
                 board.report(failure.member, failure.kind, failure.message, failure.culprit)
 
@@ -240,37 +244,39 @@ class RemoteBoards:
         host = self._host_of.get(member)
         if host is None:
             return None
-        beat = host.beats.get(member)
-        if beat is None:
+        heartbeat = host.heartbeats.get(member)
+        if heartbeat is None:
             return MemberStatus(self._ranks[member], 0, "unseen", host=host.name)
         silence = self._silence(host)
         return MemberStatus(
             self._ranks[member],
-            beat.pid,
-            "lost" if beat.state != "closed" and self._has_died(member) else beat.state,
-            beat.operation,
-            beat.sequence,
-            None if beat.age is None else beat.age + self._clock() - host.heard_at,
+            heartbeat.pid,
+            "lost" if heartbeat.state != "closed" and self._has_died(member) else heartbeat.state,
+            heartbeat.operation,
+            heartbeat.sequence,
+            None if heartbeat.age is None else heartbeat.age + self._clock() - host.heard_at,
             host.name,
-            silence if beat.state in ("idle", "busy") and silence > _NORMAL_SILENCE else 0.0,
-            beat.collective,
+            silence if heartbeat.state in ("idle", "busy") and silence > _NORMAL_SILENCE else 0.0,
+            heartbeat.collective,
         )
 
-    def tallies(self, member: int) -> Sequence[Tally] | None:
+    def fingerprints(self, member: int) -> Sequence[Fingerprint] | None:
         """The latest known tallies of ``member``; None if it is on this host."""
         host = self._host_of.get(member)
         if host is None:
             return None
-        beat = host.beats.get(member)
-        return () if beat is None else beat.tallies
+        heartbeat = host.heartbeats.get(member)
+        return () if heartbeat is None else heartbeat.fingerprints
 
     def gone(self, member: int) -> bool:
         """Whether ``member`` has died or left, or its host has been silent for too long."""
         host = self._host_of.get(member)
         if host is None:
             return False
-        beat = host.beats.get(member)
-        if (beat is not None and beat.state in ("lost", "closed")) or self._has_died(member):
+        heartbeat = host.heartbeats.get(member)
+        if (heartbeat is not None and heartbeat.state in ("lost", "closed")) or self._has_died(
+            member
+        ):
             return True
         suspected = self._answered_at < host.suspected_at + _SUSPECTED_FOR
         limit = SUSPECT_SECONDS if suspected else SILENCE_SECONDS
@@ -297,13 +303,13 @@ class RemoteBoards:
 
         return known
 
-    def blame(self, member: int) -> None:
+    def mark_dead(self, member: int) -> None:
         """Count ``member`` as dead: the group was aborted with it as the culprit."""
         if member in self._host_of and member not in self._blamed:
             self._blamed.add(member)
-            self.swap()  # its host's latest beat says what it did last, for the error
+            self.refresh()  # its host's latest beat says what it did last, for the error
 
-    def remark(self) -> str:
+    def problems(self) -> str:
         """A text for error messages if hosts or the store are silent; else ``""``."""
         if self._ended:
             return f"other hosts are not heard any more: {self._ended}"
@@ -319,19 +325,19 @@ class RemoteBoards:
             for each in silent
         )
 
-    def _read(self, raw: bytes, host: _Host) -> Beat | None:
+    def _read(self, raw: bytes, host: _Host) -> HostHeartbeat | None:
         """Decode a beat of ``host``; None if it is not valid.
 
         Without a secret the store is open to anybody, so a beat is checked like any input.
         """
-        beat = decode_beat(raw)
-        if beat is None:
+        heartbeat = decode_heartbeat(raw)
+        if heartbeat is None:
             return None
-        told, known = beat.failure, range(len(self._ranks))
-        fits = {each.member for each in beat.members} <= set(host.members) and (
+        told, known = heartbeat.failure, range(len(self._ranks))
+        fits = {each.member for each in heartbeat.members} <= set(host.members) and (
             told is None or (told.member in known and told.culprit in known)
         )
-        return beat if fits else None
+        return heartbeat if fits else None
 
     # --- conclusions ---------------------------------------------------------------------
 
@@ -349,7 +355,7 @@ class RemoteBoards:
         return max(self._clock() - host.heard_at, 0.0)
 
     def _is_silent(self, host: _Host) -> bool:
-        states = {each.state for each in host.beats.values()}
+        states = {each.state for each in host.heartbeats.values()}
         stays = not states or states & {"idle", "busy"}
         return bool(stays) and self._silence(host) > _NORMAL_SILENCE
 

@@ -18,7 +18,7 @@ let the system choose the port, which `host_store` returns: a free port is never
 bound later, when somebody else may have taken it.
 
 Several topologies may use one store, at once or one after the other, if all ranks set them up in
-the same order (`Exchange.enter`).
+the same order (`Rendezvous.all_gather_round`).
 
 In the first store the members only learn the address of the second one, which the launcher's secret
 protects (`coordinator.curve_store`). Everything else, also the addresses of torch's process
@@ -50,17 +50,17 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from coordinator import torch_groups
-from coordinator.daemon_threads import begin_apart
+from coordinator.daemon_threads import submit_in_thread
 from coordinator.key_values import Check, StoreAddress
 from coordinator.launcher import Launch, own_address, resolve, who_listens
 from coordinator.secret import SecretError
 from coordinator.store_client import (
-    GIVEN_UP,
-    AskedStore,
-    StoreAsker,
+    ABORTED_KEY,
+    ProxyStore,
+    StoreClient,
     address_towards,
     behind_prefixes,
-    say_first,
+    set_if_absent,
     values_of,
 )
 from coordinator.torch_groups import SocketChoice
@@ -76,14 +76,14 @@ from shm_broadcast.errors import (
     PeerProtocolError,
     TransportError,
 )
-from shm_broadcast.process import NO_DESCRIPTOR, why
+from shm_broadcast.process import NO_DESCRIPTOR, describe_os_error
 
 T = TypeVar("T")
 
 _LONGEST_GROUP = 200
 _READ_SECONDS = 0.5
 """How long who keeps the store stays when it gives up: those that wait look more often."""
-LEFT_FOR_NEXT = "left for the next"
+LEFT_ROUND = "left for the next"
 """The key by which those in a visit see that a member of theirs has not finished it, and is in its
 next one.
 """
@@ -91,18 +91,18 @@ _ALL, _NOT_ALL = b"all", b"not all"
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange(StoreAsker):
+class Rendezvous(StoreClient):
     """Swaps bytes between the members of one group, over a store.
 
     Attributes:
-        around: where each member says which group it came to set up last; None: none does.
-        before: what this one said there before it came to this group.
+        parent: where each member says which group it came to set up last; None: none does.
+        previous: what this one said there before it came to this group.
     """
 
-    around: Store | None = None
-    before: bytes = b""
+    parent: Store | None = None
+    previous: bytes = b""
 
-    def visit(self, place: str) -> Exchange:
+    def begin_round(self, place: str) -> Rendezvous:
         """An exchange of the same members under a key prefix, ``place``, that may have been used
         before.
 
@@ -111,7 +111,7 @@ class Exchange(StoreAsker):
         visits, and never an earlier one's values. A visit in which a member has given up, or that
         it has left for its next one before it was set up, as does one that takes the place of a
         killed process, is left out by those that come later: they meet that member's next one.
-        Those that are there already are told, or follow it if they `enter`.
+        Those that are there already are told, or follow it if they `all_gather_round`.
 
         Collective: no.
 
@@ -129,9 +129,9 @@ class Exchange(StoreAsker):
                     PrefixStore(f"{place}/{each}", store) for each in range(count - 1, 0, -1)
                 )
                 inside = PrefixStore(f"{place}/{count}", store)
-                if not inside.check([GIVEN_UP]):
+                if not inside.check([ABORTED_KEY]):
                     come_to.append(inside)
-                    return inside, self._say_where(around, count)
+                    return inside, self._publish_where(around, count)
 
         def leave(error: GroupTimeoutError) -> None:
             for each in come_to:
@@ -144,11 +144,13 @@ class Exchange(StoreAsker):
             # Once the store answers, it has taken this for a visit: behind that, it has ended.
             self.asking.begin(partial(leave, error))
             raise
-        return replace(self, store=inside, marks=inside, around=around, before=before)
+        return replace(self, store=inside, marks=inside, parent=around, previous=before)
 
-    def enter(self, place: str, what: str, payload: bytes = b"") -> tuple[Exchange, list[bytes]]:
-        """`visit` a place, and `all_gather` there. If a member leaves that visit for its next one
-        before all have come, the others follow it.
+    def all_gather_round(
+        self, place: str, what: str, payload: bytes = b""
+    ) -> tuple[Rendezvous, list[bytes]]:
+        """`begin_round` a place, and `all_gather` there. If a member leaves that visit for its
+        next one before all have come, the others follow it.
 
         Returns:
             The exchange in which all have met, and what they have put.
@@ -156,12 +158,12 @@ class Exchange(StoreAsker):
         Collective: yes, every member.
 
         Raises:
-            What `visit` and `all_gather` raise.
+            What `begin_round` and `all_gather` raise.
         """
         while True:
-            inside = self.visit(place)
-            with inside._telling_why():
-                found = inside._gather(what, payload, LEFT_FOR_NEXT)
+            inside = self.begin_round(place)
+            with inside._abort_on_error():
+                found = inside._gather(what, payload, LEFT_ROUND)
             if found is not None:
                 return inside, found
 
@@ -174,10 +176,10 @@ class Exchange(StoreAsker):
 
         Collective: no.
         """
-        with self._telling_why():
+        with self._abort_on_error():
             yield
         if self.marks is not None:
-            self.say(partial(self.marks.set, _set_up_by(self.rank), ""))
+            self.notify(partial(self.marks.set, _set_up_by(self.rank), ""))
 
     def all_gather(self, what: str, payload: bytes = b"") -> list[bytes]:
         """Put ``payload``, wait for everyone's, and return them by rank.
@@ -198,9 +200,9 @@ class Exchange(StoreAsker):
             PeerProtocolError: something else stands in the store.
             TransportError: the store has gone.
         """
-        found = self._gather(what, payload, GIVEN_UP)
+        found = self._gather(what, payload, ABORTED_KEY)
         if found is None:
-            raise self.given_up(f"{self.name} {what}")
+            raise self.aborted_error(f"{self.name} {what}")
         return found
 
     def broadcast(self, what: str, payload: bytes | None, src: int = 0) -> bytes:
@@ -228,24 +230,24 @@ class Exchange(StoreAsker):
                 lambda: self._missing([src]),
             )
             if found is None:
-                raise self.given_up(operation)
+                raise self.aborted_error(operation)
             return found
         if payload is None:
             raise ValueError(f"{self.name}: member {src} has to give what it broadcasts")
         self.ask(operation, lambda: self._put(key, payload))
         return payload
 
-    def sub(self, name: str, ranks: Sequence[int], deadline: Deadline | None = None) -> Exchange:
+    def sub(self, name: str, ranks: Sequence[int], deadline: Deadline | None = None) -> Rendezvous:
         """The exchange of a subgroup.
 
         Args:
-            name: the subgroup's name. The same name and ranks may be used again: see `visit`.
+            name: the subgroup's name. The same name and ranks may be used again: see `begin_round`.
             ranks: the subgroup's members as ranks in this group, this member's among them.
             deadline: for the subgroup's set-up; None: this exchange's.
 
         Collective: no.
         """
-        members = Exchange(
+        members = Rendezvous(
             self.store,
             ranks.index(self.rank),
             len(ranks),
@@ -256,7 +258,7 @@ class Exchange(StoreAsker):
             tuple(self.global_rank(rank) for rank in ranks),
             asking=self.asking,
         )
-        return members.visit(name)
+        return members.begin_round(name)
 
     def require_all_stay(self, operation: str) -> None:
         """Raise if a member has left this visit for its next one. Collective: no.
@@ -264,8 +266,8 @@ class Exchange(StoreAsker):
         Raises:
             GroupAbortedError: one has; names it.
         """
-        if self.ask(operation, lambda: self._is_marked(LEFT_FOR_NEXT)):
-            raise self.given_up(operation)
+        if self.ask(operation, lambda: self._is_marked(LEFT_ROUND)):
+            raise self.aborted_error(operation)
 
     def decoded(
         self, decoder: msgspec.msgpack.Decoder[T], what: str, payload: bytes, rank: int
@@ -302,7 +304,7 @@ class Exchange(StoreAsker):
         """What this member is to set up, as others are told."""
         return f"{self.name} of ranks {list(self.called)}"
 
-    def _say_where(self, around: Store | None, count: int) -> bytes:
+    def _publish_where(self, around: Store | None, count: int) -> bytes:
         """Say which group this member comes to set up, for the ``count``-th time; what it said
         before.
         """
@@ -322,10 +324,10 @@ class Exchange(StoreAsker):
         elsewhere = []
         for rank in map(self.global_rank, ranks):
             key = _last_group_of(rank)
-            if self.around is not None and self.around.check([key]):
-                came = self.around.get(key)
+            if self.parent is not None and self.parent.check([key]):
+                came = self.parent.get(key)
                 group = came.partition(b" ")[2].decode(errors="replace")
-                if group != self._group and came != self.before:
+                if group != self._group and came != self.previous:
                     said = shorten(group, _LONGEST_GROUP)
                     elsewhere.append(f"rank {rank} came to set up {said} last")
         return ranks, elsewhere
@@ -337,19 +339,19 @@ class Exchange(StoreAsker):
         me = self.global_rank(self.rank)
         why = f"rank {me} has begun this set-up anew: it did not finish this one"
         for before in visits:
-            if before.check([_set_up_by(self.rank)]) or before.check([LEFT_FOR_NEXT]):
+            if before.check([_set_up_by(self.rank)]) or before.check([LEFT_ROUND]):
                 return
             self._mark(before, Failure(me, PeerLostError.__name__, why, me))
-            before.set(LEFT_FOR_NEXT, "")
+            before.set(LEFT_ROUND, "")
 
     @contextmanager
-    def _telling_why(self) -> Iterator[None]:
+    def _abort_on_error(self) -> Iterator[None]:
         try:
             yield
         except (GroupTimeoutError, PeerLostError, GroupAbortedError, TransportError):
             raise  # others were told where this member has waited, or cannot be
         except (Exception, KeyboardInterrupt) as error:
-            self.give_up(error)
+            self.abort(error)
             if self.rank == self.keeper:  # the store may end with it, before the others have looked
                 time.sleep(_READ_SECONDS)
             raise
@@ -363,11 +365,11 @@ class Exchange(StoreAsker):
             f"{self.name} {what}",
             lambda: self._put_by_all(what),
             lambda: self._missing(sorted({*range(self.size)} - self._payloads(what).keys())),
-            lambda: self._come(what, payload),
+            lambda: self._publish(what, payload),
             left,
         )
 
-    def _come(self, what: str, payload: bytes) -> None:
+    def _publish(self, what: str, payload: bytes) -> None:
         self._put(f"{what}/{self.rank}", b"%d %b" % (self.size, payload))
         if self.store.add(f"{what}/count", 1) == self.size:
             self._end(what, _ALL)
@@ -379,7 +381,7 @@ class Exchange(StoreAsker):
 
     def _end(self, what: str, how: bytes) -> bytes:
         """End a swap, unless it has ended; how it has."""
-        return say_first(self.store, f"{what}/ended", how)
+        return set_if_absent(self.store, f"{what}/ended", how)
 
     def _put(self, key: str, value: bytes) -> None:
         self.store.set(key, value)  # type: ignore[arg-type] # the stub knows text only
@@ -516,8 +518,10 @@ class Settings:
         )
 
 
-def enter_on_terms(members: Exchange, place: str, what: str, terms: Mapping[str, str]) -> Exchange:
-    """`Exchange.enter` a place, and require that all members were given the same.
+def config_handshake(
+    members: Rendezvous, place: str, what: str, terms: Mapping[str, str]
+) -> Rendezvous:
+    """`Rendezvous.all_gather_round` a place, and require that all members were given the same.
 
     Args:
         members: an exchange of them; anybody may read what is said there.
@@ -530,9 +534,9 @@ def enter_on_terms(members: Exchange, place: str, what: str, terms: Mapping[str,
     Raises:
         ValueError: they were not; names a term, and who was given what. All members raise it.
         SecretError: likewise, where only some were given the launcher's secret.
-        What `Exchange.enter` raises.
+        What `Rendezvous.all_gather_round` raises.
     """
-    exchange, payloads = members.enter(place, what, msgspec.msgpack.encode(terms))
+    exchange, payloads = members.all_gather_round(place, what, msgspec.msgpack.encode(terms))
     told = [exchange.decoded(_TERMS, what, each, rank) for rank, each in enumerate(payloads)]
     for name in dict.fromkeys(chain(*told)):
         given: dict[str, list[int]] = {}
@@ -563,7 +567,7 @@ def meet(
     timeout: float | Deadline | None = DEFAULT_TIMEOUT,
     terms: Mapping[str, str] = {},
     board: Board | None = None,
-) -> tuple[Exchange, str]:
+) -> tuple[Rendezvous, str]:
     """Wait until every rank has come to the store.
 
     Args:
@@ -581,7 +585,7 @@ def meet(
     Collective: yes, every rank.
 
     Raises:
-        ValueError, SecretError: they were not, as of `enter_on_terms`.
+        ValueError, SecretError: they were not, as of `config_handshake`.
         GroupTimeoutError: the deadline passed; ``waiting_for`` lists the absent ranks.
         OSError: rank 0 cannot bind the store's port.
     """
@@ -591,10 +595,10 @@ def meet(
         store = open_store(launch, deadline)
     base = behind_prefixes(store)
     host = f"{base.host}:{base.port}" if isinstance(base, TCPStore) else ""
-    members = Exchange(store, launch.rank, launch.world_size, "world", deadline, host, keeper)
+    members = Rendezvous(store, launch.rank, launch.world_size, "world", deadline, host, keeper)
     if board is not None:
         members = replace(members, seen_on=(board, range(launch.world_size)))
-    exchange = enter_on_terms(members, f"world/{launch.attempt}", "rendezvous", terms)
+    exchange = config_handshake(members, f"world/{launch.attempt}", "rendezvous", terms)
     return exchange, address_towards(store)
 
 
@@ -676,7 +680,7 @@ def _connected(host: str, port: int, deadline: Deadline) -> TCPStore | str:
     seconds = deadline.remaining(_STORE_TIMEOUT.total_seconds())
     patience = timedelta(seconds=max(seconds, 0.001))
     connect = partial(TCPStore, host, port, None, False, patience, wait_for_workers=False)
-    connecting = begin_apart(connect, "store-connect")
+    connecting = submit_in_thread(connect, "store-connect")
     try:
         store = connecting.result(seconds)
     except TimeoutError:
@@ -725,7 +729,7 @@ def _listen(address: str, port: int) -> socket.socket:
                 for _ in range(_STORE_FILES):
                     files.callback(os.close, os.dup(listener.fileno()))
         except OSError as error:
-            no_store = f"no store can be hosted at {address}:{port}: {why(error)}"
+            no_store = f"no store can be hosted at {address}:{port}: {describe_os_error(error)}"
             raise OSError(error.errno, no_store) from error
         undo.pop_all()
     return listener
@@ -750,8 +754,8 @@ _OFFER = "address of the authenticated store"
 
 
 def authenticated(
-    exchange: Exchange, secret: bytes | None, closing: ExitStack, bind_host: str = ""
-) -> Exchange:
+    exchange: Rendezvous, secret: bytes | None, closing: ExitStack, bind_host: str = ""
+) -> Rendezvous:
     """The exchange, moved to a store that only its members can use.
 
     Args:
@@ -768,20 +772,20 @@ def authenticated(
         PeerProtocolError: the address in the first store is not valid.
     """
     base = behind_prefixes(exchange.store)
-    if secret is None or isinstance(base, AskedStore):
+    if secret is None or isinstance(base, ProxyStore):
         return exchange
     offer = None
     if exchange.rank == 0:
-        from coordinator.curve_store import StoreHost  # noqa: PLC0415 - loads ZeroMQ
+        from coordinator.curve_store import StoreServer  # noqa: PLC0415 - loads ZeroMQ
 
         listen_at = bind_host or address_towards(base) or _LOOPBACK
-        host = StoreHost(range(exchange.size), listen_at, secret)
+        host = StoreServer(range(exchange.size), listen_at, secret)
         closing.callback(host.close)
         offer = msgspec.msgpack.encode(host.at)
     told = exchange.broadcast(_OFFER, offer)
     at = exchange.decoded(_ADDRESS, _OFFER, told, 0)
     try:
-        store = guest_store(
+        store = connect_secret_store(
             at,
             exchange.rank,
             secret,
@@ -793,19 +797,19 @@ def authenticated(
         detail = f"the value of '{_OFFER}/0' in the store: {error}"
         raise PeerProtocolError(exchange.name, 0, detail) from error
     except GroupTimeoutError as error:
-        exchange.give_up(error)
+        exchange.abort(error)
         raise
     return replace(exchange, store=store, host=at.address, keeper=0)
 
 
-def guest_store(
+def connect_secret_store(
     at: StoreAddress,
     rank: int,
     secret: bytes,
     deadline: Deadline,
     closing: ExitStack,
     watch: Callable[[], None] = lambda: None,
-) -> AskedStore:
+) -> ProxyStore:
     """A connection to a store that a secret protects.
 
     Args:
@@ -819,11 +823,11 @@ def guest_store(
     Raises:
         ValueError: ``at`` is no address.
         GroupTimeoutError: its host did not answer in time, or has another secret.
-        TransportError, PeerProtocolError: as for `StoreGuest.ask`.
+        TransportError, PeerProtocolError: as for `StoreGuestClient.ask`.
     """
-    from coordinator.curve_store import StoreGuest  # noqa: PLC0415 - loads ZeroMQ
+    from coordinator.curve_store import StoreGuestClient  # noqa: PLC0415 - loads ZeroMQ
 
-    guest = StoreGuest(at, rank, secret)
+    guest = StoreGuestClient(at, rank, secret)
     closing.callback(guest.close)
     while True:
         latest = min(deadline, Deadline.after(_LOOK_SECONDS), key=lambda each: each.at)
@@ -836,6 +840,6 @@ def guest_store(
                 raise
     where = urlsplit(at.address)
     address = own_address(where.hostname or "", where.port or 1)
-    store = AskedStore(guest.ask, deadline.timeout, address)
+    store = ProxyStore(guest.ask, deadline.timeout, address)
     closing.callback(store.close)
     return store

@@ -27,7 +27,7 @@ import msgspec
 from torch.distributed import DistError, DistStoreError, PrefixStore, Store, TCPStore
 
 from coordinator import key_values as kv
-from coordinator.daemon_threads import Apart, is_done_within
+from coordinator.daemon_threads import SingleThreadExecutor, is_done_within
 from coordinator.launcher import own_address
 from shm_broadcast import NEVER, Board, GroupClosedError
 from shm_broadcast.codec import UNDECODABLE
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-GIVEN_UP = "given up"
+ABORTED_KEY = "given up"
 """The key where the first member that cannot go on says why, for all others."""
 
 _MOST_CHARACTERS = 2000
@@ -69,7 +69,7 @@ _TELL_SECONDS: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class StoreAsker:
+class StoreClient:
     """One member's way to the store in which the members of its group meet.
 
     Attributes:
@@ -85,7 +85,7 @@ class StoreAsker:
             and with whether it is there; None: nobody knows.
         seen_on: the board where its waits are shown to whoever looks on, and the member number of
             each rank there; None: nowhere.
-        marks: where members say that they have `GIVEN_UP`; None: nowhere.
+        marks: where members say that they have `ABORTED_KEY`; None: nowhere.
         asking: asks the store, and those of subgroups.
     """
 
@@ -100,7 +100,9 @@ class StoreAsker:
     watch: Callable[[str, Callable[[], bool]], None] | None = None
     seen_on: tuple[Board, Sequence[int]] | None = None
     marks: Store | None = None
-    asking: Apart = field(default_factory=partial(Apart, "ask-store"), compare=False, repr=False)
+    asking: SingleThreadExecutor = field(
+        default_factory=partial(SingleThreadExecutor, "ask-store"), compare=False, repr=False
+    )
 
     def ask(self, operation: str, do: Callable[[], T]) -> T:
         """What ``do`` returns, which is called apart, as it asks the store. Collective: no.
@@ -127,7 +129,7 @@ class StoreAsker:
         read: Callable[[], T],
         missing: Callable[[], tuple[Sequence[int], Sequence[str]]],
         come: Callable[[], None] = lambda: None,
-        left: str = GIVEN_UP,
+        left: str = ABORTED_KEY,
     ) -> T:
         """What ``read`` returns once ``there()``, or a member has left. Collective: no.
 
@@ -158,7 +160,7 @@ class StoreAsker:
             come()
             return look()
 
-        pauses, began = naps(), time.monotonic()
+        pauses, began = backoff(), time.monotonic()
         show_after = math.inf if self.seen_on is None else 0.0
         tell_after = _TELL_SECONDS
         with self._reaching(operation), self._showing() as show:
@@ -176,18 +178,18 @@ class StoreAsker:
                     self.watch(operation, lambda: self._answer(operation, there))
                 if self.deadline.expired:
                     late = self._late(operation, *self._answer(operation, missing))
-                    self.give_up(late)
+                    self.abort(late)
                     raise late
                 found = self._answer(operation, look)
         return found[0]
 
-    def give_up(self, error: BaseException) -> None:
+    def abort(self, error: BaseException) -> None:
         """Tell those that wait in this visit why this member leaves it; those that come later leave
         it out. Collective: no.
         """
-        self.say(partial(self._mark, self.marks, self._failure(error)))
+        self.notify(partial(self._mark, self.marks, self._failure(error)))
 
-    def say(self, do: Callable[[], None]) -> None:
+    def notify(self, do: Callable[[], None]) -> None:
         """Have ``do`` tell the store what matters to others only, however that ends here.
 
         Collective: no.
@@ -195,7 +197,7 @@ class StoreAsker:
         with suppress(RuntimeError):  # no thread can be started
             wait([self.asking.begin(do)], _ANSWERED_SECONDS)
 
-    def given_up(self, operation: str) -> Exception:
+    def aborted_error(self, operation: str) -> Exception:
         """The error of a wait for what will not come any more, as a member has given up; those who
         share a board with this one are told why, too. Collective: no.
 
@@ -203,11 +205,11 @@ class StoreAsker:
             PeerLostError: its process has ended; only where somebody watches.
         """
         marks = self.marks
-        told = b"" if marks is None else self.ask(operation, lambda: marks.get(GIVEN_UP))
+        told = b"" if marks is None else self.ask(operation, lambda: marks.get(ABORTED_KEY))
         try:
             failure = _FAILURE.decode(told)
         except UNDECODABLE as error:
-            detail = f"the value of {GIVEN_UP!r} in the store must be of type Failure: {error}"
+            detail = f"the value of {ABORTED_KEY!r} in the store must be of type Failure: {error}"
             return TransportError(operation, detail)
         if failure.kind == PeerLostError.__name__ and self.watch is not None:
             self.watch(operation, lambda: False)  # says more of the lost one
@@ -225,7 +227,7 @@ class StoreAsker:
     def _mark(self, marks: Store | None, failure: Failure) -> None:
         """Say in ``marks`` that a member has given up, unless one has said so before."""
         if marks is not None:
-            say_first(marks, GIVEN_UP, msgspec.msgpack.encode(failure))
+            set_if_absent(marks, ABORTED_KEY, msgspec.msgpack.encode(failure))
 
     def _failure(self, error: BaseException) -> Failure:
         if isinstance(error, GroupAbortedError):
@@ -288,7 +290,7 @@ class StoreAsker:
             yield lambda _: None
             return
         board, members = self.seen_on
-        with board.showing_wait(f"set-up of {self.name}") as say:
+        with board.published_wait(f"set-up of {self.name}") as say:
             yield lambda ranks: say(members[rank] for rank in ranks)
 
     @contextmanager
@@ -297,13 +299,13 @@ class StoreAsker:
         try:
             yield
         except (PeerLostError, GroupAbortedError) as error:
-            self.give_up(error)
+            self.abort(error)
             raise
         except TransportError as error:
             with suppress(TransportError, GroupTimeoutError, DistError):
                 # Its keeper may have left because of another member, and that be told elsewhere.
-                if self._answer(operation, partial(self._is_marked, GIVEN_UP)):
-                    raise self.given_up(operation) from error
+                if self._answer(operation, partial(self._is_marked, ABORTED_KEY)):
+                    raise self.aborted_error(operation) from error
             raise
         except DistError as error:
             why = f"the process that keeps it has ended, or given up ({error})"
@@ -322,7 +324,7 @@ class StoreAsker:
         return f"the store at {self.host}" if self.host else "the store"
 
 
-def say_first(store: Store, key: str, value: bytes) -> bytes:
+def set_if_absent(store: Store, key: str, value: bytes) -> bytes:
     """Have ``value`` stand where nothing stands yet; what stands there.
 
     It is one request, so that nobody is lost in between; but for a store written in Python that has
@@ -345,7 +347,7 @@ def values_of(store: Store, keys: list[str]) -> list[bytes]:
     return [store.get(key) for key in keys]
 
 
-def naps() -> Iterator[float]:
+def backoff() -> Iterator[float]:
     """Seconds to sleep between two looks at a store: short at first, then doubled each time."""
     nap = _FIRST_NAP
     while True:
@@ -367,7 +369,7 @@ _LAST_LOOK_SECONDS = 1.0
 """How long a wait whose time is over may still ask which keys are there."""
 
 
-class AskedStore(Store):
+class ProxyStore(Store):
     """A store that is asked by messages. Any thread may use it; close it.
 
     Args:
@@ -377,13 +379,13 @@ class AskedStore(Store):
         address: this host's address on the way to the store; ``""`` if no network leads there.
     """
 
-    _open: ClassVar[list[AskedStore]] = []
+    _open: ClassVar[list[ProxyStore]] = []
     """References to all open stores. torch keeps only the C++ half of a store alive; the Python
     half, with the methods that it calls, would go with the caller's last reference."""
 
     def __init__(
         self,
-        ask: Callable[[kv.Question, Deadline], kv.Answer],
+        ask: Callable[[kv.StoreRequest, Deadline], kv.StoreResponse],
         timeout: float | None,
         address: str = "",
     ) -> None:
@@ -458,7 +460,7 @@ class AskedStore(Store):
         deadline = self._deadline() if timeout is None else Deadline.after(timeout.total_seconds())
         late = f"wait timeout after {deadline.timeout:g} s, keys: "
         try:
-            for nap in naps():
+            for nap in backoff():
                 if deadline.expired:
                     break
                 if self._exist(keys, deadline):
@@ -489,11 +491,11 @@ class AskedStore(Store):
         parts = (kv.Check(self._number(), part) for part in _askable(keys))
         return all(self._answer(part, deadline).count for part in parts)
 
-    def _answer(self, question: kv.Question, latest: Deadline = NEVER) -> kv.Answer:
+    def _answer(self, question: kv.StoreRequest, latest: Deadline = NEVER) -> kv.StoreResponse:
         deadline = min(latest, self._deadline(), key=lambda each: each.at)
-        with self._asking.turn as mine:
+        with self._asking.owner_lock as mine:
             if not mine:
-                self._asking.take(deadline, "store", self._require_open)
+                self._asking.acquire(deadline, "store", self._require_open)
             self._require_open("store")
             answer = self._ask(question, deadline)
         if answer.error:
@@ -517,7 +519,7 @@ def address_towards(store: Store) -> str:
     base = behind_prefixes(store)
     if isinstance(base, TCPStore):
         return own_address(base.host, base.port)
-    return base.address if isinstance(base, AskedStore) else ""
+    return base.address if isinstance(base, ProxyStore) else ""
 
 
 def _askable(keys: Sequence[str]) -> Iterator[list[str]]:

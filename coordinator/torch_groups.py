@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, distributed_c10d
 
-from coordinator.daemon_threads import begin_apart, is_done_within
+from coordinator.daemon_threads import is_done_within, submit_in_thread
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import GroupTimeoutError
 
@@ -189,7 +189,7 @@ def _gloo(
     seconds = _LONGEST_CONNECT if deadline is None else deadline.remaining(_LONGEST_CONNECT)
     options._timeout = timedelta(seconds=max(seconds, 0.001))
     # Gloo keeps to its time, but not while the process that hosts the store stands still.
-    connecting = begin_apart(partial(gloo, store, rank, size, options), "connect-gloo")
+    connecting = submit_in_thread(partial(gloo, store, rank, size, options), "connect-gloo")
     latest = Deadline.after(seconds + _STORE_SECONDS)
     try:
         while not is_done_within(connecting, latest):

@@ -38,7 +38,7 @@ from device_comm.verbs.uneven import UnevenVerbs
 from shm_broadcast.deadline import Deadline
 
 if TYPE_CHECKING:
-    from coordinator.context import Link
+    from coordinator.context import GroupContext
     from coordinator.messages.transport import Make
 
 
@@ -56,8 +56,8 @@ class TensorVerbs(Member, SymmetricVerbs, UnevenVerbs, AllToAllVerbs, RootedVerb
     def hierarchy(self) -> Hierarchy[TensorVerbs]:
         """The group seen as its nodes. Collective: no."""
 
-    def _adopt(self, link: Link) -> None:
-        super()._adopt(link)
+    def _init_from(self, link: GroupContext) -> None:
+        super()._init_from(link)
         self.runner = link.device.runner
         self._traced = OpsOfGraph(self.unique_name, self.world_size)
 
@@ -425,7 +425,7 @@ UNDER_WAY: Final = 8
 """How many dispatches may be under way at once whose sizes `combine` is not told."""
 
 
-class Dispatches:
+class DispatchSizes:
     """The sizes of what one member has dispatched and not combined. Pure logic."""
 
     def __init__(self) -> None:
@@ -479,11 +479,11 @@ class ExpertVerbs(Member, UnevenVerbs):
     """
 
     token_group: ExpertVerbs | None = None
-    _dispatches: Dispatches
+    _dispatch_sizes: DispatchSizes
 
-    def _adopt(self, link: Link) -> None:
-        super()._adopt(link)
-        self._dispatches = Dispatches()
+    def _init_from(self, link: GroupContext) -> None:
+        super()._init_from(link)
+        self._dispatch_sizes = DispatchSizes()
 
     def exchanging_rows_in(self, token_group: ExpertVerbs) -> Self:
         """This group under a second name, with another `token_group`; they are closed together.
@@ -545,9 +545,9 @@ class ExpertVerbs(Member, UnevenVerbs):
             raise TypeError("dispatch needs one tensor or more")
         if sizes is None:
             count = torch.tensor([len(rows[0])], device="cpu")
-            sizes = group._link.cpu.all_gather(count, timeout=timeout).tolist()
+            sizes = group._context.cpu.all_gather(count, timeout=timeout).tolist()
         found = group.all_gatherv(rows, 0, sizes, async_op=async_op, timeout=timeout)
-        group._dispatches.add(sizes)
+        group._dispatch_sizes.add(sizes)
         return found.then(tuple) if isinstance(found, Work) else tuple(found)
 
     @overload
@@ -609,9 +609,9 @@ class ExpertVerbs(Member, UnevenVerbs):
         """
         group = self._rows_differ_in(is_sequence_parallel)
         if sizes is None:
-            sizes = group._dispatches.sizes_of(len(hidden_states))
+            sizes = group._dispatch_sizes.sizes_of(len(hidden_states))
         found = group.reduce_scatterv(hidden_states, 0, sizes, out=out, **options)
-        group._dispatches.combined(sizes)
+        group._dispatch_sizes.combined(sizes)
         return found
 
     def allocate_combine_input(

@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from device_comm.shm.shm_backend import ShmBackend
     from device_comm.torch_backend import TorchBackend
     from device_comm.watch import LoneWatch, Watch
-    from device_comm.work import Joined, Pending, Work, join
+    from device_comm.work import AllPending, Pending, Work, all_pending
     from device_comm.wrappers import Wrapper
     from shm_broadcast import __version__
 
 __all__ = [
     "ALL_VERBS",
+    "AllPending",
     "Backend",
     "Capabilities",
     "Communicator",
     "Identity",
-    "Joined",
     "LoneWatch",
     "LoopbackBackend",
     "Operation",
@@ -43,8 +43,8 @@ __all__ = [
     "Work",
     "Wrapper",
     "__version__",
+    "all_pending",
     "check_reduction",
-    "join",
     "reduce_in_rank_order",
 ]
 
@@ -70,10 +70,10 @@ _HOMES: Final = {
         "Watch",
     ),
     "device_comm.work": (
-        "Joined",
+        "AllPending",
         "Pending",
         "Work",
-        "join",
+        "all_pending",
     ),
     "device_comm.wrappers": ("Wrapper",),
     "shm_broadcast": ("__version__",),

@@ -19,7 +19,7 @@ class Comm:
         board: Buffer,
         rank: int,
         slot: int,
-        doorbells: tuple[int, ...],
+        eventcounts: tuple[int, ...],
         operations: tuple[str, ...],
         tensor_type: type,
         reduce_op_type: type,
@@ -28,7 +28,7 @@ class Comm:
         numbers: Buffer,
         history: int,
         name: str,
-        crowded: bool,
+        oversubscribed: bool,
         in_calls: bool,
         /,
     ) -> None: ...
@@ -58,7 +58,7 @@ class Comm:
     def give_up(self, outcome: int, /) -> None: ...
 
 class Pipe:
-    def __init__(self, memory: Buffer, board: Buffer, doorbell: int, /) -> None: ...
+    def __init__(self, memory: Buffer, board: Buffer, eventcount: int, /) -> None: ...
     def push(
         self, address: int, total: int, dtype: int, call: int, sent: int, patience_ns: int, /
     ) -> int: ...

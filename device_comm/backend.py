@@ -35,12 +35,12 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import torch
 from torch import Tensor
 
-from device_comm.call_number import Begun
+from device_comm.call_number import OperationCounts
 from device_comm.operation import ALL_VERBS, NO_TENSOR, Operation, ReduceOp, Verb
 from device_comm.watch import LoneWatch, Recorder, Watch
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import DivergenceError, GroupAbortedError, GroupClosedError
-from shm_broadcast.process import Closing, disown_in_children
+from shm_broadcast.process import ForkSafeExitStack, call_in_forked_children
 
 if TYPE_CHECKING:
     from device_comm.work import Pending
@@ -59,7 +59,7 @@ class Choice:
         up_to: the range's upper end, inclusive; None: none.
         backend: the backend's name.
         reason: why it was chosen.
-        refused: each other candidate, with the reason why it was not chosen.
+        unavailable: each other candidate, with the reason why it was not chosen.
     """
 
     verb: str
@@ -67,7 +67,7 @@ class Choice:
     up_to: int | None
     backend: str
     reason: str = ""
-    refused: tuple[tuple[str, str], ...] = ()
+    unavailable: tuple[tuple[str, str], ...] = ()
 
     @property
     def sizes(self) -> str:
@@ -85,12 +85,12 @@ class Explanation:
     Attributes:
         group: the group's name.
         choices: the choices, by verb, then by size.
-        refused: backends, or parts of them, that are not used at all, with the reason.
+        unavailable: backends, or parts of them, that are not used at all, with the reason.
     """
 
     group: str
     choices: tuple[Choice, ...]
-    refused: tuple[tuple[str, str], ...] = ()
+    unavailable: tuple[tuple[str, str], ...] = ()
 
     def backend(self, verb: str, size: int) -> str:
         """The backend for ``verb`` on a tensor of ``size`` bytes.
@@ -112,8 +112,8 @@ class Explanation:
         for row, choice in zip(rows, self.choices, strict=True):
             cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
             lines.append(f"  {'  '.join([*cells, row[3]])}".rstrip())
-            lines += [f"      not {name}: {why}" for name, why in choice.refused]
-        lines += [f"  not used: {name}: {why}" for name, why in self.refused]
+            lines += [f"      not {name}: {why}" for name, why in choice.unavailable]
+        lines += [f"  not used: {name}: {why}" for name, why in self.unavailable]
         return "\n".join(lines)
 
 
@@ -154,7 +154,7 @@ class Capabilities:
     stream_ordered: bool = False
     detects_divergence: bool = False
     detects_loss: bool = False
-    sends_ahead: bool = False
+    eager_sends: bool = False
     series: bool = False
     overlaps: bool = True
     normed: frozenset[torch.dtype] = frozenset()
@@ -240,7 +240,7 @@ class Identity:
         return f"{self.name} {verb}"
 
 
-class Shortcut(Protocol):
+class FastPath(Protocol):
     """A faster path for simple calls, which skips the communicator's checks and `Backend.start`.
 
     Both methods return NotImplemented, without having done anything, for every call that is not
@@ -260,14 +260,14 @@ class Backend(ABC):
     Attributes:
         identity: this rank and its group; its fields are attributes of the backend as well.
         capabilities: what the backend offers.
-        shortcut: a faster path for simple calls, while there is one. A wrapper has none, because
+        fast_path: a faster path for simple calls, while there is one. A wrapper has none, because
             the shortcut would bypass the wrapper's `start`.
         begun: counts the operations begun in a pool's call, for comparing the ranks.
         recorder: writes this rank's operations down.
         closed: whether `close` was called.
     """
 
-    shortcut: Shortcut | None = None
+    fast_path: FastPath | None = None
 
     def __init__(self, identity: Identity, capabilities: Capabilities) -> None:
         """Set the common attributes. Collective: no."""
@@ -281,12 +281,12 @@ class Backend(ABC):
         self.watch = identity.watch
         self.members = identity.members
         self.peers = identity.peers
-        self.begun = Begun(identity.world_size)
+        self.begun = OperationCounts(identity.world_size)
         self.recorder = Recorder(identity.watch, identity.name, identity.world_size)
         self.closed = False
-        self._closing = Closing()
-        self._disowned = False
-        disown_in_children(self)
+        self._closing = ForkSafeExitStack()
+        self._is_forked_child = False
+        call_in_forked_children(self)
 
     @abstractmethod
     def start(self, operation: Operation) -> Pending | None:
@@ -315,9 +315,9 @@ class Backend(ABC):
         """Whether an all-reduce of ``x`` may have a `Norm` with this weight; alike on all ranks."""
         return False
 
-    def goes_ahead(self, peer: int, size: int) -> bool:  # noqa: ARG002 - some depend on them
+    def sends_eagerly(self, peer: int, size: int) -> bool:  # noqa: ARG002 - some depend on them
         """Whether a send of ``size`` bytes to ``peer`` would be done before its recv is called."""
-        return self.capabilities.sends_ahead or self.capabilities.stream_ordered
+        return self.capabilities.eager_sends or self.capabilities.stream_ordered
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, like: Tensor | None = None) -> Tensor:
         """A new contiguous tensor on the device, with undefined content, for a result.
@@ -351,20 +351,20 @@ class Backend(ABC):
 
     def fail(self, error: BaseException) -> None:
         """Abort the group with ``error``, unless it is aborted or closed already."""
-        if not self._disowned:
+        if not self._is_forked_child:
             end_group(self.identity, error)
             self.discard()
 
-    def disown(self) -> None:
+    def after_fork_in_child(self) -> None:
         """In a forked child: its calls are refused by the watch, and closing it closes nothing."""
-        self.shortcut = None
-        self._disowned = True
+        self.fast_path = None
+        self._is_forked_child = True
 
     def close(self) -> None:
         """Release everything except the watch; idempotent. Collective: no."""
         if not self.closed:
             self.closed = True
-            self.shortcut = None
+            self.fast_path = None
             self._closing.close()
 
 

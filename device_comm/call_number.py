@@ -89,7 +89,7 @@ _U64: Final = (1 << 64) - 1
 
 
 class Did(NamedTuple):
-    """What one rank began in one group, decoded from what `Begun.take` returned.
+    """What one rank began in one group, decoded from what `OperationCounts.take` returned.
 
     Attributes:
         collectives: how many.
@@ -106,7 +106,7 @@ class Did(NamedTuple):
     received: list[int]
 
 
-class Begun:
+class OperationCounts:
     """The fingerprint of one rank's operations in one group since the last `take`.
 
     Only operations of a thread that is in a call are counted; one such thread at a time.
@@ -167,12 +167,12 @@ class Begun:
 
 
 def has_messages(begun: bytes) -> bool:
-    """Whether what `Begun.take` returned counts messages."""
+    """Whether what `OperationCounts.take` returned counts messages."""
     return bool(begun) and len(begun) > _size_of_head(begun)
 
 
 def did_of(begun: bytes, world_size: int) -> Did:
-    """Decode what `Begun.take` returned."""
+    """Decode what `OperationCounts.take` returned."""
     if not begun:
         return Did(0, 0, {}, [0] * world_size, [0] * world_size)
     count, checksum = _HEAD.unpack_from(begun)

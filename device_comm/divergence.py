@@ -11,12 +11,12 @@ further does not matter, nor how old the news are. What cannot be compared says 
 are only said to differ when they have called something else.
 
 Torch's process groups and NCCL compare nothing: if members call different collectives, they hang or
-return wrong data. `LateBackend` wraps a backend over these. Each member keeps a checksum of all its
-calls in the group (`device_comm.divergence`), and writes count and checksum to the board; those
-of members on other hosts come with their beats, four times a second. Each compares its own with the
-others' in its next collective once `LOOK_SECONDS` have passed, and while it waits for anything on
-the board. So members that differ are told within about a second, but may have used wrong data until
-then; `device_comm.divergence` compares before.
+return wrong data. `FingerprintBackend` wraps a backend over these. Each member keeps a checksum of
+all its calls in the group (`device_comm.divergence`), and writes count and checksum to the board;
+those of members on other hosts come with their beats, four times a second. Each compares its own
+with the others' in its next collective once `LOOK_SECONDS` have passed, and while it waits for
+anything on the board. So members that differ are told within about a second, but may have used
+wrong data until then; `device_comm.divergence` compares before.
 
 Messages between two members, and operations captured into a CUDA graph or replayed, are not
 compared.
@@ -55,13 +55,13 @@ from shm_broadcast.errors import DivergenceError, GroupClosedError, closed_by
 from shm_broadcast.layout import (
     DTYPE_NAMES,
     ENTRY_GROUP_BYTES,
-    TALLIES,
-    TALLY_CLOSED,
-    TALLY_LAST_BYTES,
+    FINGERPRINT_CLOSED,
+    FINGERPRINT_LAST_BYTES,
+    FINGERPRINTS,
 )
 from shm_broadcast.state.board import Board
-from shm_broadcast.state.fingerprint import Tally
-from shm_broadcast.state.flight_recorder import PastOperation
+from shm_broadcast.state.fingerprint import Fingerprint
+from shm_broadcast.state.flight_recorder import OperationRecord
 
 KEPT: Final = 1 << 14
 """Of how many collectives a rank knows what its digest was: of as many as gloo does in a second."""
@@ -76,7 +76,7 @@ _ALIKE: Final = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Slip:
+class Mismatch:
     """Where another rank has begun to call something else than this one.
 
     Attributes:
@@ -92,7 +92,7 @@ class Slip:
     theirs: bytes
 
 
-class Chain:
+class RollingChecksum:
     """The collectives of one rank in one group. Any thread may compare, one at a time may add.
 
     Attributes:
@@ -129,12 +129,12 @@ class Chain:
         # After that, for meanwhile another thread may have used its place again.
         return found if 0 <= number <= self.count < number + _WITHIN else None
 
-    def compare(self, rank: int, told: Tally) -> Slip | None:
+    def compare(self, rank: int, told: Fingerprint) -> Mismatch | None:
         """Compare with what another rank has come to; None: it agrees, or nothing can be said.
 
         Args:
             rank: the other one.
-            told: its tally of this group. `Tally.last` may be of another one, or torn.
+            told: its tally of this group. `Fingerprint.last` may be of another one, or torn.
         """
         count = self.count
         number = count - ((count - told.count) & _U32)
@@ -149,13 +149,13 @@ class Chain:
         before = self.digest(number - 1)
         proven = before is not None and crc32(theirs, before) == told.digest
         if proven and len(theirs) == SIGNATURE.size:  # all before that was alike, then
-            return Slip(number, number, called, theirs)
-        return Slip(self._agreed[rank] + 1, number, called, b"")
+            return Mismatch(number, number, called, theirs)
+        return Mismatch(self._agreed[rank] + 1, number, called, b"")
 
 
 def first_difference(
-    ours: Iterable[PastOperation], theirs: Sequence[PastOperation], group: str, first: int
-) -> tuple[PastOperation, PastOperation] | None:
+    ours: Iterable[OperationRecord], theirs: Sequence[OperationRecord], group: str, first: int
+) -> tuple[OperationRecord, OperationRecord] | None:
     """The first collective of which two histories show that ranks have called different ones.
 
     Args:
@@ -172,11 +172,11 @@ def first_difference(
     return None
 
 
-def _is_of(past: PastOperation, group: str) -> bool:
+def _is_of(past: OperationRecord, group: str) -> bool:
     return past.group == group and past.verb not in ("send", "recv")
 
 
-def _differ(one: PastOperation, other: PastOperation) -> bool:
+def _differ(one: OperationRecord, other: OperationRecord) -> bool:
     return (one.verb, one.dtype) != (other.verb, other.dtype) or (
         (one.verb in ROOTED and one.peer != other.peer)
         or (one.verb in _ALIKE and one.size != other.size)
@@ -187,8 +187,8 @@ LOOK_SECONDS: Final = 0.1
 """How often to compare."""
 
 _UNMARKED: Final = (
-    f"this rank has {TALLIES} other open groups in which calls are compared; here its calls are "
-    "not, and when it closes the group, the others do not learn it"
+    f"this rank has {FINGERPRINTS} other open groups in which calls are compared; here its calls "
+    "are not, and when it closes the group, the others do not learn it"
 )
 _MEANING: Final = repr((VERBS, DTYPE_NAMES, [op.name for op in ReduceOp], SIGNATURE.format))
 """What signatures mean: members of versions that differ in it do not compare."""
@@ -201,10 +201,10 @@ def group_number(token: bytes) -> int:
         token: the same on all members, and on no other group's of any member.
     """
     name = blake2b(token + _MEANING.encode(), digest_size=8).digest()
-    return int.from_bytes(name, "little") & ~TALLY_CLOSED or 1
+    return int.from_bytes(name, "little") & ~FINGERPRINT_CLOSED or 1
 
 
-class LateBackend(Wrapper):
+class FingerprintBackend(Wrapper):
     """Raises `DivergenceError`, or aborts the group with it, when members have called different
     collectives, which is left to a backend that detects it itself; and `GroupClosedError` when one
     has closed the group before a collective.
@@ -223,12 +223,15 @@ class LateBackend(Wrapper):
         self._group = group_number(token)
         self._compares = not inner.capabilities.detects_divergence
         self._board = board
-        self._chain = Chain(self.world_size)
-        self._tell, self._entry = board.tallies.tell, board.tallies.take(self._group)
+        self._chain = RollingChecksum(self.world_size)
+        self._publish, self._entry = (
+            board.fingerprints.publish,
+            board.fingerprints.allocate(self._group),
+        )
         self._last = b""
         self._compare_at = 0.0
         self._on_device = self.device.type == "cuda"
-        board.tallies.comparing.append(self.look)
+        board.fingerprints.comparing.append(self.poll)
         self._closing.callback(self._leave)
 
     def start(self, operation: Operation) -> Pending | None:
@@ -242,8 +245,8 @@ class LateBackend(Wrapper):
             signature, chain = signature_of(operation), self._chain
             digest = chain.add(signature)
             if self._entry:
-                last = None if signature is self._last else signature[:TALLY_LAST_BYTES]
-                self._tell(self._entry, chain.count, digest, last)
+                last = None if signature is self._last else signature[:FINGERPRINT_LAST_BYTES]
+                self._publish(self._entry, chain.count, digest, last)
                 self._last = signature
             if time.monotonic() >= self._compare_at and (error := self._compare()) is not None:
                 raise error
@@ -255,9 +258,9 @@ class LateBackend(Wrapper):
         """As ``inner``, and whether the others see what this rank calls."""
         told = super().explain()
         unseen = () if self._entry else (("comparison", _UNMARKED),)
-        return replace(told, refused=(*told.refused, *unseen))
+        return replace(told, unavailable=(*told.unavailable, *unseen))
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Compare if it is time to; abort the group if members have called different collectives,
         or one has closed it before one.
 
@@ -269,15 +272,17 @@ class LateBackend(Wrapper):
     def _compare(self) -> DivergenceError | GroupClosedError | None:
         self._compare_at = time.monotonic() + LOOK_SECONDS
         for rank, member in enumerate(self.members):
-            tallies = () if rank == self.rank else self._board.tallies.of(member)
-            for told in tallies:
-                error = self._judge(rank, told) if told.group == self._group else None
+            fingerprints = () if rank == self.rank else self._board.fingerprints.of_member(member)
+            for told in fingerprints:
+                error = self._compare_with(rank, told) if told.group == self._group else None
                 if error is not None:
                     self._compare_at = math.inf  # once is enough
                     return error
         return None
 
-    def _judge(self, rank: int, told: Tally) -> DivergenceError | GroupClosedError | None:
+    def _compare_with(
+        self, rank: int, told: Fingerprint
+    ) -> DivergenceError | GroupClosedError | None:
         slip = self._chain.compare(rank, told) if self._compares else None
         if slip is not None:
             return self._divergence(rank, slip)
@@ -289,7 +294,7 @@ class LateBackend(Wrapper):
         self._board.abort(error, member)
         return error
 
-    def _divergence(self, rank: int, slip: Slip) -> DivergenceError:
+    def _divergence(self, rank: int, slip: Mismatch) -> DivergenceError:
         ours, theirs = signature_text(slip.ours), "another collective"
         where = f"collective {slip.last} of {self.name}"
         if slip.theirs:
@@ -302,20 +307,22 @@ class LateBackend(Wrapper):
             where = "checked=True says which"
         return DivergenceError(rank, f"{ours}, {where}", theirs)
 
-    def _in_histories(self, rank: int, slip: Slip) -> tuple[PastOperation, PastOperation] | None:
+    def _in_histories(
+        self, rank: int, slip: Mismatch
+    ) -> tuple[OperationRecord, OperationRecord] | None:
         """What two members of this host have called; on a device, numbers are not unique there."""
         if self._on_device:
             return None
         group = text_of(self.name.encode()[:ENTRY_GROUP_BYTES])
-        ours, theirs = (self._board.past(self.members[each]) for each in (self.rank, rank))
+        ours, theirs = (self._board.recorded(self.members[each]) for each in (self.rank, rank))
         return first_difference(ours, theirs, group, slip.first)
 
     def _leave(self) -> None:
-        self._board.tallies.comparing.remove(self.look)
+        self._board.fingerprints.comparing.remove(self.poll)
         if self._entry and not self._board.closed:
-            self._board.tallies.close(self._entry)
+            self._board.fingerprints.close(self._entry)
             for member in self.peers:
-                self._board.ring(member)
+                self._board.notify(member)
 
 
 def _is_captured() -> bool:
@@ -323,7 +330,7 @@ def _is_captured() -> bool:
     return torch.cuda.is_current_stream_capturing()
 
 
-def past_text(past: PastOperation) -> str:
+def past_text(past: OperationRecord) -> str:
     """As `signature_text`, as far as a history has it: ``reduce of 8 bytes float32 to rank 0``."""
     words = [past.verb]
     if past.dtype:
@@ -368,7 +375,7 @@ class CheckedBackend(Wrapper):
         ours = _row(_describe(operation))
         row = torch.frombuffer(bytearray(ours), dtype=torch.uint8)
         rows = torch.empty((self.world_size, len(ours)), dtype=torch.uint8, device="cpu")
-        pending = self._over.start(operation.instead(row, rows, verb="all_gather"))
+        pending = self._over.start(operation.replace(row, rows, verb="all_gather"))
         if pending is not None:
             pending.wait(operation.deadline)
         for rank, theirs in enumerate(rows):

@@ -27,12 +27,12 @@ import msgspec
 import torch
 
 from device_comm.communicator import Communicator
-from device_comm.cuda.driver import CudaMark, CudaStreams
+from device_comm.cuda.driver import CudaEvent, CudaStreams
 from device_comm.selection import Candidate, Measured, Table
 from shm_broadcast.deadline import Deadline
 
 if TYPE_CHECKING:
-    from device_comm.cuda.agree import Swap
+    from device_comm.cuda.agree import AllGatherBytes
 
 
 SECONDS: Final = 60.0
@@ -47,12 +47,12 @@ class HostStopwatch:
     def __init__(
         self,
         comm: Communicator,
-        meeting: Communicator,
+        barrier: Communicator,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Time calls of ``comm``, whose ranks meet by ``meeting`` before each series."""
+        """Time calls of ``comm``, whose ranks meet by ``barrier`` before each series."""
         self._comm = comm
-        self._meeting = meeting
+        self._meeting = barrier
         self._clock = clock
 
     def time(self, call: Callable[[], Any], calls: int, repeats: int) -> float:
@@ -76,7 +76,7 @@ class HostStopwatch:
         comm = self._comm
         comm.flush(SECONDS)
         if comm.device.type == "cuda":
-            _wait_for(CudaStreams(comm.device).current().mark().passed, comm)
+            _wait_for(CudaStreams(comm.device).current().mark().query, comm)
 
 
 class GraphStopwatch:
@@ -112,7 +112,7 @@ class GraphStopwatch:
         start.record(stream)
         graph.replay()
         end.record(stream)
-        _wait_for(CudaMark(stream).passed, self._comm)
+        _wait_for(CudaEvent(stream).query, self._comm)
         self._comm.check()
         return float(start.elapsed_time(end)) / 1e3
 
@@ -234,7 +234,7 @@ _FEWEST: Final = 2
 def measure_candidates(
     candidates: Sequence[Candidate],
     key: Mapping[str, str],
-    swap: Swap,
+    swap: AllGatherBytes,
     sizes: Mapping[str, Sequence[int]] = MEASURED_SIZES,
     clock: Callable[[], float] = time.perf_counter,
     known: Table | None = None,
@@ -270,7 +270,7 @@ def measure_candidates(
     before = {} if known is None else known.verbs
     rows = {verb: {row.size: row for row in found} for verb, found in before.items()}
     for verb, size in _in_order(sizes):
-        able = [each for each in candidates if not each.objection(verb, size)]
+        able = [each for each in candidates if not each.why_unavailable(verb, size)]
         if len(able) < 2 or size in rows.get(verb, ()):
             continue
         if _of_rank_0(swap, end - clock()) <= 0:
@@ -288,7 +288,7 @@ def _in_order(sizes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, int]]:
             yield verb, size
 
 
-def _of_rank_0(swap: Swap, seconds: float) -> float:
+def _of_rank_0(swap: AllGatherBytes, seconds: float) -> float:
     return float(struct.unpack("<d", swap(struct.pack("<d", seconds))[0])[0])
 
 

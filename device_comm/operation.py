@@ -293,7 +293,7 @@ class Operation:
         """The number of elements of each part of ``output``."""
         return self.output_sizes or (self.output.numel() // world_size,) * world_size
 
-    def instead(
+    def replace(
         self,
         source: Tensor,
         output: Tensor,

@@ -72,19 +72,19 @@ class Candidate:
     Attributes:
         name: its name in tables and explanations.
         backend: the backend; None if it was refused.
-        refused: why it was refused.
+        unavailable: why it was refused.
         up_to: the largest tensor that it takes, in bytes; None: no limit.
     """
 
     name: str
     backend: Backend | None
-    refused: str = ""
+    unavailable: str = ""
     up_to: int | None = None
 
-    def objection(self, verb: str, size: int) -> str:
+    def why_unavailable(self, verb: str, size: int) -> str:
         """Why it cannot carry out ``verb`` on a tensor of ``size`` bytes; ``""`` if it can."""
         if self.backend is None:
-            return self.refused
+            return self.unavailable
         if verb not in self.backend.capabilities.verbs:
             return f"has no {verb}"
         if self.up_to is not None and size > self.up_to:
@@ -193,7 +193,7 @@ class Selection:
             and each.backend is not None
             and (verb in (has := each.backend.capabilities.verbs) or len(has) > 1)
         ]
-        return tuple((each.name, each.objection(verb, size) or "slower") for each in others)
+        return tuple((each.name, each.why_unavailable(verb, size) or "slower") for each in others)
 
     def _divide(self, verb: str) -> list[tuple[float, Candidate, str]]:
         """The ranges of sizes of a verb: (largest size in bytes, candidate, reason), ascending.
@@ -221,7 +221,7 @@ class Selection:
         return [
             each.up_to
             for each in self.candidates
-            if each.up_to is not None and not each.objection(verb, 0)
+            if each.up_to is not None and not each.why_unavailable(verb, 0)
         ]
 
     def _choose(self, verb: str, rows: Sequence[Measured], size: int) -> tuple[Candidate, str]:
@@ -229,7 +229,7 @@ class Selection:
 
         With several ``rows`` the geometric mean of the times counts.
         """
-        able = [each for each in self.candidates if not each.objection(verb, size)]
+        able = [each for each in self.candidates if not each.why_unavailable(verb, size)]
         timed = [each for each in able if all(each.name in row.seconds for row in rows)]
         if not rows or not timed:
             return able[0], "the only one" if len(able) == 1 else "the first; not measured"
@@ -299,7 +299,7 @@ class SelectingBackend(Backend):
             stream_ordered=all(each.stream_ordered for each in has),
             detects_divergence=all(each.detects_divergence for each in has),
             detects_loss=all(each.detects_loss for each in has),
-            sends_ahead=all(each.sends_ahead for each in has),
+            eager_sends=all(each.eager_sends for each in has),
             overlaps=all(each.overlaps for each in has),
             normed=frozenset[torch.dtype]().union(
                 *(
@@ -318,10 +318,12 @@ class SelectingBackend(Backend):
     def explain(self) -> Explanation:
         """Which backend carries out each verb and size, and why. Collective: no."""
         refused = [
-            (each.name, each.refused) for each in self.selection.candidates if each.backend is None
+            (each.name, each.unavailable)
+            for each in self.selection.candidates
+            if each.backend is None
         ]
         for backend in self._backends:
-            refused += backend.explain().refused
+            refused += backend.explain().unavailable
         return Explanation(self.name, tuple(self.selection.choices()), tuple(refused))
 
     @contextmanager
@@ -352,9 +354,9 @@ class SelectingBackend(Backend):
         chosen = self._chosen("all_reduce", x.nbytes, (ReduceOp.SUM, x.dtype))
         return chosen.norms(x, weight)
 
-    def goes_ahead(self, peer: int, size: int) -> bool:
+    def sends_eagerly(self, peer: int, size: int) -> bool:
         """As the backend that is chosen for a send of ``size`` bytes."""
-        return self._chosen("send", size).goes_ahead(peer, size)
+        return self._chosen("send", size).sends_eagerly(peer, size)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, like: Tensor | None = None) -> Tensor:
         """As the first backend; all are on the same device."""

@@ -12,7 +12,7 @@ in transit travels as a dtype and an operation that gloo and NCCL both know:
     AVG                                              as SUM, divided on arrival
 
 A PRODUCT of complex numbers does not travel this way, nor does a MIN or MAX of floats, of which
-gloo loses NaN where it is the second operand: `reduction_wire` returns None.
+gloo loses NaN where it is the second operand: `transport_reduction` returns None.
 
 Data is moved as bytes, so every dtype travels; `device_comm.torch_backend` says how
 reductions do. Reduce-scatter is an exchange of parts and a local reduction in rank order, the same
@@ -35,11 +35,11 @@ from device_comm.backend import Backend, Capabilities, Identity, end_group
 from device_comm.operation import NO_TENSOR, Operation, ReduceOp, Verb, reduce_in_rank_order
 from device_comm.torch_waiting import (
     Arrivals,
-    Boundary,
+    BlockingCallWatchdog,
     CollectivePending,
     Connections,
-    Farewell,
-    Guard,
+    DrainAfterClose,
+    ErrorTranslator,
     HelperThreads,
     Job,
     StreamPending,
@@ -69,7 +69,7 @@ def as_bytes(x: Tensor) -> Tensor:
     return _flat(x).view(torch.uint8)
 
 
-def as_cargo(x: Tensor) -> Tensor:
+def as_transport_dtype(x: Tensor) -> Tensor:
     """The memory of a contiguous tensor in a dtype that travels, of one dimension."""
     flat = _flat(x)
     return flat if x.dtype in _KNOWN else flat.view(torch.uint8)
@@ -81,7 +81,7 @@ def _flat(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class ReductionWire:
+class TransportReduction:
     """One way for a reduction to travel.
 
     Attributes:
@@ -118,7 +118,7 @@ class ReductionWire:
 
 
 @cache
-def reduction_wire(op: ReduceOp, dtype: torch.dtype) -> ReductionWire | None:
+def transport_reduction(op: ReduceOp, dtype: torch.dtype) -> TransportReduction | None:
     """The way for ``op`` on ``dtype``; None if it has to be gathered and reduced here."""
     if op is ReduceOp.PRODUCT and dtype.is_complex:
         return None
@@ -128,7 +128,7 @@ def reduction_wire(op: ReduceOp, dtype: torch.dtype) -> ReductionWire | None:
     asked = ReduceOp.SUM if average else op
     if dtype is torch.bool:
         asked = _BOOL_OP.get(asked, asked)
-    return ReductionWire(asked, _WIDER.get(dtype), average)
+    return TransportReduction(asked, _WIDER.get(dtype), average)
 
 
 _MOVED_BY: dict[str, Verb] = {
@@ -156,7 +156,7 @@ def reduce_here(
     if verb != "gather" or rank == operation.peer:
         parts = operation.source.new_empty((world_size, each))
     sizes = operation.source_sizes
-    moving = operation.instead(
+    moving = operation.replace(
         operation.source,
         parts,
         verb=verb,
@@ -231,12 +231,12 @@ class TorchBackend(Backend):
         )
         self._group = process_group
         self._has_closed = has_closed
-        self._boundary = Boundary(self.watch)
+        self._errors = ErrorTranslator(self.watch)
         self._arrivals = Arrivals(self.watch, name, self.members, self.rank)
         self._connections = Connections(process_group)
         self._helpers = HelperThreads(f"{name}-transfer")
         end = partial(_end, self.identity, self._connections)
-        self._guard = Guard(f"{name}-guard", self._boundary, end)
+        self._guard = BlockingCallWatchdog(f"{name}-guard", self._errors, end)
         self._series: dict[int, Job] = {}
         for each in (self._series.clear, self._helpers.close, self._guard.close):
             self._closing.callback(each)
@@ -276,7 +276,7 @@ class TorchBackend(Backend):
 
     def _all_reduce(self, operation: Operation) -> Pending:
         source, output = operation.source, operation.output
-        wire = reduction_wire(operation.op, source.dtype)
+        wire = transport_reduction(operation.op, source.dtype)
         if wire is None:
             return self._reduce_here(operation)
         travelling = wire.wrap(output)
@@ -298,13 +298,13 @@ class TorchBackend(Backend):
     def _all_gather(
         self, operation: Operation, finish: Callable[[], None] | None = None
     ) -> Pending:
-        output, source = as_cargo(operation.output), as_cargo(operation.source)
+        output, source = as_transport_dtype(operation.output), as_transport_dtype(operation.source)
         return self._follow(operation, lambda: self._group._allgather_base(output, source), finish)
 
     def _all_gatherv(self, operation: Operation) -> Pending:
         source, n = operation.source, self.world_size
         return self._all_to_all(
-            operation.instead(
+            operation.replace(
                 source.view(-1).repeat(n),
                 operation.output,
                 verb="all_to_all",
@@ -327,12 +327,12 @@ class TorchBackend(Backend):
     def _broadcast(self, operation: Operation) -> Pending:
         options = dist.BroadcastOptions()
         options.rootRank = operation.peer
-        cargo = as_cargo(operation.buffer)
+        cargo = as_transport_dtype(operation.buffer)
         return self._follow(operation, lambda: self._group.broadcast([cargo], options))
 
     def _reduce(self, operation: Operation) -> Pending:
         source, output = operation.source, operation.output
-        wire = reduction_wire(operation.op, source.dtype)
+        wire = transport_reduction(operation.op, source.dtype)
         if wire is None:
             return self._reduce_here(operation)
         is_root = operation.peer == self.rank
@@ -382,7 +382,7 @@ class TorchBackend(Backend):
         arrival = self._arrivals.begin()
         work = self._issue(operation, issue, self.peers)
         name, peers = operation.name, self.peers
-        return CollectivePending(work, finish, name, peers, self._boundary, arrival)
+        return CollectivePending(work, finish, name, peers, self._errors, arrival)
 
     def _transfer(self, operation: Operation) -> Pending | None:
         peer, name = operation.peer, operation.name
@@ -391,20 +391,20 @@ class TorchBackend(Backend):
         before = None if sends else self._series.get(peer)
         if operation.following is not None or (before is not None and not before.done):
             return self._receive_series(operation, before)
-        cargo = as_cargo(operation.source if sends else operation.output)
+        cargo = as_transport_dtype(operation.source if sends else operation.output)
         move = self._group.send if sends else self._group.recv
         work = self._issue(operation, lambda: move([cargo], peer, _TAG), peers)
         if self.capabilities.stream_ordered:
             return StreamPending(work, None)
         if operation.background:
             job = self._helpers.start(work.wait, _bell(self.watch))
-            return TransferPending(job, name, peers, self._boundary, self._farewell(peer))
+            return TransferPending(job, name, peers, self._errors, self._drain(peer))
         deadline = operation.deadline
         try:
-            farewell = self._farewell(peer)
-            self._guard.call(lambda: work.wait(_LONG), name, peers, deadline, farewell)
+            drain = self._drain(peer)
+            self._guard.call(lambda: work.wait(_LONG), name, peers, deadline, drain)
         except RuntimeError as error:
-            raise self._boundary.translate(error, name, peers, deadline) from error
+            raise self._errors.translate(error, name, peers, deadline) from error
         return None
 
     def _receive_series(self, operation: Operation, before: Job | None) -> Pending | None:
@@ -413,7 +413,9 @@ class TorchBackend(Backend):
 
         def receive(tensors: Sequence[Tensor]) -> None:
             for work in [
-                group.recv([as_cargo(tensor)], peer, _TAG) for tensor in tensors if tensor.numel()
+                group.recv([as_transport_dtype(tensor)], peer, _TAG)
+                for tensor in tensors
+                if tensor.numel()
             ]:
                 work.wait()
 
@@ -428,15 +430,15 @@ class TorchBackend(Backend):
 
         job = self._series[peer] = self._helpers.start(receive_all, _bell(self.watch))
         peers = (self.members[peer],)
-        farewell = self._farewell(peer)
-        pending = TransferPending(job, operation.name, peers, self._boundary, farewell)
+        drain = self._drain(peer)
+        pending = TransferPending(job, operation.name, peers, self._errors, drain)
         if operation.background:
             return pending
         pending.wait(operation.deadline)
         return None
 
-    def _farewell(self, peer: int) -> Farewell | None:
-        return self._has_closed and Farewell(self._has_closed, self.members[peer])
+    def _drain(self, peer: int) -> DrainAfterClose | None:
+        return self._has_closed and DrainAfterClose(self._has_closed, self.members[peer])
 
     def _issue(
         self, operation: Operation, issue: Callable[[], dist.Work], peers: Sequence[int]
@@ -444,7 +446,7 @@ class TorchBackend(Backend):
         try:
             return issue()
         except RuntimeError as error:
-            raise self._boundary.translate(
+            raise self._errors.translate(
                 error, operation.name, peers, operation.deadline
             ) from error
 
@@ -458,7 +460,7 @@ def _end(identity: Identity, connections: Connections, error: Exception) -> None
 def _bell(watch: Watch) -> Callable[[], None]:
     """Wakes this member; holds nothing of the backend, as helper threads may outlast it."""
     member = watch.member
-    return (lambda: None) if member is None else partial(watch.ring, member)
+    return (lambda: None) if member is None else partial(watch.notify, member)
 
 
 @cache

@@ -24,7 +24,7 @@ Facts about gloo that shape this file (torch 2.11 to 2.13):
 - The work of a collective can be waited for in slices. That of a send or a receive cannot:
   it does not know that it is complete until it is waited for, and if that wait expires,
   all connections of the group are broken. So it is waited for on a helper thread; or, where
-  the caller waits as well, right there and under a `Guard`.
+  the caller waits as well, right there and under a `BlockingCallWatchdog`.
 - Broken connections end every operation of the group with an error, here and on the peers.
   `Connections.break_off` breaks them on purpose: the only way to free what waits.
 
@@ -81,7 +81,7 @@ def _never_dropped() -> set[dist.Work]:
 _kept = _never_dropped()
 
 
-def keep_until_done(work: dist.Work) -> None:
+def retain_until_done(work: dist.Work) -> None:
     """Keep ``work``, which has begun, and those before it no more that have ended."""
     for each in [*_kept]:
         if each.is_completed():
@@ -89,18 +89,18 @@ def keep_until_done(work: dist.Work) -> None:
     _kept.add(work)
 
 
-def let_go(work: dist.Work) -> None:
+def release(work: dist.Work) -> None:
     """Keep ``work`` no more: it was waited for."""
     _kept.discard(work)
 
 
-def _disown() -> None:
+def _after_fork_in_child() -> None:
     """In a forked child: what the parent works on is neither looked at here nor dropped."""
     global _kept
     _kept = _never_dropped()
 
 
-os.register_at_fork(after_in_child=_disown)
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 _IDLE_SECONDS = 10.0
 """How long a thread without work stays."""
@@ -240,7 +240,7 @@ class Arrival:
 
     def only_those_behind(self, late: GroupTimeoutError) -> GroupTimeoutError:
         """The same error, without the members that have come to the collective."""
-        self._watch.catch_up()
+        self._watch.refresh_remote()
         behind = tuple(
             status
             for status in (self._watch.member_status(member) for member in self._peers)
@@ -278,7 +278,7 @@ _LOOK_SECONDS = 0.1
 """What counts of the time between two looks whether a peer has closed the group, at most."""
 
 
-class Boundary:
+class ErrorTranslator:
     """Where errors of torch become errors of this project. One per communicator."""
 
     def __init__(self, watch: Watch) -> None:
@@ -294,16 +294,16 @@ class Boundary:
         *,
         poll: float | None = None,
         spin: float = DEFAULT_SPIN_SECONDS,
-        farewell: Farewell | None = None,
+        drain: DrainAfterClose | None = None,
     ) -> None:
         """As the watch's. A peer that has gone may have done its part, which still arrives.
 
-        ``farewell`` is that of the only one of ``peers``, where it is waited for in a message.
+        ``drain`` is that of the only one of ``peers``, where it is waited for in a message.
         """
-        done = ready if farewell is None else lambda: ready() or farewell.is_over()
+        done = ready if drain is None else lambda: ready() or drain.is_over()
         try:
             self.watch.wait(done, deadline, operation, lambda: peers, poll=poll, spin=spin)
-            if farewell is not None and not ready():
+            if drain is not None and not ready():
                 error = closed_by(operation, self.watch.member_status(peers[0]).rank)
                 self.watch.abort(error, peers[0])
                 raise error
@@ -343,7 +343,7 @@ class Boundary:
         return TransportError(operation, said, peers[0] if len(peers) == 1 else None)
 
 
-class Farewell:
+class DrainAfterClose:
     """Whether the other end of one message has closed the group, and what it sent before is here.
 
     Counted is only time in which this process looked: one that was stopped has received nothing.
@@ -375,17 +375,17 @@ class CollectivePending:
         finish: Callable[[], None] | None,
         operation: str,
         peers: Sequence[int],
-        boundary: Boundary,
+        boundary: ErrorTranslator,
         arrival: Arrival,
     ) -> None:
         """Follow ``work``; ``finish`` is what is to be done when it has succeeded."""
         self._arrival = arrival
         self._work = work
-        keep_until_done(work)
+        retain_until_done(work)
         self._finish = finish
         self._operation = operation
         self._peers = peers
-        self._boundary = boundary
+        self._errors = boundary
 
     def ready(self) -> bool:
         """Whether torch is done."""
@@ -398,17 +398,17 @@ class CollectivePending:
                 self._wait_long(deadline)
             except GroupTimeoutError as late:
                 raise self._arrival.only_those_behind(late) from late.__cause__
-        let_go(self._work)
+        release(self._work)
         if self._finish is not None:
             self._finish()
             self._finish = None
 
     def _wait_long(self, deadline: Deadline) -> None:
-        self._boundary.wait(self.ready, deadline, self._operation, self._peers, poll=_POLL)
+        self._errors.wait(self.ready, deadline, self._operation, self._peers, poll=_POLL)
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise self._boundary.translate(error, self._operation, self._peers, deadline) from error
+            raise self._errors.translate(error, self._operation, self._peers, deadline) from error
 
     def _wait_shortly(self, deadline: Deadline) -> bool:
         """Whether it has succeeded at once. If not, it is under way, or has failed."""
@@ -450,15 +450,15 @@ class TransferPending:
         job: Job,
         operation: str,
         peers: Sequence[int],
-        boundary: Boundary,
-        farewell: Farewell | None,
+        boundary: ErrorTranslator,
+        drain: DrainAfterClose | None,
     ) -> None:
         """Follow ``job``, which concerns the one member in ``peers``."""
-        self._farewell = farewell
+        self._drain = drain
         self._job = job
         self._operation = operation
         self._peers = peers
-        self._boundary = boundary
+        self._errors = boundary
 
     def ready(self) -> bool:
         """Whether the helper is done."""
@@ -467,19 +467,19 @@ class TransferPending:
     def wait(self, deadline: Deadline) -> None:
         """Wait for the helper, in a way that ends."""
         # no spinning: the helper needs the interpreter
-        self._boundary.wait(
+        self._errors.wait(
             lambda: self._job.done,
             deadline,
             self._operation,
             self._peers,
             spin=0,
-            farewell=self._farewell,
+            drain=self._drain,
         )
         error = self._job.error
         if isinstance(error, CoordinatorError):
             raise error
         if error is not None:
-            raise self._boundary.translate(error, self._operation, self._peers, deadline) from error
+            raise self._errors.translate(error, self._operation, self._peers, deadline) from error
 
 
 class Connections:
@@ -517,20 +517,22 @@ _LEAVE_SECONDS = 0.4
 
 
 @dataclass(eq=False, slots=True)
-class _Shift:
+class _WatchedCall:
     """One call that is watched over; ``error`` is what was seen of the group meanwhile."""
 
     operation: str
     peers: Sequence[int]
     deadline: Deadline
-    farewell: Farewell | None
+    drain: DrainAfterClose | None
     error: Exception | None = None
 
 
-class Guard:
+class BlockingCallWatchdog:
     """Watches over one call at a time."""
 
-    def __init__(self, name: str, boundary: Boundary, end: Callable[[Exception], None]) -> None:
+    def __init__(
+        self, name: str, boundary: ErrorTranslator, end: Callable[[Exception], None]
+    ) -> None:
         """Start no thread yet.
 
         Args:
@@ -540,10 +542,10 @@ class Guard:
                 notice that the call has ended, and must find why.
         """
         self._name = name
-        self._boundary = boundary
+        self._errors = boundary
         self._end = end
         self._lock = threading.Lock()
-        self._shift: _Shift | None = None
+        self._watched_call: _WatchedCall | None = None
         self._thread: threading.Thread | None = None
         self._over = threading.Event()
 
@@ -553,19 +555,19 @@ class Guard:
         operation: str,
         peers: Sequence[int],
         deadline: Deadline,
-        farewell: Farewell | None = None,
+        drain: DrainAfterClose | None = None,
     ) -> None:
-        """Run ``block``, which needs ``peers``, until ``deadline``; ``farewell`` is as for
-        `Boundary.wait`.
+        """Run ``block``, which needs ``peers``, until ``deadline``; ``drain`` is as for
+        `ErrorTranslator.wait`.
 
         Raises:
             GroupTimeoutError: it took too long.
             Exception: the group failed meanwhile, or could not be looked at.
             RuntimeError: what ``block`` raises else.
         """
-        shift = _Shift(operation, peers, deadline, farewell)
+        shift = _WatchedCall(operation, peers, deadline, drain)
         with self._lock:
-            self._shift = shift
+            self._watched_call = shift
             if self._thread is None:
                 thread = threading.Thread(target=self._watch, name=self._name, daemon=True)
                 thread.start()
@@ -577,20 +579,20 @@ class Guard:
                 raise shift.error from error
             raise
         finally:
-            self._shift = None
+            self._watched_call = None
             del shift  # its error would hold this frame, and with it itself
 
     def close(self) -> None:
         """End the thread: now, or when the call ends that another thread is in."""
         self._over.set()
         thread = self._thread
-        if thread is not None and self._shift is None:
+        if thread is not None and self._watched_call is None:
             thread.join(_LEAVE_SECONDS)
 
     def _watch(self) -> None:
         idle = 0
         while not (idle >= _IDLE_TICKS or self._over.is_set()) or not self._leave():
-            shift = self._shift
+            shift = self._watched_call
             if shift is None:
                 idle += 1
                 self._over.wait(_TICK)
@@ -600,23 +602,23 @@ class Guard:
 
     def _leave(self) -> bool:
         with self._lock:
-            if self._shift is None:
+            if self._watched_call is None:
                 self._thread = None
             return self._thread is None
 
-    def _look(self, shift: _Shift) -> None:
+    def _look(self, shift: _WatchedCall) -> None:
         try:
-            self._boundary.wait(
-                lambda: self._shift is not shift,
+            self._errors.wait(
+                lambda: self._watched_call is not shift,
                 shift.deadline,
                 shift.operation,
                 shift.peers,
                 poll=_TICK,
                 spin=0,
-                farewell=shift.farewell,
+                drain=shift.drain,
             )
         except Exception as error:  # noqa: BLE001 - a call that is not watched over may hang
             shift.error = error.with_traceback(None)  # whose frames hold the shift
             self._end(shift.error)
-            while self._shift is shift:
+            while self._watched_call is shift:
                 time.sleep(_TICK)

@@ -18,7 +18,7 @@ from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import Failure, GroupAbortedError, GroupClosedError, MemberStatus
 from shm_broadcast.eventcount import DEFAULT_SPIN_SECONDS
 from shm_broadcast.layout import DID_NAMES, NO_PEER
-from shm_broadcast.process import DISOWNED, disown_in_children
+from shm_broadcast.process import IN_FORKED_CHILD, call_in_forked_children
 from shm_broadcast.state.table import kind_and_message
 
 _SLICE = 0.02
@@ -36,7 +36,7 @@ class Watch(Protocol):
     def aborted(self) -> Failure | None:
         """The first failure that was reported; None if the group was not aborted."""
 
-    def stamp(
+    def record_begin(
         self,
         operation: str,
         group: str = "",
@@ -48,7 +48,7 @@ class Watch(Protocol):
     ) -> int:
         """Note that this member begins ``operation``; returns the operation's number."""
 
-    def ended(self, sequence: int, error: BaseException | None = None) -> None:
+    def record_end(self, sequence: int, error: BaseException | None = None) -> None:
         """Note in this member's history how the operation of that number ended."""
 
     def in_collective(self, number: int) -> None:
@@ -57,7 +57,7 @@ class Watch(Protocol):
     def member_status(self, member: int) -> MemberStatus:
         """What ``member`` was last seen doing."""
 
-    def catch_up(self) -> None:
+    def refresh_remote(self) -> None:
         """Update what is known of members on other hosts, before their status is read."""
 
     def idle(self) -> None:
@@ -93,7 +93,7 @@ class Watch(Protocol):
             spin: seconds to spin before sleeping.
         """
 
-    def ring(self, member: int) -> None:
+    def notify(self, member: int) -> None:
         """Wake ``member`` if it sleeps in `wait`."""
 
     def suspect(self, members: Iterable[int]) -> Callable[[], bool]:
@@ -110,9 +110,9 @@ class LoneWatch:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._failure: Failure | None = None
-        self._disowned = False
+        self._is_forked_child = False
         self._bell = threading.Event()
-        disown_in_children(self)
+        call_in_forked_children(self)
 
     @property
     def member(self) -> int:
@@ -124,7 +124,7 @@ class LoneWatch:
         """The failure that this process reported; None if it reported none."""
         return self._failure
 
-    def stamp(
+    def record_begin(
         self,
         operation: str,  # noqa: ARG002 - no other process reads it
         group: str = "",  # noqa: ARG002
@@ -137,7 +137,7 @@ class LoneWatch:
         """Do nothing: no other process reads it."""
         return 0
 
-    def ended(self, sequence: int, error: BaseException | None = None) -> None:
+    def record_end(self, sequence: int, error: BaseException | None = None) -> None:
         """Do nothing: no other process reads it."""
 
     def in_collective(self, number: int) -> None:
@@ -147,7 +147,7 @@ class LoneWatch:
         """Always ``"absent"``: other processes are not seen."""
         return MemberStatus(member, 0, "absent")
 
-    def catch_up(self) -> None:
+    def refresh_remote(self) -> None:
         """Do nothing: other processes are not seen."""
 
     def idle(self) -> None:
@@ -197,14 +197,14 @@ class LoneWatch:
             self._bell.clear()
 
     def _refuse_child(self, operation: str) -> None:
-        if self._disowned:
-            raise GroupClosedError(f"{operation}: {DISOWNED}")
+        if self._is_forked_child:
+            raise GroupClosedError(f"{operation}: {IN_FORKED_CHILD}")
 
-    def disown(self) -> None:
+    def after_fork_in_child(self) -> None:
         """In a forked child: the group is its parent's."""
-        self._disowned = True
+        self._is_forked_child = True
 
-    def ring(self, member: int) -> None:  # noqa: ARG002 - there is only this one
+    def notify(self, member: int) -> None:  # noqa: ARG002 - there is only this one
         """Wake this process's waiting thread."""
         self._bell.set()
 
@@ -234,7 +234,7 @@ class Recorder:
         self.numbers = array("I", [0]) * (1 + 2 * world_size)
 
     def begin(self, operation: Operation) -> int:
-        """Stamp ``operation`` on the board and write it down; the entry, for `Watch.ended`.
+        """Stamp ``operation`` on the board and write it down; the entry, for `Watch.record_end`.
 
         Of one in the background, ``ended`` is set.
         """
@@ -245,7 +245,7 @@ class Recorder:
             place = 1 + self._world_size + peer
         number = self.numbers[place] = (self.numbers[place] + 1) & _MOST
         tensor = operation.buffer
-        entry = self._watch.stamp(
+        entry = self._watch.record_begin(
             operation.name,
             self._group,
             _CODES[verb],
@@ -255,10 +255,10 @@ class Recorder:
             0 if tensor is NO_TENSOR else DTYPE_CODES.get(tensor.dtype, 0),
         )
         if operation.background:
-            operation.ended = lambda error: self._watch.ended(entry, error)
+            operation.ended = lambda error: self._watch.record_end(entry, error)
         return entry
 
     def begin_nothing(self, verb: str, name: str) -> int:
         """As `begin`, of an operation of one rank, or of no tensors."""
         number = self.numbers[0] = (self.numbers[0] + 1) & _MOST
-        return self._watch.stamp(name, self._group, _CODES[verb], 0, number)
+        return self._watch.record_begin(name, self._group, _CODES[verb], 0, number)

@@ -35,7 +35,7 @@ class Pending(Protocol):
         """
 
 
-class Joined:
+class AllPending:
     """Several operations as one."""
 
     def __init__(self, parts: Sequence[Pending]) -> None:
@@ -51,13 +51,13 @@ class Joined:
             part.wait(deadline)
 
 
-def join(parts: Sequence[Pending | None]) -> Pending | None:
+def all_pending(parts: Sequence[Pending | None]) -> Pending | None:
     """One `Pending` for those of ``parts`` that are not done; None if all are."""
     open_parts = [part for part in parts if part is not None]
-    return Joined(open_parts) if open_parts else None
+    return AllPending(open_parts) if open_parts else None
 
 
-class Followed:
+class PendingThen:
     """An operation, and a step that the first `wait` that succeeds takes behind it."""
 
     def __init__(self, pending: Pending, step: Callable[[], object]) -> None:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from device_comm.backend import Backend, Capabilities, Explanation, Identity
-from device_comm.cuda.driver import CudaMark
+from device_comm.cuda.driver import CudaEvent
 from device_comm.operation import NO_TENSOR, Operation
-from device_comm.work import Followed, Pending
+from device_comm.work import Pending, PendingThen
 from shm_broadcast.deadline import Deadline
 
 
@@ -58,9 +58,9 @@ class Wrapper(Backend):
         """As ``inner``."""
         return self._inner.norms(x, weight)
 
-    def goes_ahead(self, peer: int, size: int) -> bool:
+    def sends_eagerly(self, peer: int, size: int) -> bool:
         """As ``inner``."""
-        return self._inner.goes_ahead(peer, size)
+        return self._inner.sends_eagerly(peer, size)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, like: Tensor | None = None) -> Tensor:
         """As ``inner``."""
@@ -106,7 +106,7 @@ class HostStaging(Wrapper):
 
     def explain(self) -> Explanation:
         """As `Backend.explain`, with what the CPU backend has refused. Collective: no."""
-        return replace(Backend.explain(self), refused=self._inner.explain().refused)
+        return replace(Backend.explain(self), unavailable=self._inner.explain().unavailable)
 
     def start(self, operation: Operation) -> Pending | None:
         """Carry out ``operation`` on the CPU, then copy its output back."""
@@ -114,9 +114,9 @@ class HostStaging(Wrapper):
         there = output
         if output is not NO_TENSOR:
             there = torch.empty(output.shape, dtype=output.dtype, device="cpu")
-        pending = self._inner.start(operation.instead(operation.source.cpu(), there))
+        pending = self._inner.start(operation.replace(operation.source.cpu(), there))
         if pending is not None:
-            return Followed(pending, lambda: output.copy_(there))
+            return PendingThen(pending, lambda: output.copy_(there))
         output.copy_(there)
         return None
 
@@ -124,19 +124,19 @@ class HostStaging(Wrapper):
 class SideStream(Protocol):
     """A stream that is not the current one."""
 
-    def entered(self) -> AbstractContextManager[None]:
+    def as_current(self) -> AbstractContextManager[None]:
         """A context in which it is the current stream; it first waits for the one before."""
 
-    def follow(self) -> None:
+    def stream_wait(self) -> None:
         """Have the current stream wait for all work on this stream."""
 
     def mark(self) -> Callable[[], bool]:
         """Record an event; the result tells, without blocking, whether the device has passed it.
 
-        Neither this nor the result may be called while `captured` is true.
+        Neither this nor the result may be called while `is_capturing` is true.
         """
 
-    def captured(self) -> bool:
+    def is_capturing(self) -> bool:
         """Whether the current stream is being captured into a graph."""
 
 
@@ -148,22 +148,22 @@ class CudaSideStream:
         self._stream = stream
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
-        """As `SideStream.entered`."""
+    def as_current(self) -> Iterator[None]:
+        """As `SideStream.as_current`."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             yield
 
-    def follow(self) -> None:
-        """As `SideStream.follow`."""
+    def stream_wait(self) -> None:
+        """As `SideStream.stream_wait`."""
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def mark(self) -> Callable[[], bool]:
         """As `SideStream.mark`."""
-        return CudaMark(self._stream).passed
+        return CudaEvent(self._stream).query
 
-    def captured(self) -> bool:
-        """As `SideStream.captured`."""
+    def is_capturing(self) -> bool:
+        """As `SideStream.is_capturing`."""
         return torch.cuda.is_current_stream_capturing()
 
 
@@ -183,20 +183,20 @@ class OnStream(Wrapper):
 
     def flush(self, deadline: Deadline) -> None:
         """As the inner backend's, on the stream."""
-        with self._stream.entered():
+        with self._stream.as_current():
             self._inner.flush(deadline)
 
     def start(self, operation: Operation) -> Pending | None:
         """Start ``operation`` on the stream."""
-        captured = self._stream.captured()
+        captured = self._stream.is_capturing()
         while not captured and self._under_way and self._under_way[0][0]():
             self._under_way.popleft()
-        with self._stream.entered():
+        with self._stream.as_current():
             pending = self._inner.start(operation)
             if pending is not None and not operation.background:
                 pending.wait(operation.deadline)
         if not operation.background:
-            self._stream.follow()
+            self._stream.stream_wait()
             return None
         # The graph itself keeps the memory of what is captured.
         done = (lambda: True) if captured else self._stream.mark()
@@ -204,10 +204,10 @@ class OnStream(Wrapper):
         # stream, which does not wait for this stream. So the operation, and with it its tensors,
         # is kept here until the device is done, even if the caller drops the handle.
         self._under_way.append((done, operation))
-        return _Behind(self._stream, done, pending)
+        return _SideStreamPending(self._stream, done, pending)
 
 
-class _Behind:
+class _SideStreamPending:
     """A pending operation on a side stream."""
 
     def __init__(
@@ -224,6 +224,6 @@ class _Behind:
     def wait(self, deadline: Deadline) -> None:
         """Have the current stream wait for the operation."""
         if self._pending is not None:
-            with self._stream.entered():
+            with self._stream.as_current():
                 self._pending.wait(deadline)
-        self._stream.follow()
+        self._stream.stream_wait()

@@ -52,7 +52,7 @@ SECTIONS: Final = {
     "Errors of pools": (server.errors,),
 }
 HIDDEN: Final = {
-    *("disown", "from_link", "exchanging_rows_in"),
+    *("disown", "from_context", "exchanging_rows_in"),
     *("hand_over", "move_on", "adopt", "is_own"),
 }
 """Methods that only other packages of this repository call; mkdocs.yml has the same names."""

@@ -1,4 +1,4 @@
-/* The ring and its doorbells under total store order: 1 writer, 2 readers. See README.md.
+/* The ring and its eventcounts under total store order: 1 writer, 2 readers. See README.md.
  *
  * Spin interleaves steps but knows no store buffers, so they are here: a plain store goes into the
  * FIFO buffer of its processor and reaches memory at any later time; a fence, and every atomic
@@ -37,7 +37,7 @@ chan buffer[PROCESSES] = [RECORD + 2] of { byte, byte };
 byte sleepers[PROCESSES];
 bool abort_word;
 
-/* Whether a process's doorbell differs from the value that the process saw last. All that is ever
+/* Whether a process's eventcount differs from the value that the process saw last. All that is ever
  * asked of the counter (2^32 rings within one look are left out). */
 bool rung[PROCESSES];
 
@@ -71,7 +71,7 @@ end:
 #define may_fail skip
 #endif
 
-/* gc_ring_after_fence: wake process `who` if it sleeps, or is about to. */
+/* gc_notify_after_fence: wake process `who` if it sleeps, or is about to. */
 inline ring(who) {
     step;
     if
@@ -105,7 +105,7 @@ inline sleep_on_own_doorbell() {
 #endif
 }
 
-/* Doorbell.wait, first half: announce, look at the doorbell; the predicate comes after. */
+/* Doorbell.wait, first half: announce, look at the eventcount; the predicate comes after. */
 inline announce() {
     step;
 #ifndef ANNOUNCE_AFTER_PREDICATE
@@ -116,7 +116,7 @@ inline announce() {
 inline look_at_doorbell() {
     step;
 #ifndef DOORBELL_AFTER_PREDICATE
-    rung[me] = false /* seen = load32(doorbell) */
+    rung[me] = false /* seen = load32(eventcount) */
 #endif
 }
 
@@ -141,7 +141,7 @@ inline withdraw() {
 #endif
 }
 
-/* Board.abort: the word by compare-and-swap, then every doorbell. */
+/* Board.abort: the word by compare-and-swap, then every eventcount. */
 inline abort_all() {
     atomic { fence -> abort_word = true };
     ring(0);

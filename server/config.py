@@ -14,13 +14,13 @@ from typing import Any, Final
 from shm_broadcast.arguments import (
     CheckArgument,
     flag,
-    line,
+    integer,
     optional,
+    positive_seconds,
+    printable_text,
     seconds,
-    some_seconds,
     text,
     texts,
-    whole,
 )
 
 from .driver.binding import MOST_THREADS, check_bind
@@ -90,21 +90,21 @@ class ServiceLimits:
 
 
 _CHECKS: Final[Mapping[str, CheckArgument[Any]]] = {
-    "in_flight": optional(whole),
-    "call_capacity": whole,
-    "reply_capacity": whole,
-    "call_seconds": some_seconds,
+    "in_flight": optional(integer),
+    "call_capacity": integer,
+    "reply_capacity": integer,
+    "call_seconds": positive_seconds,
     "settle_seconds": seconds,
     "leave_seconds": seconds,
     "stack_seconds": seconds,
     "kill_seconds": seconds,
-    "threads": optional(partial(whole, most=MOST_THREADS)),
+    "threads": optional(partial(integer, most=MOST_THREADS)),
     "bind": text,
     "zero_copy": flag,
     "fork": flag,
     "preload": texts,
     "spans": optional(text),
-    "name": line,
+    "name": printable_text,
 }
 
 

@@ -175,13 +175,13 @@ class CallTimeoutError(GroupTimeoutError):
         waiting_for: tuple[MemberStatus, ...] = (),
         detail: str = "",
         stacks: Mapping[int, str] | None = None,
-        held_up_by: tuple[int, ...] = (),
+        blocked_by: tuple[int, ...] = (),
     ) -> None:
         super().__init__(method, timeout, waiting_for, detail)
         self.method = method
-        self.held_up_by = held_up_by
+        self.blocked_by = blocked_by
         self.stacks = dict(stacks or {})
-        culprits = {rank: self.stacks[rank] for rank in held_up_by if rank in self.stacks}
+        culprits = {rank: self.stacks[rank] for rank in blocked_by if rank in self.stacks}
         ranks_in: dict[str, list[str]] = {}
         for rank, stack in (culprits or self.stacks).items():
             ranks_in.setdefault(stack.rstrip(), []).append(f"rank {rank}")

@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from coordinator.rank_grid import RankGrid
 from shm_broadcast import CoordinatorError, Deadline, MemberStatus
-from shm_broadcast.arguments import whole
+from shm_broadcast.arguments import integer
 from shm_broadcast.state.flight_recorder import VerbTotal
 
 from .calls.pending_call import CallStream, PendingCall, awaited
@@ -57,7 +57,7 @@ from .hosts.place import Hosts
 from .launchers.fork_servers import FORK_SERVERS, worker_environment
 
 if TYPE_CHECKING:
-    from .driver.crew import Crew
+    from .driver.crew import PoolDriver
     from .launchers.ray_actors import RayCluster
 
 _EXIT_SECONDS = 2.0
@@ -177,12 +177,12 @@ class WorkerPool:
             FORK_SERVERS.prepare(worker_environment(self._plan.threads), self._plan.config.preload)
         # Imported while the fork server loads torch; and workers, whose main module may import
         # this one, do without.
-        from .driver.crew import Crew  # noqa: PLC0415
+        from .driver.crew import PoolDriver  # noqa: PLC0415
 
-        self._crew = Crew(self._plan)
+        self._driver = PoolDriver(self._plan)
         self._stream_numbers = itertools.count(1)
         self._owner = os.getpid()
-        self._at_exit = weakref.finalize(self, _stop_at_exit, self._crew, self._owner)
+        self._at_exit = weakref.finalize(self, _stop_at_exit, self._driver, self._owner)
 
     @property
     def n_workers(self) -> int:
@@ -240,8 +240,8 @@ class WorkerPool:
             raise TypeError(f"kwargs must be a mapping of arguments by name; got {kwargs!r}")
         only = unique_reply_rank
         if only is not None:
-            only = whole("unique_reply_rank", only, least=0, most=self.n_workers - 1)
-        return self._crew.call(
+            only = integer("unique_reply_rank", only, least=0, most=self.n_workers - 1)
+        return self._driver.call(
             self._pending(method, args, kwargs or {}, only, timeout, retry=retry)
         )
 
@@ -264,7 +264,7 @@ class WorkerPool:
             Exception: what `collective_rpc` raises.
         """
         rank = self._output_rank
-        return self._crew.call(self._pending(method, args, kwargs, rank, timeout, retry=retry))
+        return self._driver.call(self._pending(method, args, kwargs, rank, timeout, retry=retry))
 
     def submit(
         self,
@@ -288,7 +288,7 @@ class WorkerPool:
             CoordinatorError: what broke the pool, or `PoolClosedError`.
         """
         rank = self._output_rank
-        return self._crew.submit(self._pending(method, args, kwargs, rank, timeout, retry=retry))
+        return self._driver.submit(self._pending(method, args, kwargs, rank, timeout, retry=retry))
 
     async def acall(
         self,
@@ -342,7 +342,7 @@ class WorkerPool:
             pending = self._pending(
                 method, *given, rank, timeout, stream, begins=first, retry=closes
             )
-            return self._crew.submit(pending)
+            return self._driver.submit(pending)
 
         self._check_callable(method)
         return CallStream(next(self._stream_numbers), step)
@@ -360,7 +360,7 @@ class WorkerPool:
         """What broke the pool for good, or `PoolClosedError`, as in a process that was forked from
         the pool's; ``None`` while it takes calls.
         """
-        return self._not_here("failure") or self._crew.ledger.state.ended
+        return self._not_here("failure") or self._driver.tracker.state.ended
 
     @property
     def restarting(self) -> CoordinatorError | None:
@@ -368,7 +368,7 @@ class WorkerPool:
 
         It takes calls meanwhile, which wait.
         """
-        return self._crew.ledger.state.restarting
+        return self._driver.tracker.state.restarting
 
     @property
     def last_failure(self) -> tuple[float, CoordinatorError] | None:
@@ -376,22 +376,22 @@ class WorkerPool:
 
         A pool that was restarted since keeps it.
         """
-        return self._crew.ledger.state.last_failure
+        return self._driver.tracker.state.last_failure
 
     @property
     def load(self) -> int:
         """How many calls wait or are with the workers, at this moment."""
-        return self._crew.ledger.backlog.size
+        return self._driver.tracker.queued.size
 
     @property
     def restarts(self) -> int:
         """How often the pool was restarted."""
-        return self._crew.ledger.state.restarts
+        return self._driver.tracker.state.restarts
 
     @property
     def generation(self) -> int:
         """The number of the workers' generation: 1, and higher after each restart."""
-        return self._crew.ledger.state.generation
+        return self._driver.tracker.state.generation
 
     def status(self) -> list[MemberStatus]:
         """What every worker was last seen doing, in calls and the pool's groups, by rank. Does not
@@ -401,7 +401,7 @@ class WorkerPool:
             PoolClosedError: the pool was shut down.
         """
         self._check_owner("status")
-        return self._crew.status()
+        return self._driver.status()
 
     def totals(self) -> dict[int, tuple[VerbTotal, ...]]:
         """What all operations and messages of each worker in the pool's groups came to, by rank,
@@ -411,9 +411,9 @@ class WorkerPool:
             PoolClosedError: the pool was shut down.
         """
         self._check_owner("totals")
-        return self._crew.totals()
+        return self._driver.totals()
 
-    def who_holds_up(self) -> list[str]:
+    def hang_report(self) -> list[str]:
         """Say who holds up whom on all hosts, as ``group-coordinator explain`` does of one host.
 
         Takes some milliseconds; where another host does not answer, `PoolConfig.stack_seconds`.
@@ -421,8 +421,8 @@ class WorkerPool:
         Returns:
             Sentences; none if nobody is held up, or the pool was shut down.
         """
-        self._check_owner("who_holds_up")
-        return self._crew.who_holds_up()
+        self._check_owner("hang_report")
+        return self._driver.hang_report()
 
     def shutdown(self, timeout: float | None = 10.0) -> None:
         """End the workers and wait until no process of the pool is left. Idempotent.
@@ -466,12 +466,12 @@ class WorkerPool:
                 other pools, and returns those that stay.
             opened: called when the pool has been restarted.
         """
-        ledger = self._crew.ledger
+        ledger = self._driver.tracker
         ledger.move, ledger.opened = move, opened
 
     def move_on(self) -> None:
         """For `replicas.Replicas`: have ``move`` called with the calls that wait for a restart."""
-        self._crew.ledger.move_on()
+        self._driver.tracker.move_on()
 
     def adopt(self, call: PendingCall) -> None:
         """Take over a call of another pool; see `hand_over`.
@@ -479,16 +479,16 @@ class WorkerPool:
         Raises:
             CoordinatorError: what broke the pool for good.
         """
-        self._crew.submit(call)
+        self._driver.submit(call)
 
     def is_own(self, thread: threading.Thread) -> bool:
         """For `replicas.Replicas`: whether ``thread`` is the pool's, and so cannot shut it down."""
-        return self._crew.is_own(thread)
+        return self._driver.is_own(thread)
 
     def _stop(self, timeout: float | None, finish: bool) -> None:
         seconds = Deadline.after(timeout).remaining()
         if os.getpid() == self._owner:
-            self._crew.stop(seconds, finish)
+            self._driver.stop(seconds, finish)
             self._at_exit.detach()
 
     @property
@@ -543,7 +543,7 @@ class WorkerPool:
             raise ValueError(f"method {method!r} is private to the worker")
 
 
-def _stop_at_exit(crew: Crew, owner: int) -> None:
+def _stop_at_exit(crew: PoolDriver, owner: int) -> None:
     if os.getpid() != owner:
         return
     if crew.is_own(threading.current_thread()):

@@ -20,16 +20,16 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Self, TypeVar
 
-from coordinator.daemon_threads import begin_apart
+from coordinator.daemon_threads import submit_in_thread
 from coordinator.rank_grid import RankGrid
 from shm_broadcast import CoordinatorError, Deadline, MemberStatus
-from shm_broadcast.arguments import function, optional, whole
+from shm_broadcast.arguments import function, integer, optional
 from shm_broadcast.state.flight_recorder import VerbTotal
 
 from .calls.pending_call import CallStream, PendingCall, awaited
 from .config import PoolConfig, settings_of
 from .driver.binding import assign, bound_here, checked_device, count_gpus, worker_threads, written
-from .driver.limits import telling_limits
+from .driver.limits import translated_limit_errors
 from .errors import PoolClosedError, with_notes
 from .pool import WorkerPool
 
@@ -94,7 +94,7 @@ class Replicas:
             DescriptorLimitError: too few files may be open (``ulimit -n``).
             ProcessLimitError: no further process or thread can be started.
         """
-        dp = whole("dp", dp)
+        dp = integer("dp", dp)
         n = RankGrid.of_job(tp=tp, pp=pp, dp=1, pcp=pcp, axes=axes).size
         on_progress = optional(function)("on_progress", on_progress)
         settings, device = settings_of(config), checked_device(device)
@@ -132,8 +132,8 @@ class Replicas:
         with ExitStack() as undo:
             starting = []
             for number in range(dp):
-                with telling_limits(0, None):
-                    future = begin_apart(partial(start, number), f"start-replica-{number}")
+                with translated_limit_errors(0, None):
+                    future = submit_in_thread(partial(start, number), f"start-replica-{number}")
                 undo.callback(_give_up, future)
                 starting.append(future)
             wait(starting)
@@ -232,10 +232,10 @@ class Replicas:
         each = [totals for pool in self.pools for totals in pool.totals().values()]
         return dict(enumerate(each))
 
-    def who_holds_up(self) -> list[str]:
-        """Say who holds up whom in all replicas; see `pool.WorkerPool.who_holds_up`."""
+    def hang_report(self) -> list[str]:
+        """Say who holds up whom in all replicas; see `pool.WorkerPool.hang_report`."""
         # What one says is of this whole process, so of all that run.
-        return next(filter(None, (pool.who_holds_up() for pool in self.pools)), [])
+        return next(filter(None, (pool.hang_report() for pool in self.pools)), [])
 
     def shutdown(self, timeout: float | None = 10.0) -> None:
         """End all replicas; see `pool.WorkerPool.shutdown`. Idempotent.

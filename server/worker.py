@@ -28,10 +28,15 @@ from msgspec.structs import astuple, replace
 from torch.distributed import Store
 
 import coordinator
-from coordinator.call_counts import BegunInGroup, forget_groups, serve_calls, take_begun
-from coordinator.key_values import Answer, Question
-from coordinator.rendezvous import guest_store
-from coordinator.store_client import AskedStore
+from coordinator.call_counts import (
+    GroupOperationCounts,
+    forget_groups,
+    serve_calls,
+    take_operation_counts,
+)
+from coordinator.key_values import StoreRequest, StoreResponse
+from coordinator.rendezvous import connect_secret_store
+from coordinator.store_client import ProxyStore
 from device_comm.call_number import set_call_number
 from shm_broadcast import (
     DRIVER_RANK,
@@ -49,11 +54,11 @@ from shm_broadcast.state.stacks import writes_stacks_to
 
 from .control.channel import Channel, ChannelClosedError
 from .control.output import label_output
-from .control.pool_memory import CancelledCalls
+from .control.pool_memory import CancellationFlags
 from .control.protocol import (
     VOID,
     Call,
-    Left,
+    Detached,
     Ready,
     Reply,
     Resume,
@@ -62,14 +67,14 @@ from .control.protocol import (
     describe,
     unsendable,
 )
-from .control.reference import making_no_pool, worker_class
+from .control.reference import import_guard, worker_class
 from .errors import StreamLostError
 from .launchers.boot import retitle
 from .spans import of_call, record
 
 
 @contextmanager
-def take_seat(seat: int, timeout: float | None) -> Iterator[Store]:
+def open_rendezvous_store(seat: int, timeout: float | None) -> Iterator[Store]:
     """The store that all workers of the pool share, until the end of the block.
 
     Args:
@@ -78,17 +83,17 @@ def take_seat(seat: int, timeout: float | None) -> Iterator[Store]:
     """
     connection = socket.socket(fileno=seat)
     connection.set_inheritable(False)
-    channel = Channel(connection, Answer)
+    channel = Channel(connection, StoreResponse)
 
-    def ask(question: Question, deadline: Deadline) -> Answer:
+    def ask(question: StoreRequest, deadline: Deadline) -> StoreResponse:
         channel.send(question, deadline)
         while True:
-            answer: Answer = channel.receive(deadline)
+            answer: StoreResponse = channel.receive(deadline)
             # Another number: the answer to a question whose asker was interrupted while waiting.
             if answer.number == question.number:
                 return answer
 
-    with closing(channel), closing(AskedStore(ask, timeout)) as store:
+    with closing(channel), closing(ProxyStore(ask, timeout)) as store:
         yield store
 
 
@@ -184,7 +189,7 @@ def main(control: int, seat: int, stacks: int) -> None:
 
     Args:
         control: the descriptor of the control channel.
-        seat: the descriptor for `take_seat`.
+        seat: the descriptor for `open_rendezvous_store`.
         stacks: the descriptor to which this process writes its stacks.
     """
     writes_stacks_to(stacks)
@@ -259,7 +264,7 @@ def _run(channel: Channel, seat: int) -> bool:
     start: Start = channel.receive()
     whose = start.name and f"{start.name}, "
     label_output(f"[{whose}rank {start.rank}] ")
-    with take_seat(seat, start.timeout) as store:
+    with open_rendezvous_store(seat, start.timeout) as store:
         return _serve_generations(channel, store, start)
 
 
@@ -283,14 +288,14 @@ def _serve_generations(channel: Channel, store: Store, start: Start) -> bool:
             serving.serve()
         except _ENDS as error:
             lost_driver = isinstance(error, PeerLostError) and error.rank == DRIVER_RANK
-            if not start.survives or lost_driver:  # its end has the reason, unlike `Left`
+            if not start.survives or lost_driver:  # its end has the reason, unlike `Detached`
                 raise
         else:
             serving.close()
             return True
         serving.close()
         forget_groups()
-        channel.send(Left())
+        channel.send(Detached())
         gc.collect()  # cycles hold some of what was closed, descriptors and memory with it
         start = _next_start(channel)
 
@@ -336,7 +341,9 @@ class _Serving:
             bind_process(start.cores)
         self._join_memory()
         if start.store is not None:
-            store = guest_store(start.store, start.rank, start.secret, deadline, self._closing)
+            store = connect_secret_store(
+                start.store, start.rank, start.secret, deadline, self._closing
+            )
         self._open_queues()
         device = torch.device(start.device)
         if device.type == "cuda":
@@ -352,7 +359,7 @@ class _Serving:
             lambda: self._last in self._cancelled,
         )
         if worker is None:
-            with self._shown(f"import of {start.worker.partition(':')[0]}"), making_no_pool():
+            with self._shown(f"import of {start.worker.partition(':')[0]}"), import_guard():
                 build = worker_class(start.worker, start.main)
                 arguments = pickle.loads(start.worker_kwargs)
             with self._shown(f"{build.__name__}.__init__"):
@@ -369,7 +376,7 @@ class _Serving:
         handles = self._start.handles
         if handles.board is None or handles.cancelled is None:
             raise ValueError("this worker's host has not filled in what it shares with the worker")
-        self._cancelled = self._closing.enter_context(CancelledCalls.attach(handles.cancelled))
+        self._cancelled = self._closing.enter_context(CancellationFlags.attach(handles.cancelled))
         self._board = self._closing.enter_context(Board.attach(handles.board, self._rank))
 
     def _open_queues(self) -> None:
@@ -432,9 +439,9 @@ class _Serving:
     @contextmanager
     def _shown(self, step: str) -> Iterator[None]:
         """Stamp a step of the start on the board: it may take minutes."""
-        entry = self._board.stamp(step)
+        entry = self._board.record_begin(step)
         yield
-        self._board.ended(entry)
+        self._board.record_end(entry)
 
     def _report_progress(self, done: int, total: int, what: str) -> None:
         if not (isinstance(done, int) and isinstance(total, int) and isinstance(what, str)):
@@ -448,7 +455,7 @@ class _Serving:
         if self._start.handles.replies is not None:
             return Call(*self._calls.dequeue())
         self._board.idle()  # no queue of another host is on the board
-        with self._board.showing_wait("dequeue") as show:
+        with self._board.published_wait("dequeue") as show:
             show([self._board.ranks.index(DRIVER_RANK)])
             return Call(*self._calls.dequeue())
 
@@ -484,7 +491,7 @@ class _Serving:
         self._closing.close()
 
     def _answer(self, call: Call) -> None:
-        entry = self._board.stamp(call.method, number=call.number & 0xFFFFFFFF)
+        entry = self._board.record_begin(call.method, number=call.number & 0xFFFFFFFF)
         wanted = call.reply_rank in (-1, self._rank)
         value: Any
         try:
@@ -498,11 +505,11 @@ class _Serving:
         except BaseException as error:  # noqa: BLE001 - all that a method raises goes to the caller
             if os.getpid() != self._pid:
                 _end_child(error)
-            self._board.ended(entry, error)
+            self._board.record_end(entry, error)
             self._fail(error)
             return
-        self._board.ended(entry)
-        begun = take_begun()
+        self._board.record_end(entry)
+        begun = take_operation_counts()
         try:
             reply = Reply(call.number, begun, value if wanted or call.stream else None)
             self._replies.enqueue(astuple(reply))
@@ -522,9 +529,11 @@ class _Serving:
             return self._streams.step(call, wanted)
         return getattr(self._worker, call.method)(*call.args, **call.kwargs)
 
-    def _fail(self, error: BaseException, begun: tuple[BegunInGroup, ...] | None = None) -> None:
+    def _fail(
+        self, error: BaseException, begun: tuple[GroupOperationCounts, ...] | None = None
+    ) -> None:
         """Report a failed call to the driver, then wait until it says to go on."""
-        begun = take_begun() if begun is None else begun
+        begun = take_operation_counts() if begun is None else begun
         self._channel.send(describe(error, self._last, begun, self._rank))
         driver = self._board.n_members - 1
         self._board.wait(

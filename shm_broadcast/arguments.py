@@ -21,7 +21,7 @@ Raises:
 """
 
 
-def whole(name: str, given: Any, most: int | None = None, *, least: int = 1) -> int:
+def integer(name: str, given: Any, most: int | None = None, *, least: int = 1) -> int:
     """A whole number, ``least`` or more; see `CheckArgument`."""
     try:
         number = None if isinstance(given, bool) else operator.index(given)
@@ -35,9 +35,9 @@ def whole(name: str, given: Any, most: int | None = None, *, least: int = 1) -> 
     return number
 
 
-def wholes(name: str, given: Any, *, least: int = 1) -> tuple[int, ...]:
+def integers(name: str, given: Any, *, least: int = 1) -> tuple[int, ...]:
     """Several whole numbers; see `CheckArgument`."""
-    return _several(name, "whole numbers", given, partial(whole, least=least))
+    return _several(name, "whole numbers", given, partial(integer, least=least))
 
 
 def seconds(name: str, given: Any, *, some: bool = False) -> float:
@@ -51,7 +51,7 @@ def seconds(name: str, given: Any, *, some: bool = False) -> float:
     return number
 
 
-def some_seconds(name: str, given: Any) -> float:
+def positive_seconds(name: str, given: Any) -> float:
     """Seconds, more than 0; see `CheckArgument`."""
     return seconds(name, given, some=True)
 
@@ -70,7 +70,7 @@ def text(name: str, given: Any) -> str:
     return str(given)
 
 
-def line(name: str, given: Any) -> str:
+def printable_text(name: str, given: Any) -> str:
     """A text of printable characters, for logs; see `CheckArgument`."""
     if not text(name, given).isprintable():
         raise ValueError(f"{name} must be of printable characters only; got {given!r}")

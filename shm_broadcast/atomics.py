@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from shm_broadcast.extension import extension_of
 from shm_broadcast.layout import (
-    DOORBELL_SLEEPERS,
     ENTRY_BYTES,
     ENTRY_END,
     ENTRY_FORMAT,
@@ -26,6 +25,7 @@ from shm_broadcast.layout import (
     ENTRY_OUTCOME,
     ENTRY_SEQUENCE,
     ENTRY_STRIDE,
+    EVENTCOUNT_WAITERS,
     HISTORY_ENTRIES,
     MEMBER_OPERATION,
     MEMBER_PROGRESS,
@@ -132,14 +132,14 @@ class PythonWords:
         self.store64(offset, desired)
         return True
 
-    def ring(self, doorbell: int, /) -> None:
+    def ring(self, eventcount: int, /) -> None:
         """Change the doorbell; sleepers poll it."""
-        if self.load32(doorbell + DOORBELL_SLEEPERS):
-            self.add32(doorbell, 1)
+        if self.load32(eventcount + EVENTCOUNT_WAITERS):
+            self.add32(eventcount, 1)
 
-    def sleep_on(self, doorbell: int, seen: int, seconds: float, /) -> None:
+    def sleep_on(self, eventcount: int, seen: int, seconds: float, /) -> None:
         """Sleep one poll interval unless the doorbell has changed already."""
-        if self.load32(doorbell) == seen:
+        if self.load32(eventcount) == seen:
             time.sleep(min(seconds, POLL_SECONDS))
 
     def spin64(self, offset: int, seen: int, spin_ns: int, /) -> bool:

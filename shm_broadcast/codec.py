@@ -88,7 +88,7 @@ class PickleCodec:
         try:
             return pickle.loads(main, buffers=buffers)
         except Exception as error:
-            if _is_a_handler_s(error):
+            if _raised_in_signal_handler(error):
                 raise
             raise MessageDecodeError(f"cannot unpickle: {type(error).__name__}: {error}") from error
 
@@ -135,7 +135,7 @@ class MsgpackCodec:
         try:
             return self._decoder.decode(main)
         except Exception as error:
-            if _is_a_handler_s(error):
+            if _raised_in_signal_handler(error):
                 raise
             raise MessageDecodeError(f"cannot decode: {type(error).__name__}: {error}") from error
 
@@ -149,7 +149,7 @@ memory of ``buffers``, never to that of ``main``.
 """
 
 
-def _is_a_handler_s(error: Exception) -> bool:
+def _raised_in_signal_handler(error: Exception) -> bool:
     """Whether a signal handler has raised it, which runs wherever Python happens to be: the message
     is not to blame.
     """

@@ -59,7 +59,7 @@ class _Mount(NamedTuple):
     point: PurePosixPath
 
 
-def control_groups(controller: str, root: Path = Path("/")) -> Iterator[ControlGroup]:
+def cgroups(controller: str, root: Path = Path("/")) -> Iterator[ControlGroup]:
     """The groups of this process, each before those around it that are visible here.
 
     Args:
@@ -87,9 +87,9 @@ def memory_kills(root: Path = Path("/")) -> int:
     no memory left; 0 where that is not known.
 
     Args:
-        root: the folder to find the group in: see `control_groups`.
+        root: the folder to find the group in: see `cgroups`.
     """
-    for unified, folder in control_groups("memory", root):
+    for unified, folder in cgroups("memory", root):
         try:
             counts = (folder / ("memory.events" if unified else "memory.oom_control")).read_text()
             words = counts.split()

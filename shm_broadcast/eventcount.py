@@ -4,10 +4,10 @@ A doorbell is two 32-bit words: a counter to sleep on (a futex) and the number o
 sleepers. It is correct only by the order of its steps; see the ordering rule in
 `shm_broadcast.layout`.
 
-Guarantees: `Doorbell.ring` wakes every waiter whose condition became true before the call. Even if
-a wake-up were lost, the waiter would check again after its slice of sleep.
+Guarantees: `EventCount.notify` wakes every waiter whose condition became true before the call.
+Even if a wake-up were lost, the waiter would check again after its slice of sleep.
 
-Assumes: the caller of `Doorbell.ring` has stored its change before.
+Assumes: the caller of `EventCount.notify` has stored its change before.
 
 Each use is one block, which takes the turn at once or waits for it::
 
@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from shm_broadcast.atomics import WordsLike, native
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import GroupTimeoutError
-from shm_broadcast.layout import DOORBELL_SLEEPERS
+from shm_broadcast.layout import EVENTCOUNT_WAITERS
 from shm_broadcast.process import system_call
 
 if TYPE_CHECKING:
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
 
 class WakeFd:
-    """Readable from `ring` until `clear`. Close it.
+    """Readable from `notify` until `clear`. Close it.
 
-    It takes no lock: a signal handler may ring or close it in the middle of a `ring` that it
+    It takes no lock: a signal handler may ring or close it in the middle of a `notify` that it
     interrupts, and its descriptor is never written to once it could be another file's.
     """
 
@@ -54,20 +54,20 @@ class WakeFd:
         self._release = weakref.finalize(self, os.close, self._fd)
         self._release.atexit = False  # threads may ring until the process has gone
         self._closed = False
-        self._ringing: list[None] = []
+        self._notifying: list[None] = []
 
     def fileno(self) -> int:
         """The descriptor, the same number also after `close`."""
         return self._fd
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         """Wake whoever polls, or will; does nothing after `close`."""
-        self._ringing.append(None)  # first: `close` sets `_closed` and looks at this afterwards
+        self._notifying.append(None)  # first: `close` sets `_closed` and looks at this afterwards
         try:
             if not self._closed:
                 os.eventfd_write(self._fd, 1)
         finally:
-            self._ringing.pop()
+            self._notifying.pop()
             self._release_unused()
 
     def clear(self) -> None:
@@ -76,12 +76,12 @@ class WakeFd:
             os.eventfd_read(self._fd)
 
     def close(self) -> None:
-        """Close the descriptor, once nobody is in `ring`; idempotent."""
+        """Close the descriptor, once nobody is in `notify`; idempotent."""
         self._closed = True
         self._release_unused()
 
     def _release_unused(self) -> None:
-        if self._closed and not self._ringing:
+        if self._closed and not self._notifying:
             self._release()
 
 
@@ -157,20 +157,20 @@ class Lookout(NamedTuple):
         return True
 
 
-class Doorbell:
+class EventCount:
     """The doorbell of one waiter, at ``offset`` of ``words``."""
 
     def __init__(self, words: WordsLike, offset: int) -> None:
         self._words = words
         self.offset = offset
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         """Wake all that sleep on it. Costs one fence and one load if nobody does."""
         self._words.ring(self.offset)
 
-    def reset_sleepers(self) -> None:
+    def reset_waiters(self) -> None:
         """Forget sleepers whose process was killed. Only for a process that takes over the slot."""
-        self._words.store32(self.offset + DOORBELL_SLEEPERS, 0)
+        self._words.store32(self.offset + EVENTCOUNT_WAITERS, 0)
 
     def wait(
         self,
@@ -220,7 +220,7 @@ class Doorbell:
         After a ring the waiter takes itself off the sleepers before it spins again: as long as
         there are sleepers, every ring costs the ringer a system call.
         """
-        words, sleepers = self._words, self.offset + DOORBELL_SLEEPERS
+        words, sleepers = self._words, self.offset + EVENTCOUNT_WAITERS
         if slice_seconds is None:
             slices = chain(repeat(SLICE_SECONDS, SHORT_SLICES), repeat(LONG_SLICE_SECONDS))
         else:
@@ -297,22 +297,23 @@ def _spin(ready: Callable[[], bool], seconds: float) -> bool:
     return False
 
 
-def new_turn() -> Turn | PythonTurn:
+def new_owner_lock() -> Turn | PythonTurn:
     """A turn that no thread has."""
     return PythonTurn() if native is None else native.Turn()
 
 
 class TimedLock:
-    """A lock whose `take` honours a deadline and the group's abort.
+    """A lock whose `acquire` honours a deadline and the group's abort.
 
     Attributes:
-        turn: takes the turn, if no thread has it, as a context manager, and tells whether it did.
+        owner_lock: takes the turn, if no thread has it, as a context manager, and tells whether it
+        did.
     """
 
     def __init__(self) -> None:
-        self.turn = new_turn()
+        self.owner_lock = new_owner_lock()
 
-    def take(self, deadline: Deadline, operation: str, check: Callable[[str], None]) -> None:
+    def acquire(self, deadline: Deadline, operation: str, check: Callable[[str], None]) -> None:
         """Wait for the turn, inside ``with lock.turn``.
 
         Args:
@@ -323,7 +324,7 @@ class TimedLock:
         Raises:
             GroupTimeoutError: another thread has kept the turn until the deadline.
         """
-        while not self.turn.take_within(deadline.remaining(SLICE_SECONDS)):
+        while not self.owner_lock.take_within(deadline.remaining(SLICE_SECONDS)):
             check(operation)
             if deadline.expired:
                 raise GroupTimeoutError(

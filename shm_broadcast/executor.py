@@ -6,12 +6,12 @@ itself. A background thread pushes all lanes as well, so that other ranks need n
 rank's caller comes back.
 
 Guarantees
-- The tasks of a lane end in the order of `Lane.perform`; one that fails ends all tasks behind it.
-- A task of little work that need not wait ends within `Lane.perform`, on the caller's thread.
+- The tasks of a lane end in the order of `Lane.submit`; one that fails ends all tasks behind it.
+- A task of little work that need not wait ends within `Lane.submit`, on the caller's thread.
 - However much work a task is, its waits end at their deadline or an abort.
 - The background thread sleeps on the board's doorbell. It starts with the first task that waits.
 
-Assumes: the board outlives the lanes; one thread at a time calls `Lane.perform` of a lane.
+Assumes: the board outlives the lanes; one thread at a time calls `Lane.submit` of a lane.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from shm_broadcast.errors import (
     PeerLostError,
 )
 from shm_broadcast.eventcount import AdaptiveSpin
-from shm_broadcast.process import DISOWNED, disown_in_children
+from shm_broadcast.process import IN_FORKED_CHILD, call_in_forked_children
 from shm_broadcast.state.board import Board
 
 
@@ -65,10 +65,10 @@ class Ended(Protocol):
         """``error`` is None if the task has ended well."""
 
 
-class Ticket:
+class TaskHandle:
     """Stands for a task that was begun in the background: ask it, or wait for it."""
 
-    def __init__(self, lane: Lane, task: Task, ended: Ended | None) -> None:
+    def __init__(self, lane: SerialExecutor, task: Task, ended: Ended | None) -> None:
         self._lane = lane
         self._ended = ended
         self.task = task
@@ -85,7 +85,7 @@ class Ticket:
     def ready(self) -> bool:
         """Whether the task has ended, well or not. Never blocks; pushes the lane first."""
         if not self.done:
-            self._lane.push()
+            self._lane.poll()
         return self.done
 
     def wait(self, deadline: Deadline) -> None:
@@ -106,31 +106,33 @@ class Ticket:
             raise self.error
 
 
-class Lane:
-    """A queue of tasks that run one after the other. Made by `Progress.lane`.
+class SerialExecutor:
+    """A queue of tasks that run one after the other. Made by `Progress.executor`.
 
     Attributes:
-        tickets: of its tasks that have not ended.
+        handles: of its tasks that have not ended.
         board: says what the members do.
     """
 
-    def __init__(self, progress: Progress, failed: Callable[[CoordinatorError], None]) -> None:
+    def __init__(
+        self, progress: ProgressEngine, failed: Callable[[CoordinatorError], None]
+    ) -> None:
         self._progress = progress
         self._failed = failed
-        self.tickets: deque[Ticket] = deque()
+        self.handles: deque[TaskHandle] = deque()
         # Re-entrant: a signal handler may look at an operation of the thread that it interrupts.
-        self._pushing = threading.RLock()
+        self._polling = threading.RLock()
         self._advancing = False
         self._spin = AdaptiveSpin()
         self.board = progress.board
 
-    def perform(
+    def submit(
         self,
         task: Task,
         deadline: Callable[[], Deadline],
         background: bool,
         ended: Ended | None = None,
-    ) -> Ticket | None:
+    ) -> TaskHandle | None:
         """Run ``task`` behind the lane's other tasks.
 
         Args:
@@ -143,20 +145,20 @@ class Lane:
             None if the task is done, else a ticket. Without ``background`` that is so only if
             other tasks are before it: they were begun in the background.
         """
-        if not self.tickets:
+        if not self.handles:
             if task.advance(0 if background else self._spin.window_ns):
                 return None
             if not background:
-                self.finish(task, deadline())
+                self.run_now(task, deadline())
                 return None
         else:  # those of a lane that fails may be there still, when the group has been told
             self.board.check(task.operation)
-        ticket = Ticket(self, task, ended)
-        self.tickets.append(ticket)
-        self._progress.look_after(self)
+        ticket = TaskHandle(self, task, ended)
+        self.handles.append(ticket)
+        self._progress.schedule(self)
         return ticket
 
-    def finish(self, task: Task, deadline: Deadline) -> None:
+    def run_now(self, task: Task, deadline: Deadline) -> None:
         """Run a task to its end on this thread; the lane must have no other task.
 
         Raises:
@@ -176,7 +178,7 @@ class Lane:
                 return
             over = deadline.expired or self.board.aborted is not None
 
-    def push(self) -> None:
+    def poll(self) -> None:
         """Advance the first task, then the next ones. One with more work has this process woken.
 
         Waits for another thread that is pushing this lane, rather than return at once: the caller
@@ -190,15 +192,15 @@ class Lane:
         """
         failure: CoordinatorError | None = None
         ended = more = False
-        with self._pushing:
+        with self._polling:
             if self._advancing:
                 return
             self._advancing = True
             try:
-                while self.tickets and self.tickets[0].task.advance(0):
-                    self.tickets.popleft().settle()
+                while self.handles and self.handles[0].task.advance(0):
+                    self.handles.popleft().settle()
                     ended = True
-                more = bool(self.tickets) and self.tickets[0].task.ready()
+                more = bool(self.handles) and self.handles[0].task.ready()
             except CoordinatorError as error:
                 failure = error
             except BaseException as error:
@@ -212,52 +214,52 @@ class Lane:
             self._progress.wake()
 
     @property
-    def pushed_here(self) -> bool:
+    def polled_here(self) -> bool:
         """Whether this thread is in the middle of a push."""
-        return _is_held(self._pushing)
+        return _is_held(self._polling)
 
     def missing(self) -> list[int]:
         """The member numbers that the first task waits for."""
         with suppress(IndexError):
-            return list(self.tickets[0].task.missing())
+            return list(self.handles[0].task.missing())
         return []
 
     @property
     def operation(self) -> str:
         """What the first task is called; ``""`` if there is none."""
         with suppress(IndexError):
-            return self.tickets[0].task.operation
+            return self.handles[0].task.operation
         return ""
 
-    def disown(self) -> None:
+    def after_fork_in_child(self) -> None:
         """In a forked child: the tasks are its parent's, and are not waited for here."""
-        self._pushing = threading.RLock()
-        for ticket in self.tickets:
-            ticket.error = GroupClosedError(f"{ticket.task.operation}: {DISOWNED}")
+        self._polling = threading.RLock()
+        for ticket in self.handles:
+            ticket.error = GroupClosedError(f"{ticket.task.operation}: {IN_FORKED_CHILD}")
             ticket.done = True
-        self.tickets.clear()
+        self.handles.clear()
 
     def fail(self, error: CoordinatorError) -> None:
         """End all tasks of the lane with ``error``, unless another thread has come with one before.
 
         They have ended once the group is told: whoever finds the lane free finds the group aborted.
         """
-        with self._pushing:
-            for ticket in self.tickets:
+        with self._polling:
+            for ticket in self.handles:
                 ticket.error = ticket.error or error
             self._advancing = True  # and nothing is advanced again
-        if self.tickets:  # outside the lock: the callback aborts the group, and may come back here
+        if self.handles:  # outside the lock: the callback aborts the group, and may come back here
             self._failed(error)
-        with self._pushing:
-            tickets = tuple(self.tickets)
-            self.tickets.clear()
+        with self._polling:
+            tickets = tuple(self.handles)
+            self.handles.clear()
             for ticket in tickets:
                 ticket.settle(ticket.error)
         if tickets:
             self._progress.wake()
 
 
-class Progress:
+class ProgressEngine:
     """The lanes of one process on one board, and the background thread that pushes them."""
 
     def __init__(self, board: Board, name: str = "progress") -> None:
@@ -269,22 +271,22 @@ class Progress:
         """
         self.board = board
         self._name = name
-        self._lanes: dict[Lane, None] = {}
+        self._executors: dict[SerialExecutor, None] = {}
         self._wanted = threading.Event()
         # A signal handler may close this while its thread has the lock.
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
         self._closed = False
-        disown_in_children(self)
+        call_in_forked_children(self)
 
-    def lane(self, failed: Callable[[CoordinatorError], None]) -> Lane:
+    def executor(self, failed: Callable[[CoordinatorError], None]) -> SerialExecutor:
         """A new lane; ``failed`` is called with the error when one ends the lane's tasks."""
-        return Lane(self, failed)
+        return SerialExecutor(self, failed)
 
-    def look_after(self, lane: Lane) -> None:
+    def schedule(self, lane: SerialExecutor) -> None:
         """Have the background thread push ``lane`` until it has no tasks."""
         with self._lock:
-            self._lanes[lane] = None
+            self._executors[lane] = None
             if self._thread is None and not self._closed:
                 thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 with suppress(RuntimeError):  # none is to be had: tasks advance at who waits
@@ -295,15 +297,15 @@ class Progress:
 
     def wake(self) -> None:
         """Wake all threads of this process that wait on the board, to look again."""
-        self.board.ring(self.board.member or 0)
+        self.board.notify(self.board.member or 0)
 
-    def disown(self) -> None:
+    def after_fork_in_child(self) -> None:
         """In a forked child: the thread is its parent's, and so is all that is under way."""
         self._lock = threading.RLock()
         self._closed, self._thread = True, None
-        for lane in self._lanes:
-            lane.disown()
-        self._lanes.clear()
+        for lane in self._executors:
+            lane.after_fork_in_child()
+        self._executors.clear()
 
     def close(self) -> None:
         """End the background thread. Unfinished tasks then advance only when somebody waits.
@@ -316,7 +318,7 @@ class Progress:
             thread = self._thread
         self._wanted.set()
         self.wake()
-        awaited = _is_held(self._lock) or any(lane.pushed_here for lane in self._list())
+        awaited = _is_held(self._lock) or any(lane.polled_here for lane in self._list())
         if thread is not None and thread is not threading.current_thread() and not awaited:
             thread.join()
 
@@ -346,21 +348,21 @@ class Progress:
 
     def _settled(self) -> bool:
         for lane in self._list():
-            lane.push()
-            if not lane.tickets:
+            lane.poll()
+            if not lane.handles:
                 with self._lock:
-                    if not lane.tickets:
-                        self._lanes.pop(lane, None)
-        return self._closed or not self._lanes
+                    if not lane.handles:
+                        self._executors.pop(lane, None)
+        return self._closed or not self._executors
 
-    def _list(self) -> list[Lane]:
+    def _list(self) -> list[SerialExecutor]:
         with self._lock:
-            return list(self._lanes)
+            return list(self._executors)
 
     def _missing(self) -> list[int]:
         return [member for lane in self._list() for member in lane.missing()]
 
-    def _misses(self, lane: Lane, error: PeerLostError) -> bool:
+    def _misses(self, lane: SerialExecutor, error: PeerLostError) -> bool:
         return error.rank in [self.board.ranks[member] for member in lane.missing()]
 
 

@@ -92,7 +92,8 @@ Board: abort word, member slots, failure slots, outward slots, histories, tallie
 
     Tally, of a member's collectives in a group, where its members compare them
      0   | group u64                       |   names the group, in 63 bits; 0: the entry is free;
-         |                                 |   with `TALLY_CLOSED` likewise, and that was its group
+         |                                 |   with `FINGERPRINT_CLOSED` likewise, and that was its
+         group
      8   | digest u32     | count u32      |   one word: they belong together
      16  | last, 48 bytes                  |   what the last collective was
 
@@ -178,8 +179,8 @@ BOARD_HISTORY: Final = 120
 BOARD_SLOTS: Final = 128
 
 MEMBER_STRIDE: Final = 128
-MEMBER_DOORBELL: Final = 0
-DOORBELL_SLEEPERS: Final = 4
+MEMBER_EVENTCOUNT: Final = 0
+EVENTCOUNT_WAITERS: Final = 4
 MEMBER_STATE: Final = 8
 MEMBER_PID: Final = 12
 MEMBER_START_TIME: Final = 16
@@ -207,11 +208,11 @@ FAILURE_KIND_BYTES: Final = 56
 FAILURE_MESSAGE: Final = 64
 FAILURE_MESSAGE_BYTES: Final = 448
 
-OUTWARD_STRIDE: Final = 1088
-OUTWARD_STACKS: Final = 0
-OUTWARD_PLACE: Final = 8
-OUTWARD_PLACE_BYTES: Final = 56
-OUTWARD_WAITS: Final = 64
+STATUS_STRIDE: Final = 1088
+STATUS_STACKS: Final = 0
+STATUS_PLACE: Final = 8
+STATUS_PLACE_BYTES: Final = 56
+STATUS_WAITS: Final = 64
 WAITS: Final = 4
 WAIT_STRIDE: Final = 128
 WAIT_SINCE: Final = 0
@@ -219,7 +220,7 @@ WAIT_COUNT: Final = 8
 WAIT_OPERATION: Final = 16
 WAIT_MEMBERS: Final = 64
 WAIT_NAMED: Final = 32
-OUTWARD_MEMBERSHIPS: Final = 576
+STATUS_MEMBERSHIPS: Final = 576
 MEMBERSHIPS: Final = 16
 MEMBERSHIP_STRIDE: Final = 32
 MEMBERSHIP_FORMAT: Final = "<HHi23sB"
@@ -263,14 +264,14 @@ TOTALS: Final = HISTORY_ENTRIES * ENTRY_STRIDE
 TOTALS_ROWS: Final = TOTALS + TOTAL_GROUPS * TOTAL_NAME_STRIDE
 HISTORY_STRIDE: Final = TOTALS_ROWS + TOTAL_GROUPS * TOTAL_VERBS * TOTAL_STRIDE
 
-TALLIES: Final = 32
-TALLY_STRIDE: Final = 64
-TALLY_GROUP: Final = 0
-TALLY_CLOSED: Final = 1 << 63
-TALLY_WORD: Final = 8
-TALLY_LAST: Final = 16
-TALLY_LAST_BYTES: Final = 48
-TALLIES_STRIDE: Final = TALLIES * TALLY_STRIDE
+FINGERPRINTS: Final = 32
+FINGERPRINT_STRIDE: Final = 64
+FINGERPRINT_GROUP: Final = 0
+FINGERPRINT_CLOSED: Final = 1 << 63
+FINGERPRINT_WORD: Final = 8
+FINGERPRINT_LAST: Final = 16
+FINGERPRINT_LAST_BYTES: Final = 48
+FINGERPRINTS_STRIDE: Final = FINGERPRINTS * FINGERPRINT_STRIDE
 
 OUTCOME_DONE: Final = 1
 OUTCOME_NAMES: Final = (
@@ -337,24 +338,24 @@ def failure_slot(member: int, n_members: int) -> int:
     return BOARD_SLOTS + n_members * MEMBER_STRIDE + member * FAILURE_STRIDE
 
 
-def outward_slot(member: int, n_members: int) -> int:
+def status_slot(member: int, n_members: int) -> int:
     """Where a member's outward slot begins in its board."""
-    return failure_slot(n_members, n_members) + member * OUTWARD_STRIDE
+    return failure_slot(n_members, n_members) + member * STATUS_STRIDE
 
 
 def history_slot(member: int, n_members: int) -> int:
     """Where a member's history begins in its board."""
-    return outward_slot(n_members, n_members) + member * HISTORY_STRIDE
+    return status_slot(n_members, n_members) + member * HISTORY_STRIDE
 
 
-def tallies_slot(member: int, n_members: int) -> int:
+def fingerprints_slot(member: int, n_members: int) -> int:
     """Where a member's tallies begin in its board, if that has histories."""
-    return history_slot(n_members, n_members) + member * TALLIES_STRIDE
+    return history_slot(n_members, n_members) + member * FINGERPRINTS_STRIDE
 
 
 def board_size(n_members: int, *, histories: bool = True) -> int:
     """Bytes of a board, with or without histories."""
-    return (tallies_slot if histories else outward_slot)(n_members, n_members)
+    return (fingerprints_slot if histories else status_slot)(n_members, n_members)
 
 
 def reader_line(reader: int) -> int:

@@ -35,7 +35,7 @@ _LIMITS: Final = {
 }
 
 
-def why(error: OSError) -> str:
+def describe_os_error(error: OSError) -> str:
     """What the system says, and which limit that is of, if it is a limit of this process."""
     return f"{error.strerror or error}{_LIMITS.get(error.errno or 0, '')}"
 
@@ -54,45 +54,45 @@ def system_call(name: str) -> Iterator[None]:
         raise OSError(error.errno, f"{name}{says}: {error.strerror}") from error
 
 
-DISOWNED: Final = "it belongs to the process that this one was forked from"
+IN_FORKED_CHILD: Final = "it belongs to the process that this one was forked from"
 """Why calls of a forked child are refused."""
 
 
-class Inherited(Protocol):
+class ForkAware(Protocol):
     """Something that one process has joined, and no child of it."""
 
-    def disown(self) -> None:
+    def after_fork_in_child(self) -> None:
         """Refuse from now on: this is a forked child. It has one thread."""
 
 
-_inherited: Final[WeakSet[Inherited]] = WeakSet()
+_fork_aware: Final[WeakSet[ForkAware]] = WeakSet()
 """All that this process has joined and that is still in use."""
 
 
-def disown_in_children(inherited: Inherited) -> None:
+def call_in_forked_children(inherited: ForkAware) -> None:
     """Have ``inherited`` told in every child that this process forks."""
-    _inherited.add(inherited)
+    _fork_aware.add(inherited)
 
 
-class Closing(ExitStack):
+class ForkSafeExitStack(ExitStack):
     """What a process gives back when it closes something. A forked child gives nothing back."""
 
     def __init__(self) -> None:
         super().__init__()
-        disown_in_children(self)
+        call_in_forked_children(self)
 
-    def disown(self) -> None:
+    def after_fork_in_child(self) -> None:
         """In a forked child: close nothing, and free nothing, which might wait for threads."""
         self._parents = self.pop_all()
 
 
-def _disown_all() -> None:
-    for inherited in tuple(_inherited):
-        inherited.disown()
-    _inherited.clear()
+def _after_fork_in_child_all() -> None:
+    for inherited in tuple(_fork_aware):
+        inherited.after_fork_in_child()
+    _fork_aware.clear()
 
 
-os.register_at_fork(after_in_child=_disown_all)
+os.register_at_fork(after_in_child=_after_fork_in_child_all)
 
 _PF_EXITING = 0x4
 NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
@@ -157,7 +157,7 @@ class ProcessId:
         """64 bits for shared memory: the pid in the lower half, the start time in the upper one."""
         return self.start_time << 32 | self.pid
 
-    def runs(self) -> bool:
+    def is_running(self) -> bool:
         """Whether it still runs (a zombie does not); True if there is no descriptor to look by."""
         try:
             state, start_time = _look_at(self.pid)
@@ -193,7 +193,7 @@ class ProcessWatch:
     def alive(self) -> bool:
         """Whether the process still runs (a zombie does not)."""
         if self._pidfd is None:
-            return not self._closed and self.process.runs()
+            return not self._closed and self.process.is_running()
         try:
             return not self._poll.poll(0)
         except RuntimeError:  # in a signal handler that interrupts this very call

@@ -36,7 +36,13 @@ from shm_broadcast.layout import (
     VERSION,
     align,
 )
-from shm_broadcast.process import NO_DESCRIPTOR, ProcessId, is_ending, system_call, why
+from shm_broadcast.process import (
+    NO_DESCRIPTOR,
+    ProcessId,
+    describe_os_error,
+    is_ending,
+    system_call,
+)
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MADV_POPULATE_WRITE = 23
@@ -71,7 +77,7 @@ class Segment:
         self._release.atexit = False
         self._map = mapping
         if touch:
-            self.touch()
+            self.prefault()
         self.size = len(mapping)
         self.words: WordsLike = make_words(mapping)
         self.memory = memoryview(mapping)
@@ -95,7 +101,9 @@ class Segment:
             _require_free(size)
             fd, mapping = _reserve(size, label)
         except OSError as error:
-            raise SharedMemoryError(f"cannot reserve {size} bytes: {why(error)}") from error
+            raise SharedMemoryError(
+                f"cannot reserve {size} bytes: {describe_os_error(error)}"
+            ) from error
         segment = cls(fd, mapping)
         segment._write_header(os.urandom(SEGMENT_NONCE_BYTES))
         return segment
@@ -113,11 +121,11 @@ class Segment:
         Args:
             handle: from any source, trusted or not.
             is_member: whether the process with a pid may own it; None: any process of this user.
-            touch: whether to map every page now; else by `touch`, when its pages have settled.
+            touch: whether to map every page now; else by `prefault`, when its pages have settled.
 
         Raises:
             SharedMemoryError: it is on another host, its owner has ended, the handle is stale, or
-                no descriptor is free (see `may_pass`).
+                no descriptor is free (see `is_transient`).
             ForeignMemoryError: it belongs to another user, or its owner is not a member.
         """
         if is_member is not None and not is_member(handle.pid):
@@ -127,7 +135,7 @@ class Segment:
         except OSError as error:
             if error.errno in NO_DESCRIPTOR:
                 raise SharedMemoryError(
-                    f"segment of pid {handle.pid} cannot be opened: {why(error)}"
+                    f"segment of pid {handle.pid} cannot be opened: {describe_os_error(error)}"
                 ) from error
             if isinstance(error, PermissionError):
                 raise SharedMemoryError(
@@ -162,7 +170,7 @@ class Segment:
         me = ProcessId.current()
         return SegmentHandle(me.pid, me.start_time, self._open_fd(), self.nonce, self.size)
 
-    def touch(self) -> None:
+    def prefault(self) -> None:
         """Map every page now: the first pass over unmapped pages costs four times a later one."""
         try:
             self._map.madvise(_MADV_POPULATE_WRITE)
@@ -170,11 +178,11 @@ class Segment:
             for offset in range(0, len(self._map), mmap.PAGESIZE):
                 self._map[offset]
 
-    def settle(self, begin: int, end: int) -> None:
+    def first_touch(self, begin: int, end: int) -> None:
         """Have the whole pages from ``begin`` to ``end`` lie where this thread runs, all zero.
 
         Pages are of the node (NUMA) of whoever touches them first, which is who has created the
-        segment. Nobody may use these meanwhile; others map them anew by `touch`.
+        segment. Nobody may use these meanwhile; others map them anew by `prefault`.
 
         Raises:
             SharedMemoryError: no memory is free.
@@ -285,12 +293,12 @@ def _user_ids(process: int) -> list[int]:
     return [int(each) for each in line.split()[1:]]
 
 
-def is_refused(error: SharedMemoryError) -> bool:
+def is_permission_denied(error: SharedMemoryError) -> bool:
     """Whether its owner lives, and this process may not look into it."""
     return isinstance(error, ForeignMemoryError) or isinstance(error.__cause__, PermissionError)
 
 
-def may_pass(error: SharedMemoryError) -> bool:
+def is_transient(error: SharedMemoryError) -> bool:
     """Whether it is but for want of a descriptor: later it may work."""
     cause = error.__cause__
     return isinstance(cause, OSError) and cause.errno in NO_DESCRIPTOR

@@ -22,7 +22,7 @@ import warnings
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from coordinator.daemon_threads import begin_apart
+from coordinator.daemon_threads import submit_in_thread
 from server.launchers import forking
 from tests.patience import PATIENCE_SECONDS
 from tests.ranks import CONTEXT
@@ -84,7 +84,7 @@ class Program:
         """
         said = ["", ""]
         if not self.stdout.closed:
-            reading = [begin_apart(file.read, "read") for file in (self.stdout, self.stderr)]
+            reading = [submit_in_thread(file.read, "read") for file in (self.stdout, self.stderr)]
             said = [each.result(timeout) for each in reading]
             self.stdout.close()
             self.stderr.close()

@@ -28,7 +28,7 @@ import torch
 
 import server.worker  # noqa: F401 - what fork servers load
 from server.launchers import boot, fork_servers, forking
-from server.launchers.fork_servers import Circumstances, python_command, worker_environment
+from server.launchers.fork_servers import ProcessEnvironment, python_command, worker_environment
 from tests.patience import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
@@ -81,12 +81,12 @@ def start_nest() -> None:
     theirs.close()
     for end in (nest.wait, nest.kill, ours.close):  # the last one first
         atexit.register(end)
-    its = Circumstances.now(environment, ())
+    its = ProcessEnvironment.now(environment, ())
 
     def serves(environment: Mapping[str, str]) -> bool:
         few = environment["OMP_NUM_THREADS"] in {"1", str(threads)}
         wanted = {**environment, "OMP_NUM_THREADS": str(threads)}
-        return few and nest.poll() is None and Circumstances.now(wanted, ()) == its
+        return few and nest.poll() is None and ProcessEnvironment.now(wanted, ()) == its
 
     _fork_from(ours, serves)
 

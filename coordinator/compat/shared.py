@@ -1,6 +1,6 @@
 """What the copies of all engines' interfaces have in common, over one default topology.
 
-A face holds a group and speaks of it in another dialect; the group itself is `GroupFace.group`,
+A face holds a group and speaks of it in another dialect; the group itself is `GroupAdapter.group`,
 for what the dialect has no word for. Ranks in arguments are ranks in the group.
 """
 
@@ -26,7 +26,7 @@ from coordinator.launcher import Launch
 from coordinator.rendezvous import Settings
 from coordinator.secret import launcher_secret
 from shm_broadcast import Deadline
-from shm_broadcast.process import Closing, disown_in_children
+from shm_broadcast.process import ForkSafeExitStack, call_in_forked_children
 from shm_broadcast.queue.rendezvous import ObjectGroup, as_object_group, ranks_beside
 
 
@@ -112,7 +112,7 @@ def in_the_same_node_as(pg: ProcessGroup | ObjectGroup, source_rank: int = 0) ->
     return [rank in beside for rank in range(group.world_size)]
 
 
-class GroupFace:
+class GroupAdapter:
     """A group as other engines' code knows it.
 
     Attributes:
@@ -128,7 +128,7 @@ class GroupFace:
     """
 
     @classmethod
-    def over(
+    def wrap(
         cls, group: GroupCoordinator, kind: Callable[[], list[list[int]]] | None = None
     ) -> Self:
         """The face of a group, which stays its owner's. Collective: yes, every member.
@@ -246,7 +246,7 @@ class GroupFace:
         return f"<{type(self).__module__}.{type(self).__name__} over {self.group!r}>"
 
 
-def native_of(face: GroupFace | None) -> GroupCoordinator | None:
+def unwrap(face: GroupAdapter | None) -> GroupCoordinator | None:
     """The group that a face shows; None of none."""
     return None if face is None else face.group
 
@@ -352,10 +352,10 @@ if TYPE_CHECKING:
     Build = Callable[[Topology, GroupCoordinator, ExitStack], Mapping[str, Known]]
     """Builds the groups of a model over all ranks; the stack closes them."""
 
-F = TypeVar("F", bound=GroupFace)
+F = TypeVar("F", bound=GroupAdapter)
 
 
-class DefaultTopology(Generic[F]):
+class GlobalState(Generic[F]):
     """All ranks, and the groups of a model on them, in one dialect; either may not be there.
 
     Attributes:
@@ -373,12 +373,12 @@ class DefaultTopology(Generic[F]):
         self.groups: dict[str, F] = {}
         self.device_communicators = True
         self.store: TCPStore | None = None
-        self._environment = Closing()
-        self._model = Closing()
+        self._environment = ForkSafeExitStack()
+        self._model = ForkSafeExitStack()
         self._is_own = True
-        disown_in_children(self)
+        call_in_forked_children(self)
 
-    def disown(self) -> None:
+    def after_fork_in_child(self) -> None:
         """In a forked child: torch's default group is its parent's, too."""
         self._is_own = False
 
@@ -425,16 +425,16 @@ class DefaultTopology(Generic[F]):
             if world_size not in (-1, self.world.world_size):
                 raise ValueError(f"the world has {self.world.world_size} ranks, not {world_size}")
             return
-        with Closing() as undo:
+        with ForkSafeExitStack() as undo:
             if not dist.is_initialized():
                 undo.callback(_leave_default_group)
             topology = meet_with_default_group(
                 world_size, rank, method, local_rank, backend, deadline, undo
             )
-            with topology.telling_why():
+            with topology.abort_on_error():
                 world = topology.group("world", list(range(topology.world_size)), deadline)
             undo.enter_context(world)
-            self._topology, self.world = topology, self._dialect.over(world)
+            self._topology, self.world = topology, self._dialect.wrap(world)
             self._environment = undo.pop_all()
 
     def build(self, make: Build, backend: str | None) -> None:
@@ -462,11 +462,11 @@ class DefaultTopology(Generic[F]):
         world = self.world
         if world is None:
             raise NotInitializedError("the world group is not initialised")
-        with Closing() as undo:
+        with ForkSafeExitStack() as undo:
             known = make(replace(topology, settings=settings), world.group, undo)
             faces = {id(world.group): world}
             for group, kind in known.values():
-                faces.setdefault(id(group), self._dialect.over(group, kind))
+                faces.setdefault(id(group), self._dialect.wrap(group, kind))
             self.groups = {name: faces[id(group)] for name, (group, _) in known.items()}
             self._model = undo.pop_all()
 
@@ -515,7 +515,7 @@ class Getters(Generic[F]):
     Those that tell of groups raise `NotInitializedError` where there are none.
     """
 
-    def __init__(self, state: DefaultTopology[F]) -> None:
+    def __init__(self, state: GlobalState[F]) -> None:
         """Speak of ``state``."""
         self._state = state
 

@@ -162,9 +162,9 @@ class _Operation:
         if not inputs:
             return args, kwargs
         outputs = _Watched.apply(self, *inputs.values())  # type: ignore[no-untyped-call]
-        watched = dict(zip(inputs, outputs, strict=True))
+        with_liveness = dict(zip(inputs, outputs, strict=True))
         replaced: tuple[Sequence[Any], dict[str, Any]] = unflatten(
-            structure, [watched.get(id(leaf), leaf) for leaf in leaves]
+            structure, [with_liveness.get(id(leaf), leaf) for leaf in leaves]
         )
         return replaced
 

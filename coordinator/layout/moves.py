@@ -1,7 +1,7 @@
 """The collectives of a layout change, each with its own backward.
 
-`Move.run` is the forward; autograd calls `Move.pull` with the gradient of the result. `pull` uses
-moves again, so that a gradient can be differentiated too.
+`Move.forward` is the forward; autograd calls `Move.backward` with the gradient of the result.
+`backward` uses moves again, so that a gradient can be differentiated too.
 
 A term is one rank's summand of a reduction (`Partial`); a shard is one rank's slice (`Shard`).
 
@@ -68,15 +68,15 @@ class Move(ABC):
     """A differentiable function of one tensor, computed together with the other members."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`run`, recorded by autograd. Collective: as `run`."""
+        """`forward`, recorded by autograd. Collective: as `forward`."""
         return _Moved.apply(x, self)  # type: ignore[no-untyped-call, no-any-return]
 
     @abstractmethod
-    def run(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """The forward; the result shares no memory with ``x``, except in `Copy`."""
 
     @abstractmethod
-    def pull(self, grad: Tensor) -> Tensor:
+    def backward(self, grad: Tensor) -> Tensor:
         """The backward: the gradient of the input, given the gradient of the result."""
 
 
@@ -84,11 +84,11 @@ class _Moved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, move: Move) -> Tensor:
         ctx.move = move
-        return move.run(x)
+        return move.forward(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.move.pull(grad), None
+        return ctx.move.backward(grad), None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +99,13 @@ class Gather(Move):
     group: GroupCoordinator
     sizes: tuple[int, ...]
 
-    def run(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Collective: yes."""
         if len(set(self.sizes)) == 1:
             return self.group.all_gather(x, self.dim)
         return self.group.all_gatherv(x, self.dim, self.sizes)
 
-    def pull(self, grad: Tensor) -> Tensor:
+    def backward(self, grad: Tensor) -> Tensor:
         """Collective: no."""
         return Split(self.dim, self.group, self.sizes)(grad)
 
@@ -118,13 +118,13 @@ class Split(Move):
     group: GroupCoordinator
     sizes: tuple[int, ...]
 
-    def run(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Collective: no."""
         rank = self.group.rank_in_group
         own = x.narrow(self.dim, sum(self.sizes[:rank]), self.sizes[rank])
         return own.clone(memory_format=torch.contiguous_format)
 
-    def pull(self, grad: Tensor) -> Tensor:
+    def backward(self, grad: Tensor) -> Tensor:
         """Collective: yes."""
         return Gather(self.dim, self.group, self.sizes)(grad)
 
@@ -139,7 +139,7 @@ class AllToAll(Move):
     before: tuple[int, ...]
     after: tuple[int, ...]
 
-    def run(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Collective: yes."""
         shapes = []
         for size in self.before:
@@ -150,7 +150,7 @@ class AllToAll(Move):
         pieces = torch.split(x, list(self.after), self.shard_dim)
         return torch.cat(swap(pieces, shapes, self.group), self.gather_dim)
 
-    def pull(self, grad: Tensor) -> Tensor:
+    def backward(self, grad: Tensor) -> Tensor:
         """Collective: yes."""
         return AllToAll(self.shard_dim, self.gather_dim, self.group, self.after, self.before)(grad)
 
@@ -164,7 +164,7 @@ class Recut(Move):
     before: tuple[int, ...]
     after: tuple[int, ...]
 
-    def run(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Collective: yes."""
         rank = self.group.rank_in_group
         start = sum(self.before[:rank])
@@ -178,7 +178,7 @@ class Recut(Move):
         ]
         return torch.cat(swap(pieces, shapes, self.group), self.dim)
 
-    def pull(self, grad: Tensor) -> Tensor:
+    def backward(self, grad: Tensor) -> Tensor:
         """Collective: yes."""
         return Recut(self.dim, self.group, self.after, self.before)(grad)
 
@@ -194,7 +194,7 @@ class Assemble(Move):
     boxes: tuple[tuple[slice, ...], ...]
     group: GroupCoordinator
 
-    def run(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Collective: yes."""
         whole = x.new_empty(self.shape)
         rooms = [whole[box] for box in self.boxes]
@@ -204,7 +204,7 @@ class Assemble(Move):
             room.copy_(part.view(room.shape))
         return whole
 
-    def pull(self, grad: Tensor) -> Tensor:
+    def backward(self, grad: Tensor) -> Tensor:
         """Collective: no."""
         return Cut(self.shape, self.boxes, self.group)(grad)
 
@@ -217,12 +217,12 @@ class Cut(Move):
     boxes: tuple[tuple[slice, ...], ...]
     group: GroupCoordinator
 
-    def run(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Collective: no."""
         own = x[self.boxes[self.group.rank_in_group]]
         return own.clone(memory_format=torch.contiguous_format)
 
-    def pull(self, grad: Tensor) -> Tensor:
+    def backward(self, grad: Tensor) -> Tensor:
         """Collective: yes."""
         return Assemble(self.shape, self.boxes, self.group)(grad)
 
@@ -234,11 +234,11 @@ class Reduce(Move):
     group: GroupCoordinator
     op: ReduceOp
 
-    def run(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Collective: yes."""
         return self.group.all_reduce(x, op=self.op)
 
-    def pull(self, grad: Tensor) -> Tensor:
+    def backward(self, grad: Tensor) -> Tensor:
         """Collective: no."""
         return _scaled(grad, _term_weight(self.group, self.op))
 
@@ -252,13 +252,13 @@ class ReduceScatter(Move):
     op: ReduceOp
     sizes: tuple[int, ...]
 
-    def run(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Collective: yes."""
         if len(set(self.sizes)) == 1:
             return self.group.reduce_scatter(x, self.dim, op=self.op)
         return self.group.reduce_scatterv(x, self.dim, self.sizes, op=self.op)
 
-    def pull(self, grad: Tensor) -> Tensor:
+    def backward(self, grad: Tensor) -> Tensor:
         """Collective: yes."""
         whole = Gather(self.dim, self.group, self.sizes)(grad)
         return _scaled(whole, _term_weight(self.group, self.op))
@@ -271,13 +271,13 @@ class AsTerm(Move):
     group: GroupCoordinator
     op: ReduceOp
 
-    def run(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Collective: no."""
         if self.group.rank_in_group == 0 or self.op not in NEUTRAL:
             return x.clone(memory_format=torch.contiguous_format)
         return torch.full_like(x, NEUTRAL[self.op], memory_format=torch.contiguous_format)
 
-    def pull(self, grad: Tensor) -> Tensor:
+    def backward(self, grad: Tensor) -> Tensor:
         """Collective: no."""
         return _scaled(grad, 1 / _term_weight(self.group, self.op))
 
@@ -288,11 +288,11 @@ class Copy(Move):
 
     group: GroupCoordinator
 
-    def run(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Collective: no. Returns a view."""
         return x.view_as(x)
 
-    def pull(self, grad: Tensor) -> Tensor:
+    def backward(self, grad: Tensor) -> Tensor:
         """Collective: yes."""
         return Reduce(self.group, ReduceOp.SUM)(grad)
 

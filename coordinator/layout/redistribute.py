@@ -209,7 +209,7 @@ class Transfer(Move):
                 require_linear(x, op)
         return x
 
-    def run(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Collective: yes."""
         pieces = route(self.shape, self.source, self.source_mesh, self.target, self.target_mesh)
         rank = self.group.rank_in_group
@@ -235,7 +235,7 @@ class Transfer(Move):
         mine = [piece for piece in pieces if piece.target == rank]
         return self._assembled(x, mine, [parts[piece] for piece in mine])
 
-    def pull(self, grad: Tensor) -> Tensor:
+    def backward(self, grad: Tensor) -> Tensor:
         """Collective: yes."""
         back = replace(
             self,

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from coordinator.messages.tensor_dict import Header, TensorMeta, from_payload, unpack
-from coordinator.messages.wire import Kind, Message, Wire
-from device_comm import Joined, Work
+from coordinator.messages.wire import Kind, Message, MessageCodec
+from device_comm import AllPending, Work
 from device_comm.verbs.checks import Timeout
 from shm_broadcast import (
     CoordinatorError,
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from device_comm import Communicator
 
 
-class Turn:
+class OrderedReceive:
     """One receive; a `device_comm.Pending`."""
 
     def __init__(
         self,
-        before: Turn | None,
+        before: OrderedReceive | None,
         begin: Callable[[], Work[None]] | None,
         ask: Callable[[], Sequence[Work[Any]]],
     ) -> None:
@@ -53,9 +53,9 @@ class Turn:
         self._begin = begin
         self._ask = ask
         self._on_cpu: Work[None] | None = None
-        self._on_device: Joined | None = None
+        self._on_device: AllPending | None = None
         # Those that have not asked for all their tensors, in their order.
-        self._line: deque[Turn] = deque() if before is None else before._line
+        self._line: deque[OrderedReceive] = deque() if before is None else before._line
         self._line.append(self)
         self.has_asked()
 
@@ -87,14 +87,14 @@ class Turn:
             if deadline is None and not self._on_cpu.is_completed():
                 return False
             self._on_cpu.wait(deadline)
-        self._on_device = Joined(self._ask())
+        self._on_device = AllPending(self._ask())
         return True
 
 
 T = TypeVar("T")
 
 
-class Routes(NamedTuple):
+class Communicators(NamedTuple):
     """The communicators of one member's group.
 
     Attributes:
@@ -110,7 +110,7 @@ class Routes(NamedTuple):
         return self.cpu if device_type == "cpu" else self.device
 
 
-class Incoming(Generic[T]):
+class Receiver(Generic[T]):
     """One message that is received.
 
     Attributes:
@@ -118,7 +118,7 @@ class Incoming(Generic[T]):
             `following` gives no more.
     """
 
-    def __init__(self, wire: Wire, kind: Kind, src: int, dst: int) -> None:
+    def __init__(self, wire: MessageCodec, kind: Kind, src: int, dst: int) -> None:
         """The next message of rank ``src`` to ``dst``, a rank or `wire.EVERYONE`.
 
         Args:
@@ -166,7 +166,7 @@ class Incoming(Generic[T]):
     @property
     def has_begun(self) -> bool:
         """Whether some of it has come."""
-        return self._message.has_come
+        return self._message.has_arrived
 
     def result(self, timeout: Timeout) -> T:
         """What was sent.
@@ -210,7 +210,7 @@ class Incoming(Generic[T]):
         raise NotImplementedError
 
 
-class IncomingObject(Incoming[Any]):
+class ObjectReceiver(Receiver[Any]):
     """An object that is received."""
 
     def _read(self, payload: memoryview) -> Sequence[Tensor]:
@@ -221,17 +221,17 @@ class IncomingObject(Incoming[Any]):
         return self._wire.load(self._payload)
 
 
-class IncomingDict(Incoming[dict[Any, Any]]):
+class TensorDictReceiver(Receiver[dict[Any, Any]]):
     """A tensor dict that is received."""
 
     def __init__(
         self,
-        wire: Wire,
+        wire: MessageCodec,
         kind: Kind,
         src: int,
         dst: int,
-        routes: Routes,
-        peers: Routes | None = None,
+        routes: Communicators,
+        peers: Communicators | None = None,
         count: Callable[[Header], int] | None = None,
     ) -> None:
         """The next message of rank ``src`` to ``dst``.

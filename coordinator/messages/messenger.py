@@ -39,11 +39,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from coordinator.messages.incoming import IncomingDict
+from coordinator.messages.incoming import TensorDictReceiver
 from coordinator.messages.tensor_dict import WHOLE, Header, Slicing, pack, to_payload
 from coordinator.messages.transport import MessageTransport
-from coordinator.messages.wire import EVERYONE, Kind, Wire, why_refused
-from device_comm import Joined, Work
+from coordinator.messages.wire import EVERYONE, Kind, MessageCodec, why_refused
+from device_comm import AllPending, Work
 from device_comm.call_number import naming_call
 from device_comm.shm.signature import sign
 from device_comm.verbs.checks import Shape, Timeout, check_tensor
@@ -140,7 +140,7 @@ class ObjectMessenger(MessageTransport):
             self.cpu.abort(error)
             raise
         except BaseException as error:
-            self._outgoing.ends_halfway(error, 2)  # a number and two collectives
+            self._outgoing.abort_if_partial(error, 2)  # a number and two collectives
             raise
         if refused is not None:
             self.refused(refused)
@@ -188,7 +188,7 @@ class ObjectMessenger(MessageTransport):
             }
             sent = self._sending(self._begin_to_each(make, (), self._others), None, timeout)
         except BaseException as error:
-            self._outgoing.ends_halfway(error, len(self._others) + 1)
+            self._outgoing.abort_if_partial(error, len(self._others) + 1)
             raise
         if refused is not None:
             self.refused(refused)
@@ -199,13 +199,13 @@ class ObjectMessenger(MessageTransport):
                 for rank in range(self.cpu.world_size)
             ]
 
-        return Work([], Joined([*works.values(), sent]), everyone, self._allowed(timeout))
+        return Work([], AllPending([*works.values(), sent]), everyone, self._allowed(timeout))
 
 
 class Messenger(ObjectMessenger):
     """One member's messages, tensors included. The communicators stay the group's."""
 
-    def __init__(self, cpu: Communicator, device: Communicator, wire: Wire) -> None:
+    def __init__(self, cpu: Communicator, device: Communicator, wire: MessageCodec) -> None:
         """Send and receive over these; they are one where the group's device is the CPU."""
         super().__init__(cpu, device, wire)
         self._n_cut: WeakKeyDictionary[Communicator, Counter[Any]] = WeakKeyDictionary()
@@ -265,15 +265,17 @@ class Messenger(ObjectMessenger):
 
     # --- dicts of tensors ----------------------------------------------------------------
 
-    def incoming_dict(self, src: int, peers: Messenger | None, sorted_by: str = "") -> IncomingDict:
+    def incoming_dict(
+        self, src: int, peers: Messenger | None, sorted_by: str = ""
+    ) -> TensorDictReceiver:
         """The next message of ``src``, a dict. Those of different values at the key ``sorted_by``
         may be sent to the peers in different orders.
         """
         kind, dst = Kind.TENSOR_DICT, self.cpu.rank
         if peers is None:
-            return IncomingDict(self.wire, kind, src, dst, self.routes)
+            return TensorDictReceiver(self.wire, kind, src, dst, self.routes)
         count = partial(self._count_cut, src, peers.cpu, sorted_by)
-        return IncomingDict(self.wire, kind, src, dst, self.routes, peers.routes, count)
+        return TensorDictReceiver(self.wire, kind, src, dst, self.routes, peers.routes, count)
 
     def _count_cut(self, src: int, peers: Communicator, sorted_by: str, header: Header) -> int:
         counts, sort = self._n_cut.setdefault(peers, Counter()), header.scalars.get(sorted_by)
@@ -296,7 +298,7 @@ class Messenger(ObjectMessenger):
                 make = partial(self._pack_source, values)
                 return self._broadcast(kind, make, own, timeout, async_op)
             dst = self.cpu.rank if async_op else EVERYONE
-            incoming = IncomingDict(self.wire, kind, src, dst, self.routes)
+            incoming = TensorDictReceiver(self.wire, kind, src, dst, self.routes)
             return self._receive_broadcast(incoming, src, timeout, async_op)
         return self.broadcast_object(self._a_dict(values, src), src, timeout, async_op=async_op)
 

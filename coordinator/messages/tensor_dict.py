@@ -25,7 +25,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from coordinator.messages.wire import DTYPES, Wire, is_key, is_scalar
+from coordinator.messages.wire import DTYPES, MessageCodec, is_key, is_scalar
 from device_comm.verbs.checks import why_not_dense
 from shm_broadcast import MessageDecodeError
 from shm_broadcast.codec import UNDECODABLE
@@ -40,7 +40,7 @@ _CARRIED: Final = {
     if not name.removeprefix("torch.").startswith(("qint", "quint"))
 }
 """The dtypes of tensors. Of a quantised one torch may give out less memory than ``nbytes`` says."""
-_PICKLING = Wire()
+_PICKLING = MessageCodec()
 
 
 class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
@@ -136,7 +136,7 @@ WHOLE = Slicing()
 
 
 def pack(
-    values: Mapping[Any, Any], slicing: Slicing = WHOLE, wire: Wire = _PICKLING
+    values: Mapping[Any, Any], slicing: Slicing = WHOLE, wire: MessageCodec = _PICKLING
 ) -> tuple[Header, list[Tensor]]:
     """The header of a dict, and what travels of its tensors.
 
@@ -242,7 +242,9 @@ def from_payload(payload: memoryview) -> tuple[Header, dict[Any, Tensor]]:
     return header, tensors
 
 
-def unpack(header: Header, tensors: Mapping[Any, Tensor], wire: Wire = _PICKLING) -> dict[Any, Any]:
+def unpack(
+    header: Header, tensors: Mapping[Any, Tensor], wire: MessageCodec = _PICKLING
+) -> dict[Any, Any]:
     """The dict, in the sender's order, of ``header`` and the whole tensors by key.
 
     Raises:
@@ -279,7 +281,7 @@ def _part(value: Tensor, meta: TensorMeta) -> Tensor:
     return flat.view(meta.slices, -1)[meta.slice] if meta.slices else flat
 
 
-def _dump(objects: dict[Any, Any], wire: Wire) -> bytes:
+def _dump(objects: dict[Any, Any], wire: MessageCodec) -> bytes:
     if not objects:
         return b""
     try:
@@ -290,14 +292,14 @@ def _dump(objects: dict[Any, Any], wire: Wire) -> bytes:
         raise
 
 
-def _require_writable(key: Any, value: Any, wire: Wire) -> None:
+def _require_writable(key: Any, value: Any, wire: MessageCodec) -> None:
     try:
         wire.dump(value)
     except TypeError as error:
         raise TypeError(f"the value of {key!r}: {error}") from error
 
 
-def _load(data: bytes, wire: Wire) -> dict[Any, Any]:
+def _load(data: bytes, wire: MessageCodec) -> dict[Any, Any]:
     found = wire.load(data)
     if type(found) is not dict:
         raise MessageDecodeError(f"the values of a tensor dict are a {type(found).__name__}")

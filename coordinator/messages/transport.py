@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias, TypeVar
 
 from torch import Tensor
 
-from coordinator.messages.incoming import Incoming, IncomingObject, Routes, Turn
-from coordinator.messages.wire import EVERYONE, Kind, Message, Wire
-from device_comm import Joined, Pending, Work
+from coordinator.messages.incoming import Communicators, ObjectReceiver, OrderedReceive, Receiver
+from coordinator.messages.wire import EVERYONE, Kind, Message, MessageCodec
+from device_comm import AllPending, Pending, Work
 from device_comm.call_number import call_number
 from device_comm.verbs.checks import Timeout, check_peer, check_rank
 from shm_broadcast import (
@@ -40,7 +40,7 @@ from shm_broadcast import (
     MessageDecodeError,
     MessageSealError,
 )
-from shm_broadcast.eventcount import new_turn
+from shm_broadcast.eventcount import new_owner_lock
 
 if TYPE_CHECKING:
     from device_comm import Communicator
@@ -65,15 +65,15 @@ class AnotherThreadError(RuntimeError):
         )
 
 
-class Outgoing:
+class Sender:
     """The sends of one member."""
 
-    def __init__(self, routes: Routes, *, numbered: bool) -> None:
+    def __init__(self, routes: Communicators, *, numbered: bool) -> None:
         """Send over the communicators ``routes``, messages that are numbered or not."""
         self._routes = routes
         self._numbered = numbered
         self._under_way: dict[int, deque[tuple[int, Work[None]]]] = {}
-        self._turn = new_turn()
+        self._turn = new_owner_lock()
 
     def send(
         self, make: MakeMessage | None, parts: Sequence[Tensor], dst: int, deadline: Deadline
@@ -96,7 +96,7 @@ class Outgoing:
             self._require(mine)
 
             def send_part(part: Tensor) -> None:
-                self._ahead(self._routes.of(part.device.type), part, dst)
+                self._send_eagerly(self._routes.of(part.device.type), part, dst)
 
             self._pass_on(make, parts, dst, send_part)
             under_way = self._under_way.get(dst)
@@ -131,7 +131,7 @@ class Outgoing:
         def begin_part(part: Tensor) -> None:
             comm = self._routes.of(part.device.type)
             if copies and comm is self._routes.cpu:
-                self._ahead(comm, part, dst)
+                self._send_eagerly(comm, part, dst)
             else:
                 works.append(self._keep(comm.isend(part, dst), part.nbytes, dst))
 
@@ -149,7 +149,9 @@ class Outgoing:
 
         def send(frames: Sequence[Tensor]) -> None:
             for frame in frames:
-                self._ahead(self._routes.cpu, frame, dst, copy=False)  # nobody else changes it
+                self._send_eagerly(
+                    self._routes.cpu, frame, dst, copy=False
+                )  # nobody else changes it
             for part in self._in_order(parts):
                 pass_on(part)
 
@@ -172,10 +174,10 @@ class Outgoing:
             n_pieces += len(frames) + n_parts
             send(frames)
         except BaseException as error:
-            self.ends_halfway(error, n_pieces)
+            self.abort_if_partial(error, n_pieces)
             raise
 
-    def ends_halfway(self, error: BaseException, n_parts: int) -> None:
+    def abort_if_partial(self, error: BaseException, n_parts: int) -> None:
         """End the group if ``error`` may have come between so many parts of a message: its receiver
         would take the next one for the rest. What the communicator has raised, that has judged.
         """
@@ -198,9 +200,9 @@ class Outgoing:
         if not mine:
             raise AnotherThreadError(f"is sending over {self._routes.cpu.name}")
 
-    def _ahead(self, comm: Communicator, x: Tensor, dst: int, *, copy: bool = True) -> None:
+    def _send_eagerly(self, comm: Communicator, x: Tensor, dst: int, *, copy: bool = True) -> None:
         """Send a tensor, which may then be changed, ahead of its receive. Never blocks."""
-        if comm.goes_ahead(dst, x.nbytes):
+        if comm.sends_eagerly(dst, x.nbytes):
             comm.send(x, dst)
         else:
             self._keep(comm.isend(x.clone() if copy else x, dst), x.nbytes, dst)
@@ -246,17 +248,17 @@ class MessageTransport:
         routes: the communicators of the tensors behind them.
     """
 
-    def __init__(self, cpu: Communicator, device: Communicator, wire: Wire) -> None:
+    def __init__(self, cpu: Communicator, device: Communicator, wire: MessageCodec) -> None:
         """Send and receive over these; they are one where the group's device is the CPU."""
         self.cpu = cpu
         self.wire = wire
-        self.routes = Routes(cpu, device)
+        self.routes = Communicators(cpu, device)
         self._timeout = cpu.timeout
-        self._outgoing = Outgoing(self.routes, numbered=wire.numbers)
-        self._turns: dict[int, Turn] = {}
+        self._outgoing = Sender(self.routes, numbered=wire.numbers)
+        self._turns: dict[int, OrderedReceive] = {}
         # Of each member, who receives from it; of what is no member, which is refused later.
-        turns = {rank: new_turn() for rank in range(cpu.world_size)}
-        self._receiving = defaultdict(new_turn, turns)
+        turns = {rank: new_owner_lock() for rank in range(cpu.world_size)}
+        self._receiving = defaultdict(new_owner_lock, turns)
         self._others = [rank for rank in range(cpu.world_size) if rank != cpu.rank]
 
     def flush(self, linger: float) -> None:
@@ -292,14 +294,14 @@ class MessageTransport:
                 n_begun += 1
         except BaseException as error:
             if n_begun or not isinstance(error, AnotherThreadError):
-                self._outgoing.ends_halfway(error, len(dsts))
+                self._outgoing.abort_if_partial(error, len(dsts))
             raise
         return works
 
     def _sending(self, works: Sequence[Work[None]], result: T, timeout: Timeout) -> Work[T]:
-        return Work(result, Joined(works) if works else None, timeout=self._allowed(timeout))
+        return Work(result, AllPending(works) if works else None, timeout=self._allowed(timeout))
 
-    def receive(self, incoming: Incoming[T], src: int, timeout: Timeout) -> T:
+    def receive(self, incoming: Receiver[T], src: int, timeout: Timeout) -> T:
         """The next message of ``src``. Collective: no."""
         deadline = self._deadline(timeout)
         check_peer("src", src, self.cpu.rank, self.cpu.world_size)
@@ -310,7 +312,7 @@ class MessageTransport:
             incoming.leave(error)
             raise
 
-    def _receive(self, incoming: Incoming[Any], src: int, deadline: Deadline) -> None:
+    def _receive(self, incoming: Receiver[Any], src: int, deadline: Deadline) -> None:
         with self._receiving[src] as mine:
             self._require_alone(mine, src)
             self._await_turn(src, deadline)
@@ -320,17 +322,17 @@ class MessageTransport:
                 for part in incoming.on_device:
                     self.routes.device.recv(out=part, src=src, timeout=deadline)
             except BaseException as error:
-                self._ends_halfway(error, incoming)
+                self._abort_if_partial(error, incoming)
                 raise
 
-    def ireceive(self, incoming: Incoming[T], src: int, timeout: Timeout) -> Work[T]:
+    def ireceive(self, incoming: Receiver[T], src: int, timeout: Timeout) -> Work[T]:
         """Begin to receive the next message of ``src``. Collective: no."""
         pending = self.begin(incoming, src)
         allowed = self._allowed(timeout)
         work: Work[Any] = Work(None, pending, lambda: incoming.result(allowed), allowed)
         return work
 
-    def begin(self, incoming: Incoming[Any], src: int) -> Pending:
+    def begin(self, incoming: Receiver[Any], src: int) -> Pending:
         """Begin to receive a message, behind what was asked for before. Never blocks."""
         cpu, device = self.routes
         check_peer("src", src, self.cpu.rank, self.cpu.world_size)
@@ -360,8 +362,8 @@ class MessageTransport:
         src: int,
         ask: Callable[[], Sequence[Work[Any]]],
         begin: Callable[[], Work[None]] | None = None,
-    ) -> Turn:
-        turn = self._turns[src] = Turn(self._turns.get(src), begin, ask)
+    ) -> OrderedReceive:
+        turn = self._turns[src] = OrderedReceive(self._turns.get(src), begin, ask)
         return turn
 
     def _broadcast(
@@ -388,7 +390,7 @@ class MessageTransport:
         self._outgoing.whole(make, len(parts), send)
 
     def _receive_broadcast(
-        self, incoming: Incoming[Any], src: int, timeout: Timeout, async_op: bool
+        self, incoming: Receiver[Any], src: int, timeout: Timeout, async_op: bool
     ) -> Any:
         """What ``src`` broadcasts. Collective: yes, every member."""
         if async_op:
@@ -399,11 +401,11 @@ class MessageTransport:
                 self._broadcast_parts(parts, deadline, src)
             self._broadcast_parts(incoming.on_device, deadline, src)
         except BaseException as error:
-            self._ends_halfway(error, incoming)
+            self._abort_if_partial(error, incoming)
             raise
         return incoming.result(deadline)
 
-    def _ends_halfway(self, error: BaseException, incoming: Incoming[Any]) -> None:
+    def _abort_if_partial(self, error: BaseException, incoming: Receiver[Any]) -> None:
         """End the group if ``error`` may leave a message half received: nobody knows any more where
         the next one begins.
         """
@@ -443,9 +445,9 @@ class MessageTransport:
 
     def object_of(
         self, src: int, kind: Kind = Kind.OBJECT, dst: int | None = None
-    ) -> IncomingObject:
-        """The next message of ``src``, an object; ``dst`` as of `Incoming`, None: this member."""
-        return IncomingObject(self.wire, kind, src, self.cpu.rank if dst is None else dst)
+    ) -> ObjectReceiver:
+        """The next message of ``src``, an object; ``dst`` as of `Receiver`, None: this member."""
+        return ObjectReceiver(self.wire, kind, src, self.cpu.rank if dst is None else dst)
 
     def _has_others(self, src: int) -> bool:
         """Whether the group has more than one member; ``src`` has to be one of them."""
@@ -472,10 +474,10 @@ class MessageTransport:
         except Exception as error:  # noqa: BLE001 - `refused` raises it
             with suppress(CoordinatorError, AnotherThreadError):
                 if dsts == (EVERYONE,):
-                    refusal = partial(self.wire.refusal, error, EVERYONE)
+                    refusal = partial(self.wire.error_frame, error, EVERYONE)
                     self._broadcast_message(refusal, (), deadline)
                 else:
-                    self._begin_to_each(partial(self.wire.refusal, error), (), dsts)
+                    self._begin_to_each(partial(self.wire.error_frame, error), (), dsts)
             self.refused(error)
 
     def refused(self, error: Exception) -> NoReturn:

@@ -67,7 +67,7 @@ from shm_broadcast.codec import pickled
 from shm_broadcast.net.derived_key import derive_key
 
 if TYPE_CHECKING:
-    from coordinator.rendezvous import Exchange
+    from coordinator.rendezvous import Rendezvous
 
 
 WHAT_IS_PLAIN = (
@@ -291,7 +291,7 @@ class Message:
         self.first = torch.frombuffer(self._data, dtype=torch.uint8)[:FRAME]
 
     @property
-    def has_come(self) -> bool:
+    def has_arrived(self) -> bool:
         """Of one that is received: whether its frame is there."""
         return any(self._data[: _FRAME_HEAD.size])  # the kind, at least, is not 0
 
@@ -345,7 +345,7 @@ _REFUSAL_BYTES = 900
 _TOKEN_BYTES = 16
 
 
-class Wire:
+class MessageCodec:
     """One member's way of writing and reading messages.
 
     Attributes:
@@ -418,7 +418,7 @@ class Wire:
         """The next message to ``dst``, a rank or `EVERYONE`."""
         return Message(kind, self.close(kind, payload, dst), self.call())
 
-    def refusal(self, error: Exception, dst: int) -> Message:
+    def error_frame(self, error: Exception, dst: int) -> Message:
         """The next message to ``dst``, which says that there is none. It fits a frame."""
         return self.message(Kind.REFUSED, why_refused(error).encode(), dst)
 
@@ -450,7 +450,9 @@ class Wire:
         return payload
 
 
-def agree_on_wire(exchange: Exchange, secret: bytes | None, *, only_members_write: bool) -> Wire:
+def negotiate_codec(
+    exchange: Rendezvous, secret: bytes | None, *, only_members_write: bool
+) -> MessageCodec:
     """The wire of a new group.
 
     Args:
@@ -472,7 +474,7 @@ def agree_on_wire(exchange: Exchange, secret: bytes | None, *, only_members_writ
     in_calls = all(nonce.endswith(caller) for nonce in nonces)
     token = blake2b(b"".join(nonces), digest_size=_TOKEN_BYTES).digest()
     if only_members_write:
-        return Wire(called=exchange.called, token=token, in_calls=in_calls)
+        return MessageCodec(called=exchange.called, token=token, in_calls=in_calls)
     without = [
         exchange.global_rank(rank)
         for rank, nonce in enumerate(nonces)
@@ -484,9 +486,9 @@ def agree_on_wire(exchange: Exchange, secret: bytes | None, *, only_members_writ
             "launcher's secret to all ranks, or to none"
         )
     if secret is None:
-        return Wire(pickles=False, called=exchange.called, token=token, in_calls=in_calls)
+        return MessageCodec(pickles=False, called=exchange.called, token=token, in_calls=in_calls)
     seal = Seal(secret, exchange.name, nonces, exchange.rank)
-    return Wire(seal, called=exchange.called, token=token, in_calls=in_calls)
+    return MessageCodec(seal, called=exchange.called, token=token, in_calls=in_calls)
 
 
 def why_refused(error: Exception) -> str:

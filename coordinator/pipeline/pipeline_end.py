@@ -30,12 +30,12 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack, overload
 
-from coordinator.messages.incoming import IncomingDict
+from coordinator.messages.incoming import TensorDictReceiver
 from coordinator.messages.tensor_dict import WHOLE, Header, Slicing
 from coordinator.messages.transport import AnotherThreadError
 from coordinator.messages.wire import Kind, decode_plain, encode_plain, why_refused
 from coordinator.tree import Node, Structure, flatten, places, unflatten
-from device_comm import Joined, Pending, Work
+from device_comm import AllPending, Pending, Work
 from device_comm.verbs.checks import Later, Maybe, Now, Timeout, check_rank
 from shm_broadcast import CoordinatorError, Deadline, MessageDecodeError, MessageRefusedError
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 NEXT, PREV = "next", "previous"
 """Which way a message goes: to the next stage (activations) or to the previous one (gradients)."""
 
-WAY = "way"
+DIRECTION = "way"
 """The key at which a message says that."""
 
 
@@ -56,12 +56,12 @@ def to_dict(tree: Any, way: str) -> dict[str, Any]:
     """The tensor dict of a tree."""
     leaves, structure = flatten(tree)
     numbered = {str(number): leaf for number, leaf in enumerate(leaves)}
-    return {WAY: way, "tree": _describe(structure), **numbered}
+    return {DIRECTION: way, "tree": _describe(structure), **numbered}
 
 
 def refused_tree(error: Exception, way: str) -> dict[str, Any]:
     """The tensor dict in the place of a tree that cannot be sent for ``error``."""
-    return {WAY: way, "refused": why_refused(error)}
+    return {DIRECTION: way, "refused": why_refused(error)}
 
 
 def by_place(tree: Any) -> dict[str, Any]:
@@ -83,13 +83,13 @@ def from_dict(values: dict[str, Any], refused: Callable[[str], MessageRefusedErr
     return unflatten(_restore(values["tree"]), leaves)
 
 
-def way_of(header: Header) -> str:
+def direction_of(header: Header) -> str:
     """Which way the message of a header goes.
 
     Raises:
         MessageDecodeError: a `Stage` did not send it.
     """
-    way = header.scalars.get(WAY)
+    way = header.scalars.get(DIRECTION)
     if way not in (NEXT, PREV):
         raise MessageDecodeError("a message arrived that no pipeline stage sent")
     return str(way)
@@ -155,17 +155,17 @@ def _from_plain(value: Any) -> Structure:
 
 
 class Request:
-    """A message that was asked for; a `device_comm.Pending`. Made by `Inflow.want`."""
+    """A message that was asked for; a `device_comm.Pending`. Made by `TaggedReceive.request`."""
 
-    def __init__(self, inflow: Inflow) -> None:
+    def __init__(self, inflow: TaggedReceive) -> None:
         """Wait for a message of ``inflow``."""
         self._inflow = inflow
-        self.message: IncomingDict | None = None
+        self.message: TensorDictReceiver | None = None
 
     def ready(self) -> bool:
         """Whether `wait` would return or raise at once. Never blocks."""
         try:
-            while self.message is None and self._inflow.has_come():
+            while self.message is None and self._inflow.has_arrived():
                 self._inflow.settle(Deadline.after(0))
         except CoordinatorError:  # a receive has failed, as `wait` says
             return True
@@ -188,7 +188,7 @@ class Request:
         """
         if self.message is None:
             raise RuntimeError("a message is finished once it is ready, not before")
-        way_of(self.message.header())
+        direction_of(self.message.header())
         return from_dict(self.message.result(timeout), self.message.refused)
 
     def leave(self, error: BaseException) -> None:
@@ -197,7 +197,7 @@ class Request:
             self.message.leave(error)
 
 
-class Inflow:
+class TaggedReceive:
     """What one peer sends to this stage.
 
     Attributes:
@@ -215,11 +215,11 @@ class Inflow:
         self._messenger = messenger
         self.src = src
         self._peers = peers
-        self._coming: deque[tuple[IncomingDict, Pending]] = deque()
-        self._arrived: dict[str, deque[IncomingDict]] = {NEXT: deque(), PREV: deque()}
+        self._coming: deque[tuple[TensorDictReceiver, Pending]] = deque()
+        self._arrived: dict[str, deque[TensorDictReceiver]] = {NEXT: deque(), PREV: deque()}
         self._wanting: list[tuple[str, Request]] = []
 
-    def want(self, way: str) -> Request:
+    def request(self, way: str) -> Request:
         """Ask for the next message that goes ``way``. Never blocks."""
         request = Request(self)
         if self._arrived[way]:
@@ -229,7 +229,7 @@ class Inflow:
             self._wanting.append((way, request))
         return request
 
-    def has_come(self) -> bool:
+    def has_arrived(self) -> bool:
         """Whether a message is there that was not sorted, or failed. Never blocks."""
         return bool(self._coming) and self._coming[0][1].ready()
 
@@ -249,9 +249,9 @@ class Inflow:
             self._messenger.cpu.abort(error)
             raise
 
-    def _sort(self, message: IncomingDict) -> None:
+    def _sort(self, message: TensorDictReceiver) -> None:
         try:
-            way = way_of(message.header())
+            way = direction_of(message.header())
             wanted = [each for each in self._wanting if each[0] == way]
         except CoordinatorError:  # who has waited longest gets it, and the error
             wanted = self._wanting
@@ -266,7 +266,7 @@ class Inflow:
     def _begin(self, n_wanted: int) -> None:
         """Have so many receives begun, one for every request without a message. Never blocks."""
         while len(self._coming) < n_wanted:
-            message = self._messenger.incoming_dict(self.src, self._peers, WAY)
+            message = self._messenger.incoming_dict(self.src, self._peers, DIRECTION)
             self._coming.append((message, self._messenger.begin(message, self.src)))
 
 
@@ -302,7 +302,7 @@ class PipelineEnd:
         self.tp = tp
         self._messenger = pp._messenger
         self._peers = None if tp is None else tp._messenger
-        self._inflows: dict[int, Inflow] = {}
+        self._inflows: dict[int, TaggedReceive] = {}
 
     @overload
     def exchange(
@@ -431,7 +431,7 @@ class PipelineEnd:
         self,
         pick: Callable[[list[Any]], Any],
         sends: Sequence[Send],
-        inflows: Sequence[tuple[str, Inflow] | None],
+        inflows: Sequence[tuple[str, TaggedReceive] | None],
         slicing: Slicing,
         *,
         async_op: bool = False,
@@ -453,13 +453,13 @@ class PipelineEnd:
                 else:
                     sending.append(self._messenger.isend(kind, (dst,), make, None, allowed))
                 n_sent += 1
-            requests += (each and each[1].want(each[0]) for each in inflows)
+            requests += (each and each[1].request(each[0]) for each in inflows)
             if sends_only:
                 return pick(requests)
             under_way: list[Pending] = [request for request in requests if request is not None]
             work = Work(
                 None,
-                Joined([*under_way, *sending]),
+                AllPending([*under_way, *sending]),
                 lambda: pick([request and request.finish(allowed) for request in requests]),
                 allowed,
             )
@@ -469,11 +469,11 @@ class PipelineEnd:
             is_message = len(sends) <= 1 and not any(inflows)  # whole, or the messenger's affair
             begun = n_sent or any(requests) or not isinstance(error, AnotherThreadError)
             if begun and not is_message:
-                self._ends_halfway(error, requests)
+                self._abort_if_partial(error, requests)
             raise
         return self._messenger.refused(refused)
 
-    def _ends_halfway(self, error: BaseException, requests: Sequence[Request | None]) -> None:
+    def _abort_if_partial(self, error: BaseException, requests: Sequence[Request | None]) -> None:
         """End the groups if ``error``, maybe a signal handler's, leaves an exchange half done: the
         next one would get its trees, or gather their slices.
         """
@@ -515,10 +515,10 @@ class PipelineEnd:
             return WHOLE
         return WHOLE if wanted is False else self._peers.slicing(None)
 
-    def _inflow_of(self, src: int) -> Inflow:
+    def _inflow_of(self, src: int) -> TaggedReceive:
         self._check_peer(src)
         if src not in self._inflows:
-            self._inflows[src] = Inflow(self._messenger, src, self._peers)
+            self._inflows[src] = TaggedReceive(self._messenger, src, self._peers)
         return self._inflows[src]
 
     def _neighbour(self, rank: int | None, step: int) -> int:

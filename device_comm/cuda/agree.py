@@ -14,7 +14,7 @@ from shm_broadcast.deadline import Deadline
 if TYPE_CHECKING:
     from device_comm.communicator import Communicator
 
-    Swap = Callable[[bytes], list[bytes]]
+    AllGatherBytes = Callable[[bytes], list[bytes]]
     """Gives this rank's bytes to all ranks; returns all ranks' bytes, by rank. Collective."""
 
 
@@ -28,8 +28,10 @@ class _Outcome(msgspec.Struct, frozen=True, array_like=True):
 _DECODER = msgspec.msgpack.Decoder(_Outcome)
 
 
-def swap_over(comm: Communicator, timeout: float | Deadline | None = None) -> Swap:
-    """A `Swap` over a CPU communicator; ``timeout`` as for its calls. Collective: no."""
+def all_gather_bytes_over(
+    comm: Communicator, timeout: float | Deadline | None = None
+) -> AllGatherBytes:
+    """A `AllGatherBytes` over a CPU communicator; ``timeout`` as for its calls. Collective: no."""
 
     def swap(payload: bytes) -> list[bytes]:
         size = torch.tensor([len(payload)], device="cpu")
@@ -42,7 +44,7 @@ def swap_over(comm: Communicator, timeout: float | Deadline | None = None) -> Sw
     return swap
 
 
-def agree(swap: Swap, attempt: Callable[[], bytes]) -> list[bytes]:
+def unanimous(swap: AllGatherBytes, attempt: Callable[[], bytes]) -> list[bytes]:
     """Call ``attempt`` on every rank; return the results, by rank. Collective: yes, every member.
 
     Raises:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from device_comm.cuda.driver import (
-    CudaMark,
+    CudaEvent,
     DeviceError,
     Exported,
     HostBlock,
@@ -282,9 +282,9 @@ class CupyDriver:
         with device_errors("cudaStreamWaitEvent"):
             self._external(after).wait_stream(self._external(before))
 
-    def mark(self, stream: int) -> CudaMark:
+    def mark(self, stream: int) -> CudaEvent:
         """As `Driver.mark`, by an event."""
-        return CudaMark(self._external(stream))
+        return CudaEvent(self._external(stream))
 
     # --- common --------------------------------------------------------------------------
 

@@ -81,13 +81,13 @@ _RELAXED = 2
 _POLL_SECONDS = 0.001
 
 
-class StreamMark(Protocol):
+class StreamEvent(Protocol):
     """A point in a stream: an event."""
 
-    def passed(self) -> bool:
+    def query(self) -> bool:
         """Whether the device has reached it. Never blocks, and ends no capture of other threads."""
 
-    def follow(self) -> None:
+    def stream_wait(self) -> None:
         """Have the current stream wait for it."""
 
 
@@ -98,7 +98,7 @@ class Stream(Protocol):
     def address(self) -> int:
         """The stream's handle (cudaStream_t) as an integer."""
 
-    def mark(self) -> StreamMark:
+    def mark(self) -> StreamEvent:
         """The end of the work that is on it now. Not in a capture. Any thread may call."""
 
 
@@ -140,11 +140,11 @@ class _CudaStream:
         self._stream = stream
         self.address = int(stream.cuda_stream)
 
-    def mark(self) -> StreamMark:
-        return CudaMark(self._stream)
+    def mark(self) -> StreamEvent:
+        return CudaEvent(self._stream)
 
 
-class CudaMark:
+class CudaEvent:
     """The end of the work that is on a stream now: torch's event, whose failing query leaves no
     CUDA error behind that a later call would raise.
 
@@ -158,41 +158,41 @@ class CudaMark:
         with device_errors("cudaEventRecord"):
             self._event.record(stream)
 
-    def passed(self) -> bool:
+    def query(self) -> bool:
         """Whether the device has reached it. Allowed while other threads capture."""
         with device_errors("cudaEventQuery"), _beside_captures():
             return bool(self._event.query())  # type: ignore[no-untyped-call]
 
-    def follow(self) -> None:
+    def stream_wait(self) -> None:
         """Have the current stream wait for it, if the device has not reached it yet: a stream that
         is captured cannot wait for what is outside the graph.
         """
-        if self.passed():
+        if self.query():
             return
         with device_errors("cudaStreamWaitEvent"):
             torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
-class Passage:
+class StreamEventPending:
     """Operations on a stream; a `device_comm.work.Pending`."""
 
-    def __init__(self, mark: StreamMark) -> None:
+    def __init__(self, mark: StreamEvent) -> None:
         """For those before ``mark``."""
         self._mark = mark
 
     def ready(self) -> bool:
         """Whether the device has done them."""
-        return self._mark.passed()
+        return self._mark.query()
 
     def wait(self, deadline: Deadline) -> None:  # noqa: ARG002 - the host does not wait
         """Have the current stream wait for them, and for nothing that follows on theirs."""
-        self._mark.follow()
+        self._mark.stream_wait()
 
 
-def pass_within(seconds: float, marks: Sequence[StreamMark]) -> bool:
+def pass_within(seconds: float, marks: Sequence[StreamEvent]) -> bool:
     """Wait until the device has reached all ``marks``; False after ``seconds``."""
     deadline = Deadline.after(seconds)
-    while not all(mark.passed() for mark in marks):
+    while not all(mark.query() for mark in marks):
         if deadline.expired:
             return False
         time.sleep(_POLL_SECONDS)
@@ -354,7 +354,7 @@ class Driver(Protocol):
     def order(self, before: int, after: int) -> None:
         """Have later work on stream ``after`` wait for all work that is on ``before`` now."""
 
-    def mark(self, stream: int) -> StreamMark:
+    def mark(self, stream: int) -> StreamEvent:
         """The end of the work that is on the stream now. Must not be called in a capture."""
 
 

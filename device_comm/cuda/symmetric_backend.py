@@ -84,7 +84,7 @@ class Staging:
             return
         stream, last = self._streams.current(), self._last
         if last is not None and last.address != stream.address:
-            last.mark().follow()
+            last.mark().stream_wait()
         self._last = stream
 
 

@@ -21,8 +21,8 @@ from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import CoordinatorError, GroupTimeoutError
 
 if TYPE_CHECKING:
-    from device_comm.cuda.driver import StreamMark
-    from device_comm.torch_waiting import Boundary
+    from device_comm.cuda.driver import StreamEvent
+    from device_comm.torch_waiting import ErrorTranslator
 
 
 _TICK = 0.02
@@ -47,21 +47,21 @@ class Issued:
     operation: str
     deadline: Deadline
     peers: Sequence[int]
-    mark: StreamMark | None = None
+    mark: StreamEvent | None = None
     over: bool = False
 
     def done(self) -> bool:
         """Whether the device has done it, or it is over. Never blocks."""
-        return self.over or (self.mark is not None and self.mark.passed())
+        return self.over or (self.mark is not None and self.mark.query())
 
 
-class StreamGuard:
+class StreamWatchdog:
     """Watches over the operations of one communicator. Any thread may call."""
 
     def __init__(
         self,
         name: str,
-        boundary: Boundary,
+        boundary: ErrorTranslator,
         peers: Sequence[int],
         check: Callable[[], None],
         failed: Callable[[CoordinatorError], None],
@@ -76,7 +76,7 @@ class StreamGuard:
             failed: called once, in the thread, with the error; the guard ends afterwards.
         """
         self._name = name
-        self._boundary = boundary
+        self._errors = boundary
         self._peers = peers
         self._check = check
         self._failed = failed
@@ -153,7 +153,7 @@ class StreamGuard:
         self._check()
         tick = Deadline.after(issued.deadline.remaining(at_most=_TICK))
         try:
-            self._boundary.wait(
+            self._errors.wait(
                 lambda: self._over or issued.done(),
                 tick,
                 issued.operation,
@@ -171,7 +171,7 @@ class StreamGuard:
     def _look_at_replays(self) -> bool:
         self._check()
         try:
-            self._boundary.wait(
+            self._errors.wait(
                 lambda: self._over or self._oldest is not None,
                 Deadline.after(_REPLAY_TICK),
                 f"{self._name} replay",

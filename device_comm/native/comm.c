@@ -147,7 +147,7 @@ static void comm_dealloc(PyObject *object) {
     PyBuffer_Release(&self->board);
     PyBuffer_Release(&self->begun);
     PyBuffer_Release(&self->numbers);
-    PyMem_Free(self->steps.doorbells);
+    PyMem_Free(self->steps.eventcounts);
     PyMem_Free(self->steps.plan.awaits);
     PyMem_Free(self->steps.plan.gives);
     PyMem_Free(self->steps.plan.takes);
@@ -197,12 +197,12 @@ static int read_group(Comm *self, size_t rank) {
 static int read_doorbells(Comm *self, PyObject *offsets, Py_ssize_t slot) {
     steps *s = &self->steps;
     s->board = self->board.buf;
-    if (PyTuple_Size(offsets) != (Py_ssize_t)s->n) return wrong_memory("a doorbell");
+    if (PyTuple_Size(offsets) != (Py_ssize_t)s->n) return wrong_memory("a eventcount");
     for (size_t rank = 0; rank < s->n; rank++) {
         uint64_t offset;
         if (read_u64(PyTuple_GetItem(offsets, (Py_ssize_t)rank), &offset) < 0) return -1;
-        if (offset % 8 || offset + 8 > (uint64_t)self->board.len) return wrong_memory("a doorbell");
-        s->doorbells[rank] = offset;
+        if (offset % 8 || offset + 8 > (uint64_t)self->board.len) return wrong_memory("a eventcount");
+        s->eventcounts[rank] = offset;
     }
     if (slot < 0 || slot % 8 || slot > self->board.len - MEMBER_OPERATION - OPERATION_BYTES)
         return wrong_memory("the slot on the board");
@@ -222,13 +222,13 @@ static int read_operations(Comm *self, PyObject *names) {
 }
 
 static int make_room(steps *s) {
-    s->doorbells = PyMem_Calloc(s->n, sizeof *s->doorbells);
+    s->eventcounts = PyMem_Calloc(s->n, sizeof *s->eventcounts);
     s->plan.awaits = PyMem_Calloc(s->n, sizeof *s->plan.awaits);
     s->plan.gives = PyMem_Calloc(s->n, sizeof *s->plan.gives);
     s->plan.takes = PyMem_Calloc(s->n, sizeof *s->plan.takes);
     s->parts = PyMem_Calloc(s->n, sizeof *s->parts);
     s->scratch = PyMem_Calloc(1, SCRATCH_BYTES);
-    bool all = s->doorbells && s->plan.awaits && s->plan.gives && s->plan.takes && s->parts &&
+    bool all = s->eventcounts && s->plan.awaits && s->plan.gives && s->plan.takes && s->parts &&
                s->scratch;
     if (!all) PyErr_NoMemory();
     return all ? 0 : -1;
@@ -258,21 +258,21 @@ static int read_history(Comm *self, PyObject *numbers, Py_ssize_t history, PyObj
     return 0;
 }
 
-/* (group, board, rank, slot, doorbells, operations, tensor type, ReduceOp, allocate, begun, numbers,
- * history, name, crowded, in_calls) */
+/* (group, board, rank, slot, eventcounts, operations, tensor type, ReduceOp, allocate, begun, numbers,
+ * history, name, oversubscribed, in_calls) */
 static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
-    PyObject *group, *board, *doorbells, *operations, *tensor_type, *reduce_op;
+    PyObject *group, *board, *eventcounts, *operations, *tensor_type, *reduce_op;
     PyObject *allocate, *begun, *numbers, *name;
     Py_ssize_t rank, slot, history;
-    int crowded, in_calls;
+    int oversubscribed, in_calls;
     if (!PyArg_ParseTuple(args, "OOnnO!O!OOOOOnOpp", &group, &board, &rank, &slot, &PyTuple_Type,
-                          &doorbells, &PyTuple_Type, &operations, &tensor_type, &reduce_op,
-                          &allocate, &begun, &numbers, &history, &name, &crowded, &in_calls))
+                          &eventcounts, &PyTuple_Type, &operations, &tensor_type, &reduce_op,
+                          &allocate, &begun, &numbers, &history, &name, &oversubscribed, &in_calls))
         return NULL;
     allocfunc make = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     Comm *self = (Comm *)make(type, 0);
     if (self == NULL) return NULL;
-    self->steps.crowded = crowded;
+    self->steps.oversubscribed = oversubscribed;
     self->steps.way = way_new();
     self->in_calls = in_calls;
     self->tensor_type = Py_NewRef(tensor_type);
@@ -284,7 +284,7 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSE
         PyObject_GetBuffer(group, &self->group, PyBUF_WRITABLE) < 0 ||
         PyObject_GetBuffer(board, &self->board, PyBUF_WRITABLE) < 0 ||
         read_group(self, (size_t)rank) < 0 || make_room(&self->steps) < 0 ||
-        read_doorbells(self, doorbells, slot) < 0 || read_operations(self, operations) < 0 ||
+        read_doorbells(self, eventcounts, slot) < 0 || read_operations(self, operations) < 0 ||
         read_begun(self, begun) < 0 || read_history(self, numbers, history, name) < 0) {
         Py_DECREF(self);
         return NULL;

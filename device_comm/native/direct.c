@@ -56,7 +56,7 @@ bool direct_lands(const Comm *self, PyObject *out, PyObject *object, const tenso
     return out == object || direct_fits(self, out, x, shape_of(x), described);
 }
 
-/* The state shares a line with the doorbell, which the others read: it is not touched unless the
+/* The state shares a line with the eventcount, which the others read: it is not touched unless the
  * call turns out to be a long one. */
 uint64_t direct_stamp(Comm *self, int operation, uint64_t bytes, uint64_t begin, uint64_t end) {
     char *slot = (char *)self->board.buf + self->slot;

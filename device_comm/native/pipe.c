@@ -39,7 +39,7 @@ static uint64_t before_end(uint64_t position) {
 
 static void ring(const shm_pipe *m) {
     gc_fence();
-    gc_ring_after_fence(m->board, m->doorbell);
+    gc_notify_after_fence(m->board, m->eventcount);
 }
 
 /* How the data of the chunk at `position` is tried, at both ends. */

@@ -20,10 +20,10 @@
 #define PIPE_HEADER_BYTES 64
 #define PIPE_INSIDE 1
 
-/* One end of a pipe, and the doorbell of the other. */
+/* One end of a pipe, and the eventcount of the other. */
 typedef struct {
     char *memory, *board;
-    size_t doorbell;
+    size_t eventcount;
     gc_way way; /* how data is written */
 } shm_pipe;
 

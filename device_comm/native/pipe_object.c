@@ -32,11 +32,11 @@ static PyObject *push(PyObject *self, PyObject *args) { return move_args(self, a
 
 static PyObject *pull(PyObject *self, PyObject *args) { return move_args(self, args, pipe_pull); }
 
-/* (memory, board, doorbell) */
+/* (memory, board, eventcount) */
 static PyObject *pipe_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
     PyObject *memory, *board;
-    Py_ssize_t doorbell;
-    if (!PyArg_ParseTuple(args, "OOn", &memory, &board, &doorbell)) return NULL;
+    Py_ssize_t eventcount;
+    if (!PyArg_ParseTuple(args, "OOn", &memory, &board, &eventcount)) return NULL;
     allocfunc make = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     Pipe *self = (Pipe *)make(type, 0);
     if (self == NULL) return NULL;
@@ -45,13 +45,13 @@ static PyObject *pipe_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSE
         Py_DECREF(self);
         return NULL;
     }
-    if (self->memory.len < PIPE_RING + PIPE_RING_BYTES || doorbell < 0 || doorbell % 8 ||
-        doorbell + 8 > self->board.len) {
+    if (self->memory.len < PIPE_RING + PIPE_RING_BYTES || eventcount < 0 || eventcount % 8 ||
+        eventcount + 8 > self->board.len) {
         Py_DECREF(self);
-        PyErr_SetString(PyExc_ValueError, "the ring or the doorbell is not in the memory given");
+        PyErr_SetString(PyExc_ValueError, "the ring or the eventcount is not in the memory given");
         return NULL;
     }
-    self->pipe = (shm_pipe){self->memory.buf, self->board.buf, (size_t)doorbell, way_new()};
+    self->pipe = (shm_pipe){self->memory.buf, self->board.buf, (size_t)eventcount, way_new()};
     return (PyObject *)self;
 }
 

@@ -45,7 +45,7 @@ static bool arrived(const steps *s, uint64_t step, size_t rank) {
 static void ring_others(const steps *s) {
     gc_fence();
     for (size_t rank = 0; rank < s->n; rank++)
-        if (rank != s->rank) gc_ring_after_fence(s->board, s->doorbells[rank]);
+        if (rank != s->rank) gc_notify_after_fence(s->board, s->eventcounts[rank]);
 }
 
 /* Rule 1: whether everyone is done with what `step` would overwrite. */
@@ -350,12 +350,12 @@ steps_status steps_run(steps *s, uint64_t spin_ns) {
     s->moved = 0;
     steps_status status = run(s);
     if (status != STEPS_BLOCKED || spin_ns == 0) return status;
-    gc_spin spin = gc_spin_for(spin_ns, s->crowded);
+    gc_spin spin = gc_spin_for(spin_ns, s->oversubscribed);
     do {
         if (!unblocked(s)) continue;
         status = run(s);
         if (status != STEPS_BLOCKED) return status;
-        spin = gc_spin_for(spin_ns, s->crowded);
+        spin = gc_spin_for(spin_ns, s->oversubscribed);
     } while (!moved_enough(s) && gc_spin_again(&spin));
     return STEPS_BLOCKED;
 }
@@ -363,7 +363,7 @@ steps_status steps_run(steps *s, uint64_t spin_ns) {
 steps_status steps_run_briefly(steps *s) {
     s->moved = 0;
     steps_status status = run(s);
-    int looks = s->crowded ? 0 : GC_PAUSES;
+    int looks = s->oversubscribed ? 0 : GC_PAUSES;
     for (int look = 0; status == STEPS_BLOCKED && look < looks; look++) {
         if (unblocked(s))
             status = run(s);

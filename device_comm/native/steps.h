@@ -32,8 +32,8 @@ typedef enum { STEPS_DONE, STEPS_BLOCKED, STEPS_DIVERGED } steps_status;
 typedef struct {
     char *group, *board;
     size_t rank, n;
-    size_t *doorbells; /* by rank, in the board */
-    bool crowded;      /* the ranks share cores: who waits gives its core up at once */
+    size_t *eventcounts; /* by rank, in the board */
+    bool oversubscribed;      /* the ranks share cores: who waits gives its core up at once */
     uint64_t inside_bytes, step_bytes, ring_bytes, slots, rings;
 
     uint64_t begun;    /* the last step that this rank has taken on */

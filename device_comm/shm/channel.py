@@ -48,15 +48,15 @@ from shm_broadcast.segment import Segment, SegmentHandle
 
 SMALLEST_ROOM: Final = 64 << 10
 KEPT_ROOM: Final = 1 << 20
-SPILL_KEPT_BYTES: Final = 4 << 20
-AHEAD_BYTES: Final = 64 << 20
+OVERFLOW_KEPT_BYTES: Final = 4 << 20
+EAGER_BYTES: Final = 64 << 20
 """What may wait for its receivers in spills, besides one tensor of any size."""
 
 _TAKEN = 64
 _DATA = 128
 
 
-class Spill:
+class OverflowBuffer:
     """One spill, at either end."""
 
     def __init__(self, segment: Segment, kept: bool) -> None:
@@ -75,7 +75,7 @@ class Spill:
         self.segment.words.store32(_TAKEN, int(taken))
 
 
-class SentSpill(Spill):
+class SentOverflow(OverflowBuffer):
     """A spill at its sender, which owns the memory."""
 
     def __init__(self, room: int, kept: bool) -> None:
@@ -83,31 +83,31 @@ class SentSpill(Spill):
         self.handle = self.segment.handle()
 
 
-class SpillPool:
+class OverflowPool:
     """The spills that one rank sends. Thread-safe: transfers to several ranks go on at once."""
 
     def __init__(self) -> None:
-        self._spills: list[SentSpill] = []
+        self._overflows: list[SentOverflow] = []
         self._lock = threading.Lock()
 
     @property
     def size(self) -> int:
         """Bytes of all spills, in use and kept."""
         with self._lock:
-            return sum(spill.segment.size for spill in self._spills)
+            return sum(overflow.segment.size for overflow in self._overflows)
 
     @property
     def waiting(self) -> int:
         """Bytes of the spills that have not been emptied."""
         with self._lock:
-            return sum(spill.room for spill in self._spills if spill.taken)
+            return sum(overflow.room for overflow in self._overflows if overflow.taken)
 
     def allow(self, wanted: int) -> bool:
         """Whether ``wanted`` bytes of one more transfer may wait in spills."""
         waiting = self.waiting
-        return waiting == 0 or waiting + wanted <= AHEAD_BYTES
+        return waiting == 0 or waiting + wanted <= EAGER_BYTES
 
-    def take(self, wanted: int, spare: int) -> SentSpill:
+    def take(self, wanted: int, spare: int) -> SentOverflow:
         """A spill with room for ``wanted`` bytes, or for a good part of them, marked as taken.
 
         Args:
@@ -119,69 +119,69 @@ class SpillPool:
         """
         self.forget()
         with self._lock:
-            spill = self._free_or_new(wanted, spare)
-            spill.mark(taken=True)
-            return spill
+            overflow = self._free_or_new(wanted, spare)
+            overflow.mark(taken=True)
+            return overflow
 
     def forget(self) -> None:
         """Close the spills that have been emptied and are not kept."""
         with self._lock:
-            for spill in [each for each in self._spills if not each.kept and not each.taken]:
-                spill.segment.close()
-                self._spills.remove(spill)
+            for overflow in [each for each in self._overflows if not each.kept and not each.taken]:
+                overflow.segment.close()
+                self._overflows.remove(overflow)
 
     def close(self) -> None:
         """Close all spills. Receivers can still copy out of those that they have opened."""
         with self._lock:
-            for spill in self._spills:
-                spill.segment.close()
-            self._spills.clear()
+            for overflow in self._overflows:
+                overflow.segment.close()
+            self._overflows.clear()
 
-    def _free_or_new(self, wanted: int, spare: int) -> SentSpill:
+    def _free_or_new(self, wanted: int, spare: int) -> SentOverflow:
         room = min(align(wanted, SMALLEST_ROOM), KEPT_ROOM)
         found = self._free(room)
-        if found is None and self._kept() + room <= SPILL_KEPT_BYTES:
+        if found is None and self._kept() + room <= OVERFLOW_KEPT_BYTES:
             return self._make(room, kept=True)
         return found or self._make(min(wanted, max(spare, 2 * KEPT_ROOM)), kept=False)
 
-    def _free(self, room: int) -> SentSpill | None:
-        for spill in self._spills:
-            if spill.kept and spill.room >= room and not spill.taken:
-                return spill
+    def _free(self, room: int) -> SentOverflow | None:
+        for overflow in self._overflows:
+            if overflow.kept and overflow.room >= room and not overflow.taken:
+                return overflow
         return None
 
-    def _make(self, room: int, *, kept: bool) -> SentSpill:
-        spill = SentSpill(room, kept)
-        self._spills.append(spill)
-        return spill
+    def _make(self, room: int, *, kept: bool) -> SentOverflow:
+        overflow = SentOverflow(room, kept)
+        self._overflows.append(overflow)
+        return overflow
 
     def _kept(self) -> int:
-        return sum(spill.room & -SMALLEST_ROOM for spill in self._spills if spill.kept)
+        return sum(overflow.room & -SMALLEST_ROOM for overflow in self._overflows if overflow.kept)
 
 
-class ReceivedSpills:
+class ReceivedOverflow:
     """The spills of one sender, as their receiver sees them."""
 
     def __init__(self) -> None:
-        self._known: dict[bytes, Spill] = {}
+        self._known: dict[bytes, OverflowBuffer] = {}
 
-    def find(self, handle: SegmentHandle, kept: bool) -> Spill:
+    def find(self, handle: SegmentHandle, kept: bool) -> OverflowBuffer:
         """The spill that ``handle`` names.
 
         Raises:
             SharedMemoryError: the sender has ended.
         """
-        spill = self._known.get(handle.nonce)
-        if spill is None:
-            spill = Spill(Segment.attach(handle), kept)
+        overflow = self._known.get(handle.nonce)
+        if overflow is None:
+            overflow = OverflowBuffer(Segment.attach(handle), kept)
             if kept:
-                self._known[handle.nonce] = spill
-        return spill
+                self._known[handle.nonce] = overflow
+        return overflow
 
     def close(self) -> None:
         """Close all spills that were opened."""
-        for spill in self._known.values():
-            spill.segment.close()
+        for overflow in self._known.values():
+            overflow.segment.close()
         self._known.clear()
 
 
@@ -203,7 +203,7 @@ AT_ONCE_BYTES: Final = 16 << 20
 """After so many, `Mover.push` and `Mover.pull` return: for deadlines, aborts and handlers."""
 
 INSIDE: Final = 1
-SPILL: Final = 2
+OVERFLOW: Final = 2
 
 _CHUNK = struct.Struct("<BBBxIQQQQ16sI4x")
 
@@ -212,7 +212,7 @@ class Chunk(NamedTuple):
     """What a chunk says.
 
     Attributes:
-        kind: `INSIDE` or `SPILL`.
+        kind: `INSIDE` or `OVERFLOW`.
         dtype: the code of the transfer's elements.
         kept: the spill will be used again.
         fd: the descriptor of the spill's segment in the sender.

@@ -33,14 +33,14 @@ from shm_broadcast.state.board import Board
 
 if TYPE_CHECKING:
     from device_comm.work import Pending
-    from shm_broadcast.executor import Lane, Progress, Task
+    from shm_broadcast.executor import ProgressEngine, SerialExecutor, Task
 
 
 _PRESENT: Final = 1
 _LEFT: Final = 2
 
 
-class Attendance:
+class GroupMembership:
     """What one rank says of itself, and sees of the others.
 
     Attributes:
@@ -64,13 +64,13 @@ class Attendance:
 
     def join(self) -> None:
         """Say that this rank is there."""
-        self._say(_PRESENT)
+        self._publish(_PRESENT)
 
-    def leave(self) -> None:
+    def mark_left(self) -> None:
         """Say that this rank does nothing more in the group."""
-        self._say(_LEFT)
+        self._publish(_LEFT)
 
-    def absent(self) -> list[int]:
+    def not_joined(self) -> list[int]:
         """The member numbers of the ranks that have not come yet."""
         return [self.members[rank] for rank in self._where(0)]
 
@@ -100,18 +100,18 @@ class Attendance:
                 raise
         return closed_by(operation, self._board.ranks[self.members[rank]])
 
-    def end(self, operation: str, rank: int) -> GroupClosedError:
+    def abort_left(self, operation: str, rank: int) -> GroupClosedError:
         """As `error`, of an operation that cannot be taken back: aborts the group with it."""
         error = self.error(operation, rank)
         self._board.abort(error, self.members[rank])
         return error
 
-    def _say(self, state: int) -> None:
+    def _publish(self, state: int) -> None:
         self._words.store32(self._own, state)
         if state == _LEFT:
             self._words.store32(GROUP_LEFT, 1)
         for member in self.members:
-            self._board.ring(member)
+            self._board.notify(member)
 
     def _where(self, state: int) -> list[int]:
         return [rank for rank, at in enumerate(self._lines) if self._words.load32(at) == state]
@@ -475,7 +475,7 @@ class Collective:
     def __init__(
         self,
         steps: Steps,
-        attendance: Attendance,
+        membership: GroupMembership,
         operation: str,
         plans: Iterator[SlotPlan],
         keep: object = None,
@@ -496,7 +496,7 @@ class Collective:
         """
         self.operation = operation
         self._steps = steps
-        self._attendance = attendance
+        self._membership = membership
         self._plans = plans
         self._keep = keep
         self._begun = begun
@@ -517,7 +517,7 @@ class Collective:
                 self._steps.begin(plan, self._call)
                 self._begun = True
             status = self._steps.advance(spin_ns)
-            if status == Status.BLOCKED and self._attendance.anyone_left:
+            if status == Status.BLOCKED and self._membership.anyone_left:
                 status = self._advance_without_those_that_left()
             if status == Status.BLOCKED:
                 return False
@@ -531,7 +531,7 @@ class Collective:
 
     def missing(self) -> list[int]:
         """The members that have not arrived."""
-        members = self._attendance.members
+        members = self._membership.members
         return [members[rank] for rank in self._steps.missing()] if self._begun else []
 
     def check_divergence(self) -> None:
@@ -540,17 +540,17 @@ class Collective:
             self._raise_divergence()
 
     def _lacks_one(self) -> bool:
-        attendance = self._attendance
-        return attendance.anyone_left and any(map(attendance.has_left, self._steps.missing()))
+        membership = self._membership
+        return membership.anyone_left and any(map(membership.has_left, self._steps.missing()))
 
     def _advance_without_those_that_left(self) -> int:
         """Look once more for what they did before they left."""
-        left = self._attendance.left()
+        left = self._membership.left()
         status = self._steps.advance(0)
         if status == Status.BLOCKED:
             for rank in self._steps.missing():
                 if rank in left:
-                    raise self._attendance.end(self.operation, rank)
+                    raise self._membership.abort_left(self.operation, rank)
         return status
 
     def _raise_divergence(self) -> None:
@@ -560,7 +560,7 @@ class Collective:
             raise DivergenceError(rank, signature_text(ours), signature_text(theirs))
 
 
-class Execution:
+class Executors:
     """Where operations take place.
 
     Attributes:
@@ -570,23 +570,23 @@ class Execution:
         fail: ends the group with an error.
     """
 
-    def __init__(self, progress: Progress, fail: Callable[[BaseException], None]) -> None:
+    def __init__(self, progress: ProgressEngine, fail: Callable[[BaseException], None]) -> None:
         self._progress = progress
         self.fail = fail
-        self.collectives = progress.lane(fail)
-        self.messages: dict[tuple[str, int], Lane] = {}
+        self.collectives = progress.executor(fail)
+        self.messages: dict[tuple[str, int], SerialExecutor] = {}
 
-    def message_lane(self, verb: str, peer: int) -> Lane:
+    def message_executor(self, verb: str, peer: int) -> SerialExecutor:
         """The lane of such messages, which is made if there was none before."""
         lane = self.messages.get((verb, peer))
         if lane is None:
-            lane = self.messages[verb, peer] = self._progress.lane(self.fail)
+            lane = self.messages[verb, peer] = self._progress.executor(self.fail)
         return lane
 
-    def perform(self, lane: Lane, task: Task, operation: Operation) -> Pending | None:
+    def submit(self, lane: SerialExecutor, task: Task, operation: Operation) -> Pending | None:
         """Carry out ``task`` for ``operation``, behind those under way."""
         try:
-            return lane.perform(
+            return lane.submit(
                 task, lambda: operation.deadline, operation.background, operation.ended
             )
         except GroupAbortedError:

@@ -19,9 +19,9 @@ from torch.autograd import profiler
 
 from device_comm._native import Comm
 from device_comm.operation import Operation, Verb
-from device_comm.shm.collectives import Attendance, Collective, Execution
+from device_comm.shm.collectives import Collective, Executors, GroupMembership
 from device_comm.shm.transfers import PeerPipes, ReceiveTask, SendTask
-from device_comm.verbs.checks import plain
+from device_comm.verbs.checks import materialized
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import CoordinatorError
 from shm_broadcast.state.flight_recorder import outcome_of
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from shm_broadcast.executor import Task
 
 
-DIRECT_VERBS = (
+FAST_PATH_VERBS = (
     "all_reduce",
     "all_gather",
     "reduce_scatter",
@@ -49,22 +49,22 @@ _OF_ANY_STRIDES = ("all_reduce", "reduce")
 """Those in which it is but the strides of the input that the extension cannot take."""
 
 
-class DirectCalls:
-    """The calls of one rank that the extension takes; a `device_comm.backend.Shortcut`."""
+class FastPathCalls:
+    """The calls of one rank that the extension takes; a `device_comm.backend.FastPath`."""
 
     def __init__(
         self,
         native: Comm,
-        attendance: Attendance,
+        membership: GroupMembership,
         pipes: PeerPipes,
-        execution: Execution,
+        execution: Executors,
         identity: Identity,
         recorder: Recorder,
     ) -> None:
         """Ask ``native`` first; messages go through ``pipes``."""
         self._native = native
-        self._calls: dict[str, Any] = {verb: getattr(native, verb) for verb in DIRECT_VERBS}
-        self._attendance = attendance
+        self._calls: dict[str, Any] = {verb: getattr(native, verb) for verb in FAST_PATH_VERBS}
+        self._membership = membership
         self._pipes = pipes
         self._execution = execution
         self._collectives = execution.collectives
@@ -72,19 +72,19 @@ class DirectCalls:
         self._recorder = recorder
 
     def collective(self, verb: Verb, timeout: float | Deadline | None, *arguments: Any) -> Any:
-        """As `Shortcut.collective`."""
+        """As `FastPath.collective`."""
         if profiler._is_profiler_enabled:
             return NotImplemented
         if timeout is not None and not _is_duration(timeout):
             return NotImplemented
-        if self._collectives.tickets:
+        if self._collectives.handles:
             return NotImplemented
         try:
             result = self._calls[verb](*arguments)
             if result is NotImplemented and verb in _OF_ANY_STRIDES:
                 x, out = arguments[0], arguments[-1]
                 if out is not x and _is_strided(x):
-                    result = self._calls[verb](plain(x), *arguments[1:])
+                    result = self._calls[verb](materialized(x), *arguments[1:])
             return self._finish(verb, timeout) if result is ... else result
         except BaseException as error:
             # Also where a signal handler raises as soon as the extension returns.
@@ -95,14 +95,14 @@ class DirectCalls:
             raise
 
     def message(self, verb: Verb, timeout: float | Deadline | None, x: Tensor, peer: int) -> Any:
-        """As `Shortcut.message`."""
+        """As `FastPath.message`."""
         if profiler._is_profiler_enabled:
             return NotImplemented
         # True and 1.0 would be found for 1.
         lane = self._execution.messages.get((verb, peer)) if type(peer) is int else None
         if timeout is not None and not _is_duration(timeout):
             return NotImplemented
-        if lane is None or lane.tickets:
+        if lane is None or lane.handles:
             return NotImplemented
         try:
             # There was a lane, so there was a transfer, and there is a pipe.
@@ -119,8 +119,8 @@ class DirectCalls:
     def _finish(self, verb: Verb, timeout: float | Deadline | None) -> Any:
         """Wait for the call that is blocked in the extension, and return its result."""
         operation = self._operation(verb, timeout)
-        task = Collective(self._native, self._attendance, operation.name, iter(()), begun=True)
-        self._execution.perform(self._collectives, task, operation)
+        task = Collective(self._native, self._membership, operation.name, iter(()), begun=True)
+        self._execution.submit(self._collectives, task, operation)
         return self._native.finish()
 
     def _go_on(
@@ -137,13 +137,13 @@ class DirectCalls:
         else:
             task = ReceiveTask(self._pipes, peer, operation.name, (x,), received=moved)
         try:
-            self._execution.perform(self._execution.messages[verb, peer], task, operation)
+            self._execution.submit(self._execution.messages[verb, peer], task, operation)
         except BaseException as error:
-            watch.ended(entry, error)
+            watch.record_end(entry, error)
             raise
         finally:
             watch.idle()
-        watch.ended(entry)
+        watch.record_end(entry)
 
     def _operation(self, verb: Verb, timeout: float | Deadline | None) -> Operation:
         allowed = self._identity.timeout if timeout is None else timeout

@@ -32,16 +32,16 @@ class PythonSteps:
         segment: Segment,
         group: layout.GroupLayout,
         rank: int,
-        ring_others: Callable[[], None],
+        notify_others: Callable[[], None],
     ) -> None:
-        """Work on the memory of ``rank``; ``ring_others`` wakes the other ranks."""
+        """Work on the memory of ``rank``; ``notify_others`` wakes the other ranks."""
         self._words = segment.words
         self._memory = segment.memory
         self._base = address_of(segment)
         self._layout = group
         self._rank = rank
         self._others = [other for other in range(group.n_ranks) if other != rank]
-        self._ring_others = ring_others
+        self._notify_others = notify_others
         self._plan: SlotPlan
         self._signature: bytes
         self._piece = self._payload_bytes = 0
@@ -117,7 +117,7 @@ class PythonSteps:
         signature = with_chunk(self._signature, self._step - self._first)
         self._words.write(slot + layout.SLOT_SIGNATURE, signature)
         self._words.store64(slot + layout.SLOT_ARRIVED, self._step)
-        self._ring_others()
+        self._notify_others()
         self._arrived_here = True
 
     def _take(self) -> None:
@@ -131,7 +131,7 @@ class PythonSteps:
         elif targets[0].size:
             self._reduce(targets[0], begin)
         self._words.store64(self._layout.rank_line(self._rank) + layout.RANK_DONE, self._step)
-        self._ring_others()
+        self._notify_others()
         if self._in_rings:
             self._place = self._layout.next_place(self._place, self._payload_bytes)
         self._step += 1

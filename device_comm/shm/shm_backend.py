@@ -32,15 +32,15 @@ from device_comm.call_number import VERBS, numbering
 from device_comm.operation import Operation, ReduceOp
 from device_comm.shm import layout
 from device_comm.shm.channel import Mover, PythonMover
-from device_comm.shm.collectives import Attendance, Collective, Execution, Plans, Steps
-from device_comm.shm.direct import DirectCalls
+from device_comm.shm.collectives import Collective, Executors, GroupMembership, Plans, Steps
+from device_comm.shm.direct import FastPathCalls
 from device_comm.shm.layout import GroupLayout
 from device_comm.shm.python_steps import PythonSteps
 from device_comm.shm.transfers import PeerPipes, ReceiveTask, SendTask
 from shm_broadcast.cpu import GIVEN_CORES
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import SharedMemoryError
-from shm_broadcast.executor import Progress, Task
+from shm_broadcast.executor import ProgressEngine, Task
 from shm_broadcast.extension import COST, extension_of
 from shm_broadcast.ring.buffers import RECYCLED_BYTES, new_pool
 from shm_broadcast.segment import Segment, SegmentHandle
@@ -83,8 +83,8 @@ class ShmBackend(Backend):
 
     Ranks that issue different operations get `DivergenceError` before data is used; one that has
     nothing to wait for, such as a second root, learns of it by its next call. Asynchronous
-    operations go on while the caller is busy, on the thread of a `Progress`. Ranks in errors about
-    lost and late processes are the board's members.
+    operations go on while the caller is busy, on the thread of a `ProgressEngine`. Ranks in errors
+    about lost and late processes are the board's members.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class ShmBackend(Backend):
         *,
         name: str = "group",
         timeout: float | None = 60.0,
-        progress: Progress | None = None,
+        progress: ProgressEngine | None = None,
         use_native: bool = True,
         in_calls: bool = True,
     ) -> None:
@@ -107,7 +107,7 @@ class ShmBackend(Backend):
                 "shm",
                 detects_divergence=True,
                 detects_loss=True,
-                sends_ahead=True,
+                eager_sends=True,
                 series=True,
                 overlaps=False,
             ),
@@ -121,24 +121,24 @@ class ShmBackend(Backend):
         self._call = numbering(in_calls)
         self._plans: Plans
         module = extension if use_native and size > 1 else None
-        self._attendance = Attendance(board, self.members, rank, segment, self._layout)
+        self._membership = GroupMembership(board, self.members, rank, segment, self._layout)
         movers = _movers(board, self.members, module)
         self._pipes = PeerPipes(
-            board, self._attendance, rank, segment, self._layout, movers, self._call
+            board, self._membership, rank, segment, self._layout, movers, self._call
         )
         self._closing.callback(self._pipes.close)
         if progress is None:
-            progress = Progress(board, f"{name} progress")
+            progress = ProgressEngine(board, f"{name} progress")
             self._closing.callback(progress.close)
-        self._execution = Execution(progress, partial(end_group, self.identity))
+        self._execution = Executors(progress, partial(end_group, self.identity))
         self._native = None if module is None else self._make_native(module)
         self._steps: Steps = self._native or PythonSteps(
-            segment, self._layout, rank, self._ring_others
+            segment, self._layout, rank, self._notify_others
         )
         if self._native is not None:
-            self.shortcut = DirectCalls(
+            self.fast_path = FastPathCalls(
                 self._native,
-                self._attendance,
+                self._membership,
                 self._pipes,
                 self._execution,
                 self.identity,
@@ -154,7 +154,7 @@ class ShmBackend(Backend):
         *,
         name: str = "group",
         timeout: float | None = 60.0,
-        progress: Progress | None = None,
+        progress: ProgressEngine | None = None,
         use_native: bool = True,
         in_calls: bool = True,
     ) -> Self:
@@ -188,13 +188,13 @@ class ShmBackend(Backend):
             handle = _DECODER.decode(share(None))
             try:
                 segment = Segment.attach(
-                    handle, lambda pid: board.runs(members[0], pid), touch=False
+                    handle, lambda pid: board.is_running(members[0], pid), touch=False
                 )
             except SharedMemoryError:
                 board.require(f"{name} create", lambda: members[:1], lambda: False)
                 raise
         for begin, end in group.written_by(_rank_of(board, members)):
-            segment.settle(begin, end)
+            segment.first_touch(begin, end)
         backend = cls(
             board,
             members,
@@ -220,14 +220,14 @@ class ShmBackend(Backend):
         match operation.verb:
             case "send":
                 task = SendTask(self._pipes, peer, name, operation.source)
-                return execution.perform(execution.message_lane("send", peer), task, operation)
+                return execution.submit(execution.message_executor("send", peer), task, operation)
             case "recv":
                 tensors = () if operation.following is not None else (operation.output,)
                 task = ReceiveTask(self._pipes, peer, name, tensors, operation.following)
-                return execution.perform(execution.message_lane("recv", peer), task, operation)
+                return execution.submit(execution.message_executor("recv", peer), task, operation)
         plans = self._plans.of(operation)
-        task = Collective(self._steps, self._attendance, name, plans, operation, call=self._call())
-        return execution.perform(execution.collectives, task, operation)
+        task = Collective(self._steps, self._membership, name, plans, operation, call=self._call())
+        return execution.submit(execution.collectives, task, operation)
 
     def explain(self) -> Explanation:
         """As every backend's; says how payloads are not written, or that C is missing."""
@@ -236,12 +236,12 @@ class ShmBackend(Backend):
             return told
         if self._native is None:
             why = f"{'not built' if extension is None else 'not wanted'}: {COST}"
-            return replace(told, refused=(*told.refused, ("the C extension", why)))
-        return replace(told, refused=(*told.refused, _other_way(*self._native.way)))
+            return replace(told, unavailable=(*told.unavailable, ("the C extension", why)))
+        return replace(told, unavailable=(*told.unavailable, _other_way(*self._native.way)))
 
     def flush(self, deadline: Deadline) -> None:
         """Return once its collectives are done, and all that it sent ahead has arrived."""
-        for ticket in tuple(self._execution.collectives.tickets):
+        for ticket in tuple(self._execution.collectives.handles):
             ticket.wait(deadline)
         self.board.wait(
             lambda: not self._pipes.undelivered(),
@@ -249,12 +249,12 @@ class ShmBackend(Backend):
             self.identity.operation("flush"),
             lambda: [self.members[rank] for rank in self._pipes.undelivered()],
         )
-        self._pipes.spills.forget()
+        self._pipes.overflows.forget()
 
-    def goes_ahead(self, peer: int, size: int) -> bool:
+    def sends_eagerly(self, peer: int, size: int) -> bool:
         """As every backend's: if nothing to that rank is under way, and there is room."""
         lane = self._execution.messages.get(("send", peer))
-        return (lane is None or not lane.tickets) and self._pipes.goes_ahead(peer, size)
+        return (lane is None or not lane.handles) and self._pipes.sends_eagerly(peer, size)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, like: Tensor | None = None) -> Tensor:  # noqa: ARG002
         """As every backend's; large ones lie in memory that was used before."""
@@ -268,7 +268,7 @@ class ShmBackend(Backend):
             self.board.memory,
             self.rank,
             self.board.slot_offset(self.members[self.rank]),
-            tuple(self.board.doorbell_offset(member) for member in self.members),
+            tuple(self.board.eventcount_offset(member) for member in self.members),
             tuple(self.identity.operation(verb) for verb in (*VERBS, "send", "recv")),
             torch.Tensor,
             ReduceOp,
@@ -282,20 +282,20 @@ class ShmBackend(Backend):
         )
         return comm
 
-    def _ring_others(self) -> None:
+    def _notify_others(self) -> None:
         for peer in self.peers:
-            self.board.ring(peer)
+            self.board.notify(peer)
 
     def _join(self) -> None:
         """Say that this rank is there, and wait for the others."""
-        words, attendance = self._segment.words, self._attendance
+        words, membership = self._segment.words, self._membership
         if self._native is None:
             words.store64(layout.GROUP_WHOLE_BYTES, layout.WHOLE_ALWAYS)
-        attendance.join()
-        self._closing.callback(attendance.leave)
-        deadline, absent = Deadline.after(self.timeout), attendance.absent
+        membership.join()
+        self._closing.callback(membership.mark_left)
+        deadline, absent = Deadline.after(self.timeout), membership.not_joined
         self.board.wait(lambda: not absent(), deadline, f"{self.name} create", absent)
-        self._segment.touch()
+        self._segment.prefault()
         whole_bytes = GroupLayout.read(words).whole_bytes
         self._plans = Plans(self.rank, self.world_size, whole_bytes)
 
@@ -306,8 +306,8 @@ def _movers(board: Board, members: Sequence[int], module: ModuleType | None) -> 
     def make(segment: Segment, peer: int) -> Mover:
         member = members[peer]
         if module is None:
-            return PythonMover(segment, partial(board.ring, member))
-        mover: Mover = module.Pipe(segment.memory, board.memory, board.doorbell_offset(member))
+            return PythonMover(segment, partial(board.notify, member))
+        mover: Mover = module.Pipe(segment.memory, board.memory, board.eventcount_offset(member))
         return mover
 
     return make

@@ -5,7 +5,7 @@ The sender makes a pipe at its first transfer, and says in the group's segment w
 
 They travel through the pipe between the two. A sender does not depend on its receiver: if the pipe
 is full, and the receiver does not empty it, the rest of a tensor goes into spills, as long as the
-pipe has room for chunks about them, and at most `AHEAD_BYTES` of spills wait to be received.
+pipe has room for chunks about them, and at most `EAGER_BYTES` of spills wait to be received.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from device_comm.shm.channel import (
     AT_ONCE_BYTES,
     HEADER_BYTES,
     INSIDE,
+    OVERFLOW,
     PIECE_BYTES,
     POSTED,
     RING,
     RING_BYTES,
     SMALL_BYTES,
-    SPILL,
     TAKEN,
     Chunk,
     Mover,
-    ReceivedSpills,
-    SentSpill,
-    Spill,
-    SpillPool,
+    OverflowBuffer,
+    OverflowPool,
+    ReceivedOverflow,
+    SentOverflow,
     has_chunk,
     peek,
     post,
@@ -44,15 +44,15 @@ from device_comm.shm.layout import PIPE_HANDLE, PIPE_OPEN, GroupLayout
 from device_comm.shm.signature import DTYPE_CODES
 from device_comm.span import copy_bytes
 from shm_broadcast.errors import DivergenceError, PeerLostError, SharedMemoryError
-from shm_broadcast.segment import Segment, SegmentHandle, is_refused, may_pass
+from shm_broadcast.segment import Segment, SegmentHandle, is_permission_denied, is_transient
 from shm_broadcast.state.board import Board
 
 if TYPE_CHECKING:
     from device_comm.shm.channel import MakeMover
-    from device_comm.shm.collectives import Attendance
+    from device_comm.shm.collectives import GroupMembership
 
 
-CHUNKS_ABOUT_SPILLS: Final = 32
+CHUNKS_ABOUT_OVERFLOW: Final = 32
 """More than one transfer posts: four about kept spills, then each spill doubles the last one."""
 
 _HANDLE = struct.Struct("<IIxxxxQQ16s")
@@ -77,7 +77,7 @@ class PeerPipes:
     def __init__(
         self,
         board: Board,
-        attendance: Attendance,
+        membership: GroupMembership,
         rank: int,
         group: Segment,
         layout: GroupLayout,
@@ -85,13 +85,13 @@ class PeerPipes:
         call: Callable[[], int] = call_number,
     ) -> None:
         self.board = board
-        self.attendance = attendance
+        self.membership = membership
         self.rank = rank
         self.group = group
         self.layout = layout
         self.make_mover = make_mover
         self.call = call
-        self.spills = SpillPool()
+        self.overflows = OverflowPool()
         self.outgoing: dict[int, SendingEnd] = {}
         self.coming: dict[int, ReceivingEnd] = {}
 
@@ -109,18 +109,18 @@ class PeerPipes:
             end = self.coming[peer] = ReceivingEnd(self, peer)
         return end
 
-    def goes_ahead(self, peer: int, size: int) -> bool:
+    def sends_eagerly(self, peer: int, size: int) -> bool:
         """Whether ``size`` bytes to rank ``peer`` can be sent now, if none wait."""
         end = self.outgoing.get(peer)
         room = RING_BYTES if end is None else end.room
         if size <= PIECE_BYTES and room >= wanted_room(size):
             return True
-        spills = room >= CHUNKS_ABOUT_SPILLS * HEADER_BYTES
-        return size > SMALL_BYTES and spills and self.spills.allow(size)
+        overflows = room >= CHUNKS_ABOUT_OVERFLOW * HEADER_BYTES
+        return size > SMALL_BYTES and overflows and self.overflows.allow(size)
 
     def undelivered(self) -> list[int]:
         """The ranks that have not received all that was sent to them, and still may."""
-        has_left = self.attendance.has_left
+        has_left = self.membership.has_left
         return [rank for rank, end in self.outgoing.items() if not end.empty and not has_left(rank)]
 
     def close(self) -> None:
@@ -129,7 +129,7 @@ class PeerPipes:
             sending.close()
         for receiving in self.coming.values():
             receiving.close()
-        self.spills.close()
+        self.overflows.close()
 
 
 class SendingEnd:
@@ -143,7 +143,7 @@ class SendingEnd:
         """Make the pipe and tell where it is. Collective: no."""
         self._segment = Segment.create(RING + RING_BYTES, "group-pipe")
         self._words = self._segment.words
-        self._board, self._member = pipes.board, pipes.attendance.members[peer]
+        self._board, self._member = pipes.board, pipes.membership.members[peer]
         self.mover = pipes.make_mover(self._segment, peer)
         handle, place = self._segment.handle(), pipes.layout.pipe(pipes.rank, peer)
         pipes.group.words.write(
@@ -151,7 +151,7 @@ class SendingEnd:
             _HANDLE.pack(handle.fd, handle.pid, handle.start_time, handle.size, handle.nonce),
         )
         pipes.group.words.store32(place + PIPE_OPEN, 1)
-        self._board.ring(self._member)
+        self._board.notify(self._member)
 
     @property
     def room(self) -> int:
@@ -170,7 +170,7 @@ class SendingEnd:
     def post(self, chunk: Chunk) -> None:
         """Post a chunk about a spill. There is room."""
         post(self._words, chunk)
-        self._board.ring(self._member)
+        self._board.notify(self._member)
 
     def close(self) -> None:
         """Close the pipe."""
@@ -188,14 +188,14 @@ class ReceivingEnd:
 
     def __init__(self, pipes: PeerPipes, peer: int) -> None:
         """Look for the pipe when asked. Collective: no."""
-        self._group, self._board, self._attendance = pipes.group, pipes.board, pipes.attendance
+        self._group, self._board, self._membership = pipes.group, pipes.board, pipes.membership
         self._make_mover, self._peer = pipes.make_mover, peer
-        self._member = pipes.attendance.members[peer]
+        self._member = pipes.membership.members[peer]
         self._place = pipes.layout.pipe(peer, pipes.rank)
         self._segment: Segment | None = None
         self.mover: Mover | None = None
         self._sender: SegmentHandle
-        self._spills = ReceivedSpills()
+        self._overflows = ReceivedOverflow()
 
     def find_mover(self) -> Mover | None:
         """The mover; looks for the pipe. None before the sender has made it."""
@@ -204,7 +204,7 @@ class ReceivingEnd:
 
     def readable(self) -> bool:
         """Whether a chunk has come, or none will come any more."""
-        return self._attendance.has_left(self._peer) or self._has_chunk()
+        return self._membership.has_left(self._peer) or self._has_chunk()
 
     def peek(self) -> Chunk | None:
         """The next chunk, left in the pipe; None if there is none."""
@@ -214,25 +214,25 @@ class ReceivingEnd:
     @property
     def ended(self) -> bool:
         """Whether nothing will come any more."""
-        return self._attendance.has_left(self._peer) and not self._has_chunk()
+        return self._membership.has_left(self._peer) and not self._has_chunk()
 
     def take(self, chunk: Chunk) -> None:
         """Give the room of the next chunk back, which is ``chunk``."""
         if self._segment is not None:
             take(self._segment.words, chunk)
-            self._board.ring(self._member)
+            self._board.notify(self._member)
 
-    def spill(self, chunk: Chunk) -> Spill:
+    def overflow(self, chunk: Chunk) -> OverflowBuffer:
         """The spill that a chunk is about."""
         pid, start = self._sender.pid, self._sender.start_time
         handle = SegmentHandle(pid, start, chunk.fd, chunk.nonce, chunk.size)
-        return self._spills.find(handle, chunk.kept)
+        return self._overflows.find(handle, chunk.kept)
 
     def close(self) -> None:
         """Close the pipe, and the spills that were opened."""
         if self._segment is not None:
             self._segment.close()
-        self._spills.close()
+        self._overflows.close()
 
     def _has_chunk(self) -> bool:
         segment = self._find()
@@ -264,14 +264,14 @@ class SendTask:
         """Send ``tensor``, contiguous, to rank ``peer``, from byte ``sent`` on."""
         self.operation = operation
         self._end = pipes.to(peer)
-        self._attendance = pipes.attendance
+        self._membership = pipes.membership
         self._peer = peer
-        self._spills = pipes.spills
+        self._overflows = pipes.overflows
         self._tensor = tensor
         self._address = tensor.data_ptr()
         self._total = tensor.nbytes
         self._dtype = DTYPE_CODES.get(tensor.dtype, 0)
-        self._member = pipes.attendance.members[peer]
+        self._member = pipes.membership.members[peer]
         self._sent = sent
         self._call = pipes.call()
         self._ahead = False
@@ -294,18 +294,18 @@ class SendTask:
                 return True
             if self._sent - before >= AT_ONCE_BYTES:
                 return False
-            if self._may_spill():
+            if self._may_overflow():
                 self._ahead = True
-                spill = self._spills.take(self._left, spare)
-                self._post(spill)
-                patience, spare = 0, 0 if spill.kept else 2 * spill.room
+                overflow = self._overflows.take(self._left, spare)
+                self._post(overflow)
+                patience, spare = 0, 0 if overflow.kept else 2 * overflow.room
             elif not self._end.takes_inside(self._left):
                 return self._waits()
 
     def ready(self) -> bool:
         """Whether more of the tensor can be sent now, or it never can."""
-        room = self._end.takes_inside(self._left) or self._may_spill()
-        return room or self._attendance.has_left(self._peer)
+        room = self._end.takes_inside(self._left) or self._may_overflow()
+        return room or self._membership.has_left(self._peer)
 
     def missing(self) -> tuple[int, ...]:
         """The receiver's member number."""
@@ -317,8 +317,8 @@ class SendTask:
 
     def _waits(self) -> bool:
         """False: it has to wait for room, which the receiver may still make."""
-        if self._attendance.has_left(self._peer):
-            raise self._attendance.error(self.operation, self._peer)
+        if self._membership.has_left(self._peer):
+            raise self._membership.error(self.operation, self._peer)
         return False
 
     def _send_empty(self) -> bool:
@@ -328,19 +328,19 @@ class SendTask:
             self._end.post(Chunk(INSIDE, self._dtype, False, 0, 0, 0, 0, call=self._call))
         return room
 
-    def _may_spill(self) -> bool:
+    def _may_overflow(self) -> bool:
         """Whether more may go into spills: of a tensor, all or nothing."""
         if self._left <= SMALL_BYTES or self._end.room < HEADER_BYTES:
             return False
-        return self._ahead or self._spills.allow(self._left)
+        return self._ahead or self._overflows.allow(self._left)
 
-    def _post(self, spill: SentSpill) -> None:
-        """Fill ``spill`` with what comes next of the tensor, and post a chunk about it."""
-        used = min(self._left, spill.room)
-        copy_bytes(spill.address, self._address + self._sent, used)
-        fd, size, nonce = spill.handle.fd, spill.handle.size, spill.handle.nonce
-        about = self._dtype, spill.kept, fd, self._total, self._sent, used
-        self._end.post(Chunk(SPILL, *about, size, nonce, self._call))
+    def _post(self, overflow: SentOverflow) -> None:
+        """Fill ``overflow`` with what comes next of the tensor, and post a chunk about it."""
+        used = min(self._left, overflow.room)
+        copy_bytes(overflow.address, self._address + self._sent, used)
+        fd, size, nonce = overflow.handle.fd, overflow.handle.size, overflow.handle.nonce
+        about = self._dtype, overflow.kept, fd, self._total, self._sent, used
+        self._end.post(Chunk(OVERFLOW, *about, size, nonce, self._call))
         self._sent += used
 
 
@@ -369,9 +369,9 @@ class ReceiveTask:
         self.operation = operation
         self._board = pipes.board
         self._end = pipes.from_(peer)
-        self._attendance = pipes.attendance
+        self._membership = pipes.membership
         self._peer = peer
-        self._member = pipes.attendance.members[peer]
+        self._member = pipes.membership.members[peer]
         self._call = pipes.call()
         self._following = following
         self._tensors: Iterator[Tensor] = iter(tensors)
@@ -404,18 +404,18 @@ class ReceiveTask:
                 if chunk is None:
                     if not self._end.ended:
                         return False
-                    raise self._attendance.error(self.operation, self._peer)
+                    raise self._membership.error(self.operation, self._peer)
                 self._check(chunk)
-                if chunk.kind == SPILL:
-                    self._take_from_spill(chunk)
+                if chunk.kind == OVERFLOW:
+                    self._take_from_overflow(chunk)
                 elif not self._total:
                     self._end.take(chunk)
                     self._filled = True
         except SharedMemoryError as error:
-            if may_pass(error) or is_refused(error):
+            if is_transient(error) or is_permission_denied(error):
                 raise
-            if self._attendance.has_left(self._peer):
-                raise self._attendance.end(self.operation, self._peer) from error
+            if self._membership.has_left(self._peer):
+                raise self._membership.abort_left(self.operation, self._peer) from error
             raise PeerLostError(self.operation, self._board.member_status(self._member)) from error
         return True
 
@@ -465,12 +465,12 @@ class ReceiveTask:
                 naming_call(f"send of {chunk.total} bytes of {dtype}", chunk.call),
             )
 
-    def _take_from_spill(self, chunk: Chunk) -> None:
-        spill = self._end.spill(chunk)
-        copy_bytes(self._address + self._received, spill.address, chunk.used)
-        spill.mark(taken=False)
+    def _take_from_overflow(self, chunk: Chunk) -> None:
+        overflow = self._end.overflow(chunk)
+        copy_bytes(self._address + self._received, overflow.address, chunk.used)
+        overflow.mark(taken=False)
         if not chunk.kept:
-            spill.segment.close()
+            overflow.segment.close()
         self._end.take(chunk)
         self._received += chunk.used
         self._filled = self._received == self._total

@@ -197,20 +197,20 @@ class Maybe(TypedDict, total=False):
 if TYPE_CHECKING:
     Empty = Callable[[Sequence[int], torch.dtype, Tensor | None], Tensor]
     """`device_comm.backend.Backend.empty`."""
-    Landing = tuple[Tensor, Callable[[], Tensor] | None]
+    OutputBuffer = tuple[Tensor, Callable[[], Tensor] | None]
     """Where a backend writes, and the last step that returns the result (None: it is that)."""
 
 
-def plain(x: Tensor) -> Tensor:
+def materialized(x: Tensor) -> Tensor:
     """``x`` itself or a copy of it: contiguous, no autograd history, nothing lazy."""
     if x.requires_grad:
         x = x.detach()
-    if is_plain(x):
+    if is_materialized(x):
         return x
     return x.resolve_conj().resolve_neg().contiguous()
 
 
-def is_plain(x: Tensor) -> bool:
+def is_materialized(x: Tensor) -> bool:
     """Whether the elements of ``x`` lie in its memory in order and as they are."""
     return x.is_contiguous() and not x.is_neg() and not (x.is_complex() and x.is_conj())
 
@@ -244,21 +244,21 @@ def rows_before(shape: Sequence[int], dim: int) -> int:
     return math.prod(tuple(shape)[:dim]) if dim else 1  # a slice of torch.Size is slow
 
 
-def pieces_first(x: Tensor, dim: int, count: int) -> Tensor:
+def pack_pieces(x: Tensor, dim: int, count: int) -> Tensor:
     """``x`` with its ``count`` pieces along ``dim`` one after the other, contiguous."""
     outer = rows_before(x.shape, dim)
     if outer == 1 or x.numel() == 0:
-        return plain(x)
-    return plain(x.reshape(outer, count, x.numel() // (outer * count)).transpose(0, 1))
+        return materialized(x)
+    return materialized(x.reshape(outer, count, x.numel() // (outer * count)).transpose(0, 1))
 
 
-def landing(
+def output_buffer(
     empty: Empty,
     out: Tensor | None,
     shape: tuple[int, ...],
     like: Tensor,
     source: Tensor | None,
-) -> Landing:
+) -> OutputBuffer:
     """A landing for a result of ``shape``.
 
     Args:
@@ -277,7 +277,7 @@ def landing(
         check_out(out, shape, like.dtype, like.device)
     given = out
     target = out.detach() if out.requires_grad else out
-    if (source is None or not shares_memory(target, source)) and is_plain(target):
+    if (source is None or not shares_memory(target, source)) and is_materialized(target):
         return target, lambda: given
     buffer = empty(shape, like.dtype, like)
 
@@ -288,7 +288,7 @@ def landing(
     return buffer, finish
 
 
-def landing_pieces(
+def output_pieces(
     empty: Empty,
     out: Tensor | None,
     shape: tuple[int, ...],
@@ -296,11 +296,11 @@ def landing_pieces(
     count: int,
     like: Tensor,
     source: Tensor,
-) -> Landing:
+) -> OutputBuffer:
     """A landing for ``count`` pieces, one after the other, of a result of ``shape``."""
     outer = rows_before(shape, dim)
     if outer == 1 or not (numel := math.prod(shape)):
-        return landing(empty, out, shape, like, source)
+        return output_buffer(empty, out, shape, like, source)
     if out is not None:
         check_out(out, shape, like.dtype, like.device)
     rest = numel // (outer * count)
@@ -309,7 +309,7 @@ def landing_pieces(
     def finish() -> Tensor:
         result = empty(shape, like.dtype, like) if out is None else out
         target = result.detach()
-        if is_plain(target):
+        if is_materialized(target):
             target.view(outer, count, rest).copy_(buffer.transpose(0, 1))
         else:
             target.copy_(buffer.transpose(0, 1).reshape(shape))

@@ -24,10 +24,10 @@ from device_comm.verbs.checks import (
     check_total,
     elements_of,
     equal_share,
-    landing,
-    landing_pieces,
-    pieces_first,
-    plain,
+    materialized,
+    output_buffer,
+    output_pieces,
+    pack_pieces,
     resized,
     row_elements,
 )
@@ -63,7 +63,7 @@ def reduce_and_norm(
     learns = _learns(x, residual, weight)
     if not learns and run.world_size > 1 and run.backend.norms(x, weight):
         # A layout is each rank's own: what is launched must not depend on it.
-        x, residual, weight = map(plain, (x, residual, weight))
+        x, residual, weight = map(materialized, (x, residual, weight))
         output, kept = run.new(x.shape, x.dtype, x), run.new(x.shape, x.dtype, x)
         norm = Norm(residual, weight, kept, epsilon)
         run.run(Operation("all_reduce", x, output, timeout=timeout, norm=norm, shape=x.shape), None)
@@ -169,7 +169,7 @@ class SymmetricVerbs:
                     x.detach().copy_(total)  # as outside a graph, autograd does not see it
                 return x
         run = self.runner
-        if not async_op and (shortcut := run.backend.shortcut) is not None:
+        if not async_op and (shortcut := run.backend.fast_path) is not None:
             done = shortcut.collective("all_reduce", timeout, x, op, out)
             if done is not NotImplemented:
                 return done
@@ -177,8 +177,8 @@ class SymmetricVerbs:
         check_reduction(op, x.dtype)
         if run.world_size == 1:
             return run.identity("all_reduce", x, out, async_op)
-        source = plain(x)
-        buffer, finish = landing(run.new, out, x.shape, source, None if out is x else x)
+        source = materialized(x)
+        buffer, finish = output_buffer(run.new, out, x.shape, source, None if out is x else x)
         operation = Operation("all_reduce", source, buffer, async_op, timeout, op=op, shape=x.shape)
         return run.run(operation, buffer, finish)
 
@@ -283,7 +283,7 @@ class SymmetricVerbs:
         if traced and is_compiling() and out is None and not async_op and timeout is None:
             return traced.all_gather(x, check_dim(dim, x))
         run = self.runner
-        if not async_op and (shortcut := run.backend.shortcut) is not None:
+        if not async_op and (shortcut := run.backend.fast_path) is not None:
             done = shortcut.collective("all_gather", timeout, x, dim, out)
             if done is not NotImplemented:
                 return done
@@ -293,8 +293,8 @@ class SymmetricVerbs:
         shape = resized(x.shape, dim, n * x.shape[dim])
         if n == 1:
             return run.identity("all_gather", x, out, async_op)
-        source = plain(x)
-        buffer, finish = landing_pieces(run.new, out, shape, dim, n, source, x)
+        source = materialized(x)
+        buffer, finish = output_pieces(run.new, out, shape, dim, n, source, x)
         operation = Operation(
             "all_gather", source, buffer, async_op, timeout, shape=x.shape, dim=dim
         )
@@ -364,7 +364,7 @@ class SymmetricVerbs:
         if traced and is_compiling() and out is None and not async_op and timeout is None:
             return traced.reduce_scatter(x, check_dim(dim, x), op)
         run = self.runner
-        if not async_op and (shortcut := run.backend.shortcut) is not None:
+        if not async_op and (shortcut := run.backend.fast_path) is not None:
             done = shortcut.collective("reduce_scatter", timeout, x, dim, op, out)
             if done is not NotImplemented:
                 return done
@@ -375,8 +375,8 @@ class SymmetricVerbs:
         shape = resized(x.shape, dim, equal_share(x.shape[dim], n, dim))
         if n == 1:
             return run.identity("reduce_scatter", x, out, async_op)
-        source = pieces_first(x, dim, n)
-        buffer, finish = landing(run.new, out, shape, source, x)
+        source = pack_pieces(x, dim, n)
+        buffer, finish = output_buffer(run.new, out, shape, source, x)
         operation = Operation(
             "reduce_scatter", source, buffer, async_op, timeout, op=op, shape=x.shape, dim=dim
         )
@@ -492,7 +492,7 @@ class AllToAllVerbs:
         """
         run = self.runner
         plain = not async_op and input_sizes is None and output_sizes is None
-        if plain and (shortcut := run.backend.shortcut) is not None:
+        if plain and (shortcut := run.backend.fast_path) is not None:
             done = shortcut.collective("all_to_all", timeout, x, dim, out)
             if done is not NotImplemented:
                 return done
@@ -520,8 +520,8 @@ class AllToAllVerbs:
             gives, takes = elements_of(gives, row), elements_of(takes, row)
         if n == 1:
             return run.identity("all_to_all", x, out, async_op)
-        source = pieces_first(x, dim, rows)
-        buffer, finish = landing_pieces(run.new, out, shape, dim, shape[dim], source, x)
+        source = pack_pieces(x, dim, rows)
+        buffer, finish = output_pieces(run.new, out, shape, dim, shape[dim], source, x)
         operation = Operation(
             "all_to_all",
             source,

@@ -20,8 +20,8 @@ from device_comm.verbs.checks import (
     check_peer,
     check_shape,
     check_tensor,
-    landing,
-    plain,
+    materialized,
+    output_buffer,
 )
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import CoordinatorError
@@ -52,7 +52,7 @@ class PointToPointVerbs:
             None, once ``x`` may be changed. Whether it has been received then is not said.
         """
         run = self.runner
-        if (shortcut := run.backend.shortcut) is not None:
+        if (shortcut := run.backend.fast_path) is not None:
             peer = (run.rank + 1) % run.world_size if dst is None else dst
             if shortcut.message("send", timeout, x, peer) is not NotImplemented:
                 return
@@ -66,12 +66,12 @@ class PointToPointVerbs:
         """
         return self.runner.empty(shape, dtype)
 
-    def goes_ahead(self, dst: int, size: int) -> bool:
+    def sends_eagerly(self, dst: int, size: int) -> bool:
         """Whether a `send` of ``size`` bytes to rank ``dst`` would now return without its `recv`.
 
         Collective: no. Else it would wait; an `isend` never does.
         """
-        return self.runner.backend.goes_ahead(dst, size)
+        return self.runner.backend.sends_eagerly(dst, size)
 
     def isend(self, x: Tensor, dst: int | None = None, *, timeout: Timeout = None) -> Work[None]:
         """As `send`, at once and without a matching `recv`. Collective: no.
@@ -105,7 +105,7 @@ class PointToPointVerbs:
             ``out``, or a new contiguous tensor.
         """
         run = self.runner
-        if (shortcut := run.backend.shortcut) is not None:
+        if (shortcut := run.backend.fast_path) is not None:
             peer = (run.rank - 1) % run.world_size if src is None else src
             if out is None and size is not None and dtype is not None:
                 out, size, dtype = run.empty(size, dtype), None, None
@@ -192,7 +192,7 @@ class PointToPointVerbs:
             timeout: seconds; None: what the group allows.
         """
         run = self.runner
-        if not async_op and (shortcut := run.backend.shortcut) is not None:
+        if not async_op and (shortcut := run.backend.fast_path) is not None:
             done = shortcut.collective("barrier", timeout)
             if done is not NotImplemented:
                 return None
@@ -205,7 +205,7 @@ class PointToPointVerbs:
         run = self.runner
         check_tensor("x", x, run.device)
         peer = self._check_peer("dst", dst, 1)
-        source = plain(x)
+        source = materialized(x)
         operation = Operation("send", source, NO_TENSOR, async_op, timeout, peer=peer)
         return run.run(operation, None)
 
@@ -228,7 +228,7 @@ class PointToPointVerbs:
         else:
             shape = out.shape if size is None else check_shape("size", size)
             check_out(out, shape, out.dtype if dtype is None else dtype, run.device)
-            buffer, finish = landing(run.new, out, out.shape, out, None)
+            buffer, finish = output_buffer(run.new, out, out.shape, out, None)
         operation = Operation("recv", NO_TENSOR, buffer, async_op, timeout, peer=peer)
         return run.run(operation, buffer, finish)
 

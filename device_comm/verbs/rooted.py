@@ -17,10 +17,10 @@ from device_comm.verbs.checks import (
     check_rank,
     check_tensor,
     equal_share,
-    landing,
-    landing_pieces,
-    pieces_first,
-    plain,
+    materialized,
+    output_buffer,
+    output_pieces,
+    pack_pieces,
     resized,
     shares_memory,
 )
@@ -69,7 +69,7 @@ class RootedVerbs:
             A tensor like ``x``, a new one on ``src`` too; ``x`` itself in a group of one.
         """
         run = self.runner
-        if not async_op and (shortcut := run.backend.shortcut) is not None:
+        if not async_op and (shortcut := run.backend.fast_path) is not None:
             done = shortcut.collective("broadcast", timeout, x, src, out)
             if done is not NotImplemented:
                 return done
@@ -77,7 +77,7 @@ class RootedVerbs:
         src = check_rank("src", src, run.world_size)
         if run.world_size == 1:
             return run.identity("broadcast", x, out, async_op)
-        buffer, finish = landing(run.new, out, x.shape, x, None if out is x else x)
+        buffer, finish = output_buffer(run.new, out, x.shape, x, None if out is x else x)
         source, output = NO_TENSOR, buffer
         if run.rank == src:
             source, output = buffer, NO_TENSOR
@@ -138,7 +138,7 @@ class RootedVerbs:
             On ``dst`` a tensor like ``x``, or ``x`` itself in a group of one; elsewhere None.
         """
         run = self.runner
-        if not async_op and (shortcut := run.backend.shortcut) is not None:
+        if not async_op and (shortcut := run.backend.fast_path) is not None:
             done = shortcut.collective("reduce", timeout, x, dst, op, out)
             if done is not NotImplemented:
                 return done
@@ -147,10 +147,10 @@ class RootedVerbs:
         dst = run.check_dst(dst, out)
         if run.world_size == 1:
             return run.identity("reduce", x, out, async_op)
-        source = plain(x)
+        source = materialized(x)
         buffer, finish = None, None
         if run.rank == dst:
-            buffer, finish = landing(run.new, out, x.shape, source, None if out is x else x)
+            buffer, finish = output_buffer(run.new, out, x.shape, source, None if out is x else x)
         output = NO_TENSOR if buffer is None else buffer
         operation = Operation(
             "reduce", source, output, async_op, timeout, op=op, peer=dst, shape=x.shape
@@ -229,7 +229,7 @@ class RootedPartVerbs:
             On ``dst`` (..., N * s, ...), or ``x`` itself in a group of one; elsewhere None.
         """
         run = self.runner
-        if not async_op and (shortcut := run.backend.shortcut) is not None:
+        if not async_op and (shortcut := run.backend.fast_path) is not None:
             done = shortcut.collective("gather", timeout, x, dst, dim, out)
             if done is not NotImplemented:
                 return done
@@ -240,10 +240,10 @@ class RootedPartVerbs:
         shape = resized(x.shape, dim, n * x.shape[dim])
         if n == 1:
             return run.identity("gather", x, out, async_op)
-        source = plain(x)
+        source = materialized(x)
         buffer, finish = None, None
         if run.rank == dst:
-            buffer, finish = landing_pieces(run.new, out, shape, dim, n, source, x)
+            buffer, finish = output_pieces(run.new, out, shape, dim, n, source, x)
         output = NO_TENSOR if buffer is None else buffer
         operation = Operation("gather", source, output, async_op, timeout, peer=dst, shape=x.shape)
         return run.run(operation, buffer, finish)
@@ -343,7 +343,7 @@ class RootedPartVerbs:
             (..., s, ...), contiguous unless ``out`` is not; ``x`` itself in a group of one.
         """
         run = self.runner
-        if not async_op and (shortcut := run.backend.shortcut) is not None:
+        if not async_op and (shortcut := run.backend.fast_path) is not None:
             done = shortcut.collective("scatter", timeout, x, src, dim, out)
             if done is not NotImplemented:
                 return done
@@ -356,7 +356,7 @@ class RootedPartVerbs:
             raise ValueError(f"rank {run.rank} needs out= to know the shape that it gets")
         check_tensor("out", out, run.device)
         check_dim(dim, out)
-        buffer, finish = landing(run.new, out, out.shape, out, None)
+        buffer, finish = output_buffer(run.new, out, out.shape, out, None)
         operation = Operation(
             "scatter", NO_TENSOR, buffer, async_op, timeout, peer=src, shape=out.shape
         )
@@ -413,7 +413,7 @@ class RootedPartVerbs:
         shape = resized(x.shape, dim, equal_share(x.shape[dim], n, dim))
         if n == 1:
             return run.identity("scatter", x, out, async_op)
-        source = pieces_first(x, dim, n)
-        buffer, finish = landing(run.new, out, shape, source, x)
+        source = pack_pieces(x, dim, n)
+        buffer, finish = output_buffer(run.new, out, shape, source, x)
         operation = Operation("scatter", source, buffer, async_op, timeout, peer=src, shape=shape)
         return run.run(operation, buffer, finish)

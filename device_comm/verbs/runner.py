@@ -24,7 +24,7 @@ from device_comm.verbs.checks import (
     check_tensor,
     equal_share,
 )
-from device_comm.work import Followed, Pending, Work, join
+from device_comm.work import Pending, PendingThen, Work, all_pending
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import CoordinatorError, GroupClosedError
 
@@ -148,10 +148,10 @@ class Runner:
             for each in more:
                 each.name, each.timeout = operation.name, operation.deadline
                 entries.append(self._recorder.begin(each))
-                pending = join([pending, self._start(each)])
+                pending = all_pending([pending, self._start(each)])
             if operation.background and pending is not None:
                 allowed = backend.timeout if given is None else given
-                done = Followed(pending, lambda: self._end(entries))
+                done = PendingThen(pending, lambda: self._end(entries))
                 keep, failed = (operation, more), lambda error: self._fail(entries, error)
                 return Work(result, done, finish, allowed, keep, failed)
             if pending is not None:
@@ -162,7 +162,7 @@ class Runner:
         finally:
             self._watch.idle()
         for entry in entries:
-            self._watch.ended(entry)
+            self._watch.record_end(entry)
         if operation.background:
             return Work(result, None, finish)
         return result if finish is None else finish()
@@ -185,7 +185,7 @@ class Runner:
 
     def skip(self, verb: Verb, result: Any, async_op: bool) -> Any:
         """Return ``result`` of an operation of one rank, or of no tensors."""
-        self._watch.ended(self._recorder.begin_nothing(verb, self._enter(verb)))
+        self._watch.record_end(self._recorder.begin_nothing(verb, self._enter(verb)))
         self._begun.add(sign(verb))
         self._watch.idle()
         return Work(result) if async_op else result
@@ -244,7 +244,7 @@ class Runner:
 
     def _end(self, entries: Sequence[int], error: BaseException | None = None) -> None:
         for entry in entries:
-            self._watch.ended(entry, error)
+            self._watch.record_end(entry, error)
 
     def _fail(self, entries: Sequence[int], error: BaseException) -> None:
         self._end(entries, error)

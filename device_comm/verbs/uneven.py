@@ -22,8 +22,8 @@ from device_comm.verbs.checks import (
     check_total,
     elements_of,
     equal_share,
-    landing_pieces,
-    pieces_first,
+    output_pieces,
+    pack_pieces,
     resized,
     row_elements,
     shares_memory,
@@ -209,8 +209,8 @@ class UnevenVerbs:
         shape = resized(x.shape, dim, mine)
         if n == 1:
             return run.identity("reduce_scatterv", x, out, async_op)
-        source = pieces_first(x, dim, rows)
-        buffer, finish = landing_pieces(run.new, out, shape, dim, mine, source, x)
+        source = pack_pieces(x, dim, rows)
+        buffer, finish = output_pieces(run.new, out, shape, dim, mine, source, x)
         operation = Operation(
             "reduce_scatterv",
             source,
@@ -251,9 +251,9 @@ class UnevenVerbs:
         """One tensor's operation, and its last step; all ``inputs`` are read first."""
         dim, total = check_dim(dim, x), sum(parts)
         shape = resized(x.shape, dim, total)
-        source = pieces_first(x, dim, x.shape[dim])
+        source = pack_pieces(x, dim, x.shape[dim])
         read = next((y for y in inputs if out is not None and shares_memory(out, y)), x)
-        buffer, finish = landing_pieces(self.runner.new, out, shape, dim, total, source, read)
+        buffer, finish = output_pieces(self.runner.new, out, shape, dim, total, source, read)
         operation = Operation(
             "all_gatherv",
             source,

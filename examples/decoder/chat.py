@@ -44,7 +44,7 @@ def main() -> None:
         chat: list[dict[str, str]] = []
         while (line := ask()) is not None:
             chat.append({"role": "user", "content": line})
-            while len(chat) > 1 and len(text.encode_chat(chat)) > engine.room.context // 2:
+            while len(chat) > 1 and len(text.encode_chat(chat)) > engine.limits.context // 2:
                 del chat[:2]  # what was said first is forgotten
             try:
                 said = answer(engine, text, chat, sampling)

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 from shm_broadcast import Deadline
 
-from ..control.attentive_clock import AttentiveClock
+from ..control.attentive_clock import PauseAwareClock
 
 if TYPE_CHECKING:
     from .pending_call import PendingCall
 
 
-class CallClock:
+class CallTimer:
     """Times one call at a time. Not thread-safe.
 
     It is meant for the oldest call under way: ranks answer calls in order, so one that has not
@@ -39,14 +39,14 @@ class CallClock:
     def __init__(self, seconds: float) -> None:
         self.call: PendingCall | None = None
         self._seconds = seconds
-        self._clock = AttentiveClock(seconds / 4)
+        self._clock = PauseAwareClock(seconds / 4)
         self._until = math.inf
 
     def watch(self, call: PendingCall | None) -> bool:
         """Time ``call``, from now on if it is another one than before; whether it is."""
         if call is self.call:
             return False
-        self._until = math.inf if call is None else self._clock.look() + self._seconds
+        self._until = math.inf if call is None else self._clock.read() + self._seconds
         self.call = call  # last: a signal handler may raise before
         return call is not None
 
@@ -57,7 +57,7 @@ class CallClock:
 
     def passed(self) -> PendingCall | None:
         """The call, if its time has passed; each one only once."""
-        if self._until > self._clock.look():
+        if self._until > self._clock.read():
             return None
         self._until = math.inf
         return self.call
@@ -66,10 +66,10 @@ class CallClock:
         """Seconds until `passed` has to be called again; ``inf`` if no call is timed."""
         if self._until == math.inf:
             return math.inf
-        return min(self._until - self._clock.look(), self._seconds / 4)
+        return min(self._until - self._clock.read(), self._seconds / 4)
 
 
-class Lateness:
+class CallDeadlines:
     """Tells when calls are late. Not thread-safe.
 
     Args:
@@ -126,7 +126,7 @@ class Lateness:
         return late, self._looks_at - time.monotonic()
 
 
-class Backlog:
+class CallQueue:
     """Calls under way by number, and queued calls, which have no number. Not thread-safe, but a
     signal handler may call anything of it between two steps of anything else.
 

@@ -37,14 +37,14 @@ from shm_broadcast import (
     PeerLostError,
     SharedMemoryError,
 )
-from shm_broadcast.eventcount import AdaptiveSpin, new_turn
+from shm_broadcast.eventcount import AdaptiveSpin, new_owner_lock
 
 from ..control.protocol import Call, Reply
 
 if TYPE_CHECKING:
     from shm_broadcast import Board, Deadline, MessageQueue
 
-    from .ledger import Ledger
+    from .ledger import CallTracker
     from .pending_call import PendingCall
 
 _ENDS = (GroupAbortedError, GroupClosedError, PeerLostError)
@@ -80,20 +80,20 @@ class Dispatcher:
 
     def __init__(
         self,
-        ledger: Ledger,
+        ledger: CallTracker,
         generation: int,
         board: Board,
         calls: MessageQueue,
         replies: Sequence[MessageQueue],
     ) -> None:
-        self._ledger = ledger
+        self._tracker = ledger
         self._generation = generation
         self._board = board
         self._calls = calls
         self._replies = tuple(replies)
         self._spin = AdaptiveSpin(_LOOK_SECONDS)
-        self._sending = new_turn()
-        self._listening = new_turn()
+        self._sending = new_owner_lock()
+        self._listening = new_owner_lock()
         # Not empty when calls are under way and nobody may be listening: wakes the collector. An
         # Event's lock would stay taken if a signal handler raised in `set`.
         self._needs_collector: SimpleQueue[None] = SimpleQueue()
@@ -114,7 +114,7 @@ class Dispatcher:
             What broke the pool.
         """
         with self._sending as mine:
-            if self._ledger.accept(call, self._generation, may_send=mine):
+            if self._tracker.accept(call, self._generation, may_send=mine):
                 self._send(call, deadline)
 
     def wait(self, call: PendingCall, deadline: Deadline) -> None:
@@ -144,7 +144,7 @@ class Dispatcher:
             name = threading.current_thread().name
             failure = CoordinatorError(f"the thread {name} has failed: {error!r}")
             failure.__cause__ = error
-            self._ledger.break_off(failure, self._generation)
+            self._tracker.break_off(failure, self._generation)
 
     def _listen_in_turn(self, call: PendingCall, deadline: Deadline) -> None:
         """Listen until ``call`` is done, if no other thread listens."""
@@ -157,7 +157,7 @@ class Dispatcher:
 
     def _wait_for_other_listener(self, call: PendingCall, deadline: Deadline) -> None:
         """Wait for a call's result, which another thread takes."""
-        if not self._ledger.wait_until_done(call, deadline.remaining()):
+        if not self._tracker.wait_until_done(call, deadline.remaining()):
             raise GroupTimeoutError(call.method, deadline.timeout)
 
     def _send(self, call: PendingCall, deadline: Deadline) -> None:
@@ -171,29 +171,29 @@ class Dispatcher:
         except _ENDS as error:
             self._end_with_reason(error, deadline)
         except GroupTimeoutError:
-            self._ledger.unsent(call)
+            self._tracker.unsent(call)
             raise
         except (TypeError, RecursionError) as error:
             why = error.__cause__ or error
             raise TypeError(f"the arguments of {call.method} cannot be sent: {why}") from error
 
     def _send_queued(self) -> None:
-        while self._ledger.wait_to_send(self._generation):
+        while self._tracker.wait_to_send(self._generation):
             with self._sending as mine:
                 if mine or self._sending.take_within(_TURN_SECONDS):
                     self._send_next()
             self._wake_collector()
 
     def _send_next(self) -> None:
-        call = self._ledger.next_to_send(self._generation)
+        call = self._tracker.next_to_send(self._generation)
         if call is not None:
             try:
                 self._send(call, NEVER)
             except Exception as error:  # noqa: BLE001 - the arguments' own code fails to pickle them
-                self._ledger.abandon(call, error)
+                self._tracker.abandon(call, error)
 
     def _collect(self) -> None:
-        while not self._ledger.state.over(self._generation):
+        while not self._tracker.state.over(self._generation):
             # Emptied before it listens: what is put in while it listens causes another round.
             self._needs_collector.get()
             self._listen_until_idle()
@@ -202,13 +202,13 @@ class Dispatcher:
 
     def _listen_until_idle(self) -> None:
         with self._listening as mine:
-            while not mine and not self._ledger.state.over(self._generation):
+            while not mine and not self._tracker.state.over(self._generation):
                 mine = self._listening.take_within(_TURN_SECONDS)
             if mine:
-                self._listen(lambda: not self._ledger.backlog.busy, NEVER)
+                self._listen(lambda: not self._tracker.queued.busy, NEVER)
 
     def _wake_collector(self) -> None:
-        if self._ledger.backlog.busy and self._needs_collector.empty():
+        if self._tracker.queued.busy and self._needs_collector.empty():
             self._needs_collector.put(None)
 
     def _listen(self, until: Callable[[], bool], deadline: Deadline) -> None:
@@ -227,7 +227,7 @@ class Dispatcher:
             # Spin on one queue only, of a rank that the oldest call waits for: the spin is a C call
             # without the GIL. Replies of other ranks wait in their queues meanwhile, until they are
             # awaited themselves or the window is over.
-            oldest, rank = self._ledger.awaited
+            oldest, rank = self._tracker.awaited
             if oldest != number:
                 deadline.check("call")  # `wait` below checks it as well
                 self._observe_wait(number, since)
@@ -240,7 +240,7 @@ class Dispatcher:
                 self._board.wait(
                     *(something, deadline, "call", tuple),
                     spin=0,
-                    shown=lambda: self._ledger.late_ranks,
+                    shown=lambda: self._tracker.late_ranks,
                     lookout=self._spin.lookout(since, replies.readable) if oldest else None,
                 )
                 for each, queue in enumerate(self._replies):
@@ -260,9 +260,9 @@ class Dispatcher:
         try:
             reply = Reply(*queue.dequeue(deadline))
         except (MessageDecodeError, SharedMemoryError) as error:
-            self._ledger.garbled(rank, error, self._generation)
+            self._tracker.garbled(rank, error, self._generation)
         else:
-            self._ledger.replied(rank, reply)
+            self._tracker.replied(rank, reply)
 
     def _end_with_reason(self, error: CoordinatorError, deadline: Deadline) -> None:
         """Break the pool because the queues raised ``error``, unless the supervisor does it first.
@@ -273,9 +273,9 @@ class Dispatcher:
         Raises:
             GroupTimeoutError: the deadline passed; the collector waits instead.
         """
-        while not self._ledger.wait_until_over(
+        while not self._tracker.wait_until_over(
             self._generation, deadline.remaining(at_most=_REASON_SECONDS)
         ):
             deadline.check("call")
-            if not self._ledger.reason_due():
-                self._ledger.break_off(error, self._generation)
+            if not self._tracker.reason_due():
+                self._tracker.break_off(error, self._generation)

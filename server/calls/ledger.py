@@ -50,7 +50,7 @@ from shm_broadcast import CoordinatorError, Deadline, MessageDecodeError, Shared
 
 from ..control.protocol import Failed, Reply, rebuild
 from ..errors import CallTimeoutError, PoolClosedError, WorkerError, again, free_frames, located
-from .backlog import Backlog, CallClock, Lateness
+from .backlog import CallDeadlines, CallQueue, CallTimer
 
 if TYPE_CHECKING:
     from .pending_call import PendingCall
@@ -62,16 +62,17 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class LedgerHooks:
+class CallTrackerCallbacks:
     """What a ledger asks its owner to do. Called by any thread, without the ledger's lock.
 
     Attributes:
         resume: ``(rank, number)``: tell the rank, which has failed call ``number``, to go on.
         wake: wake the thread that listens for replies: a call ended without a reply.
-        clock: call `Ledger.tick` now: it has to look earlier than it said last, or to break the
+        clock: call `CallTracker.tick` now: it has to look earlier than it said last, or to break
+        the
             pool.
         broke: ``(error)``: the pool broke; called once in each generation.
-        late: ``(calls)``: these calls are late: call `Ledger.expire`. Each call once.
+        late: ``(calls)``: these calls are late: call `CallTracker.expire`. Each call once.
         stuck: ``(call)``: this call has been the oldest one for too long. Each call once.
     """
 
@@ -191,14 +192,14 @@ class PoolState:
 _LOOK_SECONDS = 1e-3
 
 
-class Ledger:
+class CallTracker:
     """The calls of one pool. Any thread may use it.
 
     Calls wait until `open` is called: when the workers are there, and again after each restart.
 
     Attributes:
         state: whether the pool takes calls, and why not. To be read.
-        backlog: the calls that are queued or under way. To be read.
+        queued: the calls that are queued or under way. To be read.
         move: called when the pool breaks, and by `move_on`, with the calls that wait: those that it
             does not return are another ledger's from then on. ``None``: all stay.
         opened: called when the pool has been restarted.
@@ -220,7 +221,7 @@ class Ledger:
         in_flight: int,
         call_seconds: float,
         settle_seconds: float,
-        hooks: LedgerHooks,
+        hooks: CallTrackerCallbacks,
         *,
         name: str = "",
         stuck_seconds: float = math.inf,
@@ -235,10 +236,10 @@ class Ledger:
         self._lock = threading.RLock()  # a signal handler may ask for the status of its pool
         self._to_send = threading.Condition(self._lock)
         self._idle = threading.Condition(self._lock)
-        self.backlog = Backlog(in_flight)
-        self._lateness = Lateness(call_seconds)
-        self._settling = CallClock(settle_seconds)
-        self._stuck = CallClock(stuck_seconds)
+        self.queued = CallQueue(in_flight)
+        self._lateness = CallDeadlines(call_seconds)
+        self._settling = CallTimer(settle_seconds)
+        self._stuck = CallTimer(stuck_seconds)
         self._look_seconds = stuck_seconds / 4
         self._moves_on = False
         self._mark: Callable[[int], object] = ignore
@@ -250,14 +251,14 @@ class Ledger:
         0, 0 if no call is under way.
         """
         with self._lock:
-            oldest = self.backlog.oldest
+            oldest = self.queued.oldest
             return (0, 0) if oldest is None else (oldest.number, min(oldest.waiting, default=0))
 
     @property
     def late_ranks(self) -> list[int]:
         """The ranks that have not answered the oldest call under way; none if there is no call."""
         with self._lock:
-            oldest = self.backlog.oldest
+            oldest = self.queued.oldest
             return [] if oldest is None else sorted(oldest.waiting)
 
     def idle(self, rank: int) -> str | None:
@@ -266,13 +267,13 @@ class Ledger:
         ``""`` if there was no call yet.
         """
         with self._lock:
-            busy = self.backlog.oldest_of(rank) is not None
-            return None if busy else self.backlog.last_settled
+            busy = self.queued.oldest_of(rank) is not None
+            return None if busy else self.queued.last_settled
 
     def oldest_of(self, rank: int) -> PendingCall | None:
         """The oldest call under way that ``rank`` has not answered; ``None`` if there is none."""
         with self._lock:
-            return self.backlog.oldest_of(rank)
+            return self.queued.oldest_of(rank)
 
     def open(self, generation: int, mark: Callable[[int], object]) -> None:
         """Let calls go to the workers of a new generation.
@@ -285,7 +286,7 @@ class Ledger:
             opens = self.state.ended is None
             opened = self.opened if opens and self.state.generation else ignore
             if opens:
-                self.backlog.last_settled = ""
+                self.queued.last_settled = ""
                 self._mark = mark
                 self.state.open(generation)
                 self._lateness.resumed()
@@ -303,7 +304,7 @@ class Ledger:
         """Wait until no call is queued or under way; False after ``timeout`` seconds."""
         with self._lock:
             return self._idle.wait_for(
-                lambda: self.backlog.empty, min(timeout, threading.TIMEOUT_MAX)
+                lambda: self.queued.empty, min(timeout, threading.TIMEOUT_MAX)
             )
 
     def wait_until(self, true: Callable[[], bool], deadline: Deadline) -> bool:
@@ -333,11 +334,11 @@ class Ledger:
         """
         with self._lock:
             self.state.check()
-            if not may_send or self.state.over(generation) or not self.backlog.open:
-                self.backlog.enqueue(call)
+            if not may_send or self.state.over(generation) or not self.queued.open:
+                self.queued.enqueue(call)
                 self._to_send.notify_all()
                 return False
-            self.backlog.begin(call)
+            self.queued.begin(call)
             return True
 
     def queue(self, call: PendingCall) -> None:
@@ -348,7 +349,7 @@ class Ledger:
         """
         with self._lock:
             self.state.check()
-            self.backlog.enqueue(call)
+            self.queued.enqueue(call)
             self._to_send.notify_all()
             sooner = self._lateness.watch(call)
         if sooner:
@@ -366,7 +367,7 @@ class Ledger:
     def wait_to_send(self, generation: int) -> bool:
         """Wait for a queued call that can be sent; False once the generation is over."""
         with self._lock:
-            self._to_send.wait_for(lambda: self.state.over(generation) or self.backlog.sendable)
+            self._to_send.wait_for(lambda: self.state.over(generation) or self.queued.sendable)
             return not self.state.over(generation)
 
     def next_to_send(self, generation: int) -> PendingCall | None:
@@ -374,24 +375,24 @@ class Ledger:
         none, or none can be sent. One thread sends at a time.
         """
         with self._lock:
-            while self.backlog.sendable and not self.state.over(generation):
-                call = self.backlog.next()
+            while self.queued.sendable and not self.state.over(generation):
+                call = self.queued.next()
                 if call.begin():
-                    self.backlog.begin(call)
+                    self.queued.begin(call)
                     return call
                 # Nobody waits for it: take the next one.
                 self._lateness.forget(call)
-                if self.backlog.empty:
+                if self.queued.empty:
                     self._idle.notify_all()
             return None
 
     def unsent(self, call: PendingCall) -> None:
         """Note that ``call`` was not sent, no worker gets it, and its caller knows."""
         with self._lock:
-            if self.backlog.find(call.number) is call:
-                self.backlog.unsent(call)
+            if self.queued.find(call.number) is call:
+                self.queued.unsent(call)
                 self._stuck.forget(call)
-                self.backlog.follow_up(call)
+                self.queued.follow_up(call)
                 self._notify_waiters()
 
     def abandon(self, call: PendingCall, error: BaseException | None = None) -> None:
@@ -407,8 +408,8 @@ class Ledger:
             self.give_up(call)
             self.cancel(call)
             actions = [*self._settle_again(), self._hooks.clock]
-            if self.backlog.busy and self.state.works:
-                self.backlog.follow_up(call)
+            if self.queued.busy and self.state.works:
+                self.queued.follow_up(call)
                 self._to_send.notify_all()
             call.error = call.error or error
             actions += [] if call.error is None else [call.finish(self._name)]
@@ -427,15 +428,15 @@ class Ledger:
     def give_up(self, call: PendingCall) -> None:
         """Take ``call`` off the queue if it is still there. One that was sent goes on."""
         with self._lock:
-            self.backlog.withdraw(call)
+            self.queued.withdraw(call)
             self._lateness.forget(call)
-            if self.backlog.empty:
+            if self.queued.empty:
                 self._idle.notify_all()
 
     def cancel(self, call: PendingCall) -> None:
         """Tell the workers that nobody waits for ``call``, if it is under way."""
         with self._lock:
-            if self.backlog.find(call.number) is call:
+            if self.queued.find(call.number) is call:
                 self._mark(call.number)
 
     def expire(self, call: PendingCall, error: CallTimeoutError) -> None:
@@ -448,8 +449,8 @@ class Ledger:
     def replied(self, rank: int, reply: Reply) -> None:
         """Take in the reply of ``rank``."""
         with self._lock:
-            call = self.backlog.find(reply.number)
-            is_oldest = call is self.backlog.oldest
+            call = self.queued.find(reply.number)
+            is_oldest = call is self.queued.oldest
             actions = [] if is_oldest else self._spoil_before(rank, reply.number)
             if call is not None:
                 call.answer(rank, reply.value, reply.begun)
@@ -461,7 +462,7 @@ class Ledger:
     ) -> None:
         """Take in a reply of ``rank`` that cannot be read, because of ``error``."""
         with self._lock:
-            call = None if self.state.over(generation) else self.backlog.oldest_of(rank)
+            call = None if self.state.over(generation) else self.queued.oldest_of(rank)
             actions: Actions = []
             if call is not None:
                 told = f"what rank {rank} answers to {call.method} cannot be taken in: {error}"
@@ -483,13 +484,13 @@ class Ledger:
             final: whether the board is aborted: no other rank will answer any more.
         """
         with self._lock:
-            call = self.backlog.find(failed.number)
+            call = self.queued.find(failed.number)
             if call is None:
                 where = f"call {failed.number}" if failed.number else "no call"
                 actions = self._break_off(rebuild(failed, rank, where))
             else:
                 actions = []
-                detail = self.backlog.told() if failed.diverged else ""
+                detail = self.queued.told() if failed.diverged else ""
                 error = rebuild(failed, rank, call.method, detail)
                 call.cut_off |= final
                 call.fail(rank, error, failed)
@@ -524,7 +525,7 @@ class Ledger:
                     actions.append(partial(self._move, self._withdraw_all()))
             if self.state.closed:
                 actions += self._settle_again()
-            self._stuck.watch(self.backlog.oldest)
+            self._stuck.watch(self.queued.oldest)
             stuck = self._stuck.passed()
             late, next_look = self._lateness.look()
             settling_left = math.inf if awaits_reason else self._settling.next_look()
@@ -575,7 +576,7 @@ class Ledger:
         """Ask nobody any more, after `end`: the owner is freed with its last reference, not by a
         garbage collection, for which its shared memory would wait.
         """
-        self._hooks = LedgerHooks(*(ignore,) * 6)
+        self._hooks = CallTrackerCallbacks(*(ignore,) * 6)
         self._mark = ignore
         self.move = None
         self.opened = self.reason_due = ignore
@@ -588,7 +589,7 @@ class Ledger:
         thread that took it out of the queue, or the one that was to send the call.
         """
         actions = self._settle_again()
-        while (call := self.backlog.oldest_of(rank)) is not None and call.number < number:
+        while (call := self.queued.oldest_of(rank)) is not None and call.number < number:
             lost = "a signal handler interrupted the thread that sent the call or took the reply"
             call.spoil(rank, WorkerError(rank, call.method, "KeyboardInterrupt", lost, ""))
             actions += self._settle(call)
@@ -598,8 +599,8 @@ class Ledger:
         """What may not have been done for calls that all ranks have answered, or that are lost: a
         signal handler has interrupted it. To do it twice does no harm.
         """
-        actions = [action for call in self.backlog.settling for action in self._due(call)]
-        actions += [action for call in self.backlog.answered for action in self._settle(call)]
+        actions = [action for call in self.queued.settling for action in self._due(call)]
+        actions += [action for call in self.queued.answered for action in self._settle(call)]
         if actions and self.state.closed:
             actions.insert(0, self._hooks.wake)
         self._notify_waiters()
@@ -617,27 +618,27 @@ class Ledger:
             return [call.finish(self._name), *self._break_off(call.failure or diverged)]
         self._lateness.answered(call)
         self._stuck.forget(call)
-        self.backlog.settle(call)
+        self.queued.settle(call)
         self._notify_waiters()
         return [*self._due(call), *self._clock()]
 
     def _due(self, call: PendingCall) -> Actions:
         """What is to be done for a call that is over."""
         resumed = [partial(self._hooks.resume, rank, call.number) for rank in call.failed]
-        return [call.finish(self._name), *resumed, partial(self.backlog.settled, call)]
+        return [call.finish(self._name), *resumed, partial(self.queued.settled, call)]
 
     def _notify_waiters(self) -> None:
         """A call has left those under way: wake the sender, or `wait_until_idle`."""
-        if self.backlog.sendable:
+        if self.queued.sendable:
             self._to_send.notify_all()
-        elif self.backlog.empty:
+        elif self.queued.empty:
             self._idle.notify_all()
 
     def _clock(self) -> Actions:
         """Time the oldest call if a rank has failed it; ask for a `tick` if its time begins now.
         No call before it is the cause: its caller gets the error.
         """
-        oldest = self.backlog.oldest
+        oldest = self.queued.oldest
         failed = oldest if oldest is not None and oldest.failed else None
         actions = [self._hooks.clock] if self._settling.watch(failed) else []
         if failed is not None and failed.error is not None:
@@ -678,7 +679,7 @@ class Ledger:
         if error is None:
             return []
         moving = self.move is not None and not state.closed
-        self.backlog.lose(error, again=state.ended is None or moving)
+        self.queued.lose(error, again=state.ended is None or moving)
         waiting = self._withdraw_all() if moving else []
         self._stuck.watch(None)
         # Wakes `next_to_send`, `wait_until_over` and `wait_until_idle`, which look at what changed.
@@ -693,7 +694,7 @@ class Ledger:
 
     def _withdraw_all(self) -> list[PendingCall]:
         """Take all calls off the queue."""
-        waiting = self.backlog.withdraw_all()
+        waiting = self.queued.withdraw_all()
         for call in waiting:
             self._lateness.forget(call)
         return waiting
@@ -712,7 +713,7 @@ class Ledger:
                     call.error = call.error or self.state.ended
                     actions.append(call.finish(self._name))
             if self.state.ended is None:
-                self.backlog.put_back(staying)
+                self.queued.put_back(staying)
                 self._to_send.notify_all()
         if sooner:
             actions.append(self._hooks.clock)

@@ -29,14 +29,14 @@ from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeAlias, TypeVar
 
-from coordinator.call_counts import BegunInGroup
-from coordinator.daemon_threads import is_the_future_s
+from coordinator.call_counts import GroupOperationCounts
+from coordinator.daemon_threads import is_future_timeout
 from device_comm.call_number import BEGUN_KEPT, SIGNATURE_WORDS, VERBS, Did, did_of, has_messages
 from shm_broadcast import CoordinatorError, Deadline
 from shm_broadcast.errors import counted
-from shm_broadcast.eventcount import new_turn
-from shm_broadcast.state.fingerprint import Tally
-from shm_broadcast.state.flight_recorder import PastOperation
+from shm_broadcast.eventcount import new_owner_lock
+from shm_broadcast.state.fingerprint import Fingerprint
+from shm_broadcast.state.flight_recorder import OperationRecord
 
 from ..control.protocol import VOID, Failed
 from ..errors import (
@@ -70,11 +70,12 @@ class Difference(NamedTuple):
     did: tuple[str, str]
 
 
-def first_divergence(reports: Mapping[int, Sequence[BegunInGroup]]) -> Difference | None:
+def first_divergence(reports: Mapping[int, Sequence[GroupOperationCounts]]) -> Difference | None:
     """The first difference between the ranks of a call; ``None`` if they have done the same.
 
     Args:
-        reports: by rank, what `coordinator.call_counts.take_begun` returned there. A rank that
+        reports: by rank, what `coordinator.call_counts.take_operation_counts` returned there. A
+        rank that
             is missing is not compared.
     """
     if not any(reports.values()):
@@ -94,8 +95,8 @@ def first_divergence(reports: Mapping[int, Sequence[BegunInGroup]]) -> Differenc
 def fatal_divergence(
     rank: int,
     operation: str,
-    tallies: Mapping[int, Sequence[Tally]],
-    past: Callable[[int], Sequence[PastOperation]],
+    fingerprints: Mapping[int, Sequence[Fingerprint]],
+    past: Callable[[int], Sequence[OperationRecord]],
 ) -> Difference | None:
     """The difference in the collective in which a rank's process ended; ``None`` if there is none.
 
@@ -109,11 +110,11 @@ def fatal_divergence(
             that have begun that collective.
     """
     group, _, verb = operation.rpartition(" ")
-    for lost in tallies[rank]:
+    for lost in fingerprints[rank]:
         if verb in VERBS and lost.last.startswith(bytes([VERBS.index(verb)])):
             begun = {
                 each: tally
-                for each, its in sorted(tallies.items())
+                for each, its in sorted(fingerprints.items())
                 for tally in its
                 if tally.group == lost.group and (tally.count - lost.count) & _U32 < _AHEAD
             }
@@ -124,7 +125,9 @@ def fatal_divergence(
     return None
 
 
-def _compare_last(last: Mapping[int, Tally]) -> tuple[tuple[int, int], tuple[str, str]] | None:
+def _compare_last(
+    last: Mapping[int, Fingerprint],
+) -> tuple[tuple[int, int], tuple[str, str]] | None:
     ranks = _unlike_ranks({rank: tally.digest for rank, tally in last.items()})
     if ranks is None:
         return None
@@ -133,7 +136,7 @@ def _compare_last(last: Mapping[int, Tally]) -> tuple[tuple[int, int], tuple[str
 
 
 def _compare_past(
-    rank: int, verb: str, begun: Iterable[int], past: Callable[[int], Sequence[PastOperation]]
+    rank: int, verb: str, begun: Iterable[int], past: Callable[[int], Sequence[OperationRecord]]
 ) -> tuple[tuple[int, int], tuple[str, str]] | None:
     """Compare the last collective of ``rank`` with what the ranks have begun that are further."""
     number = next(
@@ -153,10 +156,7 @@ def _compare_past(
     )
     if ranks is None:
         return None
-    from device_comm.divergence import (
-        first_difference,
-        past_text,
-    )
+    from device_comm.divergence import first_difference, past_text  # noqa: PLC0415 - loads torch
 
     ours, theirs = (known[each] for each in ranks)
     if first_difference([ours], [theirs], ours.group, 0) is None:
@@ -327,7 +327,7 @@ class CallFuture(Future[Any]):
         try:
             return outcome(timeout)
         except TimeoutError as error:
-            if not is_the_future_s(error):
+            if not is_future_timeout(error):
                 raise
             late = self._late
             if self.done():  # it ended just now
@@ -430,7 +430,7 @@ class PendingCall:
         self.hearsay = False
         self.cut_off = False
         self._values: list[Any] = [None] * self._n_ranks
-        self._begun: dict[int, tuple[BegunInGroup, ...]] = {}
+        self._begun: dict[int, tuple[GroupOperationCounts, ...]] = {}
 
     @property
     def is_void(self) -> bool:
@@ -453,7 +453,7 @@ class PendingCall:
         found = first_divergence(self._begun)
         return found and CallDivergedError(self.number, self.method, *found)
 
-    def answer(self, rank: int, value: Any, begun: tuple[BegunInGroup, ...]) -> None:
+    def answer(self, rank: int, value: Any, begun: tuple[GroupOperationCounts, ...]) -> None:
         """Note the result of ``rank``, and the group operations that it began."""
         self._begun[rank] = begun
         self._values[rank] = value
@@ -598,7 +598,7 @@ class CallStream:
         self._begun = False
         self._over = False
         self._asked: Future[Any] | None = None
-        self._taking = new_turn()
+        self._taking = new_owner_lock()
         self._in_order = threading.RLock()  # no generator is closed before it has begun
 
     def __iter__(self) -> Self:

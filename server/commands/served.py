@@ -16,9 +16,9 @@ from ..replicas import Replicas
 from ..service import listener, logs
 from ..service import listener as descriptors
 from ..service.api import ServedModel
-from ..service.completions import CompletionFace, CompletionService
-from ..service.embeddings import EmbeddingFace, EmbeddingService
-from ..service.face import OwnNames, names_of
+from ..service.completions import CompletionApp, CompletionService
+from ..service.embeddings import EmbeddingApp, EmbeddingService
+from ..service.face import TrustedHosts, names_of
 from ..service.web_server import ConnectionLimits, TimedConnection, WebServer
 from .read_options import DecoderModel, Model, ServePlan
 
@@ -41,11 +41,11 @@ def serve(plan: ServePlan) -> int:
     def end() -> None:
         server.should_exit = True
 
-    face = _face(plan, end)
+    face = _app(plan, end)
     service = face.service
     config = _web_config(plan, face, shares)
     server = WebServer(config, service.give_up, face.live.close, plan.drain_timeout)
-    with server.hear_signals(), listener.listen(plan.host, plan.port) as listening:
+    with server.handle_signals(), listener.listen(plan.host, plan.port) as listening:
         print(f"serving {plan.name} at {listener.url(listening)}", flush=True)
         server.run(sockets=[listening])
     if service.failure is not None:
@@ -55,13 +55,13 @@ def serve(plan: ServePlan) -> int:
     return 1 if server.gave_up else 0
 
 
-def _face(plan: ServePlan, on_failure: Callable[[], None]) -> EmbeddingFace | CompletionFace:
+def _app(plan: ServePlan, on_failure: Callable[[], None]) -> EmbeddingApp | CompletionApp:
     if isinstance(plan.model, DecoderModel):
-        return _completion_face(plan, plan.model, on_failure)
-    return _embedding_face(plan, plan.model, on_failure)
+        return _completion_app(plan, plan.model, on_failure)
+    return _embedding_app(plan, plan.model, on_failure)
 
 
-def _embedding_face(plan: ServePlan, model: Model, on_failure: Callable[[], None]) -> EmbeddingFace:
+def _embedding_app(plan: ServePlan, model: Model, on_failure: Callable[[], None]) -> EmbeddingApp:
     dp, pp = model.workers.dp, model.workers.pp
     make = WorkerPool if dp == 1 else partial(Replicas, dp=dp)
     service = EmbeddingService(
@@ -71,25 +71,25 @@ def _embedding_face(plan: ServePlan, model: Model, on_failure: Callable[[], None
     served = ServedModel(
         plan.name, folder.bert.hidden_size, folder.max_length, folder.bert.vocab_size
     )
-    return EmbeddingFace(
+    return EmbeddingApp(
         service, served, api_key=plan.api_key, truncate=plan.truncate, on_failure=on_failure
     )
 
 
-def _completion_face(
+def _completion_app(
     plan: ServePlan, model: DecoderModel, on_failure: Callable[[], None]
-) -> CompletionFace:
+) -> CompletionApp:
     service = CompletionService(model.text, partial(WorkerPool, **plan.pool), plan.limits)
     config = model.folder.config
     served = ServedModel(plan.name, config.hidden_size, model.context, config.vocab_size)
-    return CompletionFace(service, served, api_key=plan.api_key, on_failure=on_failure)
+    return CompletionApp(service, served, api_key=plan.api_key, on_failure=on_failure)
 
 
 def _web_config(
-    plan: ServePlan, face: EmbeddingFace | CompletionFace, shares: descriptors.Shares
+    plan: ServePlan, face: EmbeddingApp | CompletionApp, shares: descriptors.Shares
 ) -> uvicorn.Config:
     metrics = face.service.metrics
-    own_names = Middleware(OwnNames, names=names_of(plan.host), failed=metrics.fail)
+    own_names = Middleware(TrustedHosts, names=names_of(plan.host), failed=metrics.fail)
     keyless = plan.api_key is None  # then it listens at loopback
     return uvicorn.Config(
         face.app(own_names) if keyless else face.app(),

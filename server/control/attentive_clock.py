@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 
-class AttentiveClock:
+class PauseAwareClock:
     """Counts the time during which its owner looked: the process may have been stopped itself, and
     must not take what others have not done meanwhile for their fault.
 
@@ -18,7 +18,7 @@ class AttentiveClock:
         self._last = time.monotonic()
         self._attended = 0.0
 
-    def look(self) -> float:
+    def read(self) -> float:
         """The seconds so far."""
         now = time.monotonic()
         self._attended += min(now - self._last, self._longest)

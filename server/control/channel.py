@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from coordinator.key_values import KeyValues, Question
+from coordinator.key_values import InMemoryStore, StoreRequest
 from shm_broadcast import NEVER, CoordinatorError, Deadline, GroupTimeoutError, MessageDecodeError
 from shm_broadcast.codec import UNDECODABLE
 from shm_broadcast.deadline import milliseconds
@@ -145,18 +145,18 @@ makes this wait; it gets no more answers.
 """
 
 
-class WorkerMeeting:
+class RendezvousServer:
     """The driver's end: answers the workers in a thread of its own. Close it."""
 
     def __init__(self) -> None:
-        """Nobody is invited yet; see `convene`."""
+        """Nobody is invited yet; see `open_round`."""
         self._channels: dict[int, Channel] = {}
         self._end = WakeFd()
         self._closed = False
         self._thread: threading.Thread | None = None
 
     @contextmanager
-    def convene(self, newcomers: Iterable[int]) -> Iterator[dict[int, socket.socket]]:
+    def open_round(self, newcomers: Iterable[int]) -> Iterator[dict[int, socket.socket]]:
         """Empty the store for another meeting, and make a seat for each newcomer.
 
         The seats of the other ranks, who have left the meeting before, stay theirs. Inside, the
@@ -168,8 +168,8 @@ class WorkerMeeting:
         Yields:
             Their seats, by rank.
         """
-        self._adjourn()
-        self._values = KeyValues()
+        self._close_round()
+        self._values = InMemoryStore()
         with ExitStack() as seats:
             made = {}
             for rank in newcomers:
@@ -177,7 +177,7 @@ class WorkerMeeting:
                 made[rank] = seats.enter_context(theirs)
                 if rank in self._channels:
                     self._channels[rank].close()
-                self._channels[rank] = Channel(ours, Question)
+                self._channels[rank] = Channel(ours, StoreRequest)
             self._thread = threading.Thread(target=self._serve, name="pool-meeting", daemon=True)
             self._thread.start()
             yield made
@@ -186,14 +186,14 @@ class WorkerMeeting:
         """End the thread and close everything; idempotent."""
         if not self._closed:
             self._closed = True
-            self._adjourn()
+            self._close_round()
             for channel in self._channels.values():
                 channel.close()
             self._end.close()
 
-    def _adjourn(self) -> None:
+    def _close_round(self) -> None:
         if self._thread is not None:
-            self._end.ring()
+            self._end.notify()
             if self._thread.is_alive():  # it may not have been started
                 self._thread.join()
             self._thread = None

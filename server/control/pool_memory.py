@@ -29,7 +29,7 @@ def create_pool_board(n_workers: int, generation: int, pool: str) -> Board:
     """
     ranks = (*range(n_workers), DRIVER_RANK)
     board = Board.create(n_workers + 1, n_workers, pool or "pool", ranks)
-    board.add_place("generation", generation)
+    board.publish_place("generation", generation)
     return board
 
 
@@ -37,7 +37,7 @@ _WORDS = 64
 """Where the words begin, behind the segment's header."""
 
 
-class CancelledCalls:
+class CancellationFlags:
     """The marks of one pool. The driver writes them, workers read them; any thread may.
 
     Args:
@@ -51,7 +51,7 @@ class CancelledCalls:
         self._n_words = (segment.size - _WORDS) // 8
 
     @classmethod
-    def create(cls, in_flight: int, echo: Callable[[int], Any] | None = None) -> CancelledCalls:
+    def create(cls, in_flight: int, echo: Callable[[int], Any] | None = None) -> CancellationFlags:
         """No call is marked; at most ``in_flight`` of them will be under way at once.
 
         Raises:
@@ -60,7 +60,7 @@ class CancelledCalls:
         return cls(Segment.create(_WORDS + 8 * in_flight, "cancelled calls"), echo)
 
     @classmethod
-    def attach(cls, handle: SegmentHandle) -> CancelledCalls:
+    def attach(cls, handle: SegmentHandle) -> CancellationFlags:
         """The marks that another process made with `create`.
 
         Raises:

@@ -16,7 +16,7 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from coordinator.call_counts import BegunInGroup
+from coordinator.call_counts import GroupOperationCounts
 from coordinator.key_values import StoreAddress
 from coordinator.rank_grid import RankGrid
 from shm_broadcast import (
@@ -71,7 +71,7 @@ class Reply(msgspec.Struct, frozen=True, gc=False):
     """
 
     number: int
-    begun: tuple[BegunInGroup, ...] = ()
+    begun: tuple[GroupOperationCounts, ...] = ()
     value: Any = None
 
 
@@ -198,7 +198,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     """
 
     number: int
-    begun: tuple[BegunInGroup, ...]
+    begun: tuple[GroupOperationCounts, ...]
     kind: str
     message: str
     traceback: str
@@ -207,11 +207,11 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     exception: bytes = b""
 
 
-class Left(msgspec.Struct, frozen=True, tag=True):
+class Detached(msgspec.Struct, frozen=True, tag=True):
     """Worker to driver: it has left all groups and queues, and waits for another `Start`."""
 
 
-FromWorker: TypeAlias = Hello | WorkProgress | Ready | Failed | Left
+FromWorker: TypeAlias = Hello | WorkProgress | Ready | Failed | Detached
 
 _MOST_BYTES = 1 << 20
 """Of an exception that travels as it is, with all that it holds."""
@@ -228,7 +228,7 @@ _INSTEAD = {
 def describe(
     error: BaseException,
     number: int = 0,
-    begun: tuple[BegunInGroup, ...] = (),
+    begun: tuple[GroupOperationCounts, ...] = (),
     rank: int | None = None,
 ) -> Failed:
     """In a worker: the message about an exception.

@@ -91,7 +91,7 @@ def worker_class(name: str, main: dict[str, bytes] | None) -> type[Any]:
 
 
 @contextmanager
-def making_no_pool() -> Iterator[None]:
+def import_guard() -> Iterator[None]:
     """Inside, the user's modules are imported for workers: `check_may_make_pool` raises."""
     token = _MAKES_NO_POOL.set(True)
     try:

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from shm_broadcast.arguments import texts
-from shm_broadcast.cpu import Core, control_groups, cores_of, listed
+from shm_broadcast.cpu import Core, cgroups, cores_of, listed
 from shm_broadcast.errors import counted
 
 Bound: TypeAlias = tuple[tuple[int, ...], ...]
@@ -193,10 +193,10 @@ def cpu_quota(root: Path = Path("/")) -> float:
     """The processor time that this process's control groups allow, in cores; ``inf``: no limit.
 
     Args:
-        root: the folder to find the groups in: see `control_groups`.
+        root: the folder to find the groups in: see `cgroups`.
     """
     quota = math.inf
-    for unified, folder in control_groups("cpu", root):
+    for unified, folder in cgroups("cpu", root):
         files = ("cpu.max",) if unified else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
         quota = min(quota, _ratio(*(folder / file for file in files)))
     return quota

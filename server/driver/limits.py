@@ -56,7 +56,7 @@ def check_has_system_threads() -> None:
 
 
 @contextmanager
-def telling_limits(n_here: int, n_elsewhere: int | None) -> Iterator[None]:
+def translated_limit_errors(n_here: int, n_elsewhere: int | None) -> Iterator[None]:
     """A block that starts workers: where a limit keeps it from that, the error says which.
 
     What the block has opened is closed if it fails.

@@ -20,17 +20,17 @@ from shm_broadcast import DRIVER_RANK, Deadline, MessageQueue, QueueHandle
 from shm_broadcast.eventcount import WakeFd
 from shm_broadcast.state.flight_recorder import VerbTotal, added_up
 
-from ..control.pool_memory import CancelledCalls, create_pool_board
+from ..control.pool_memory import CancellationFlags, create_pool_board
 from ..control.protocol import Handles, Start
 
 if TYPE_CHECKING:
-    from coordinator.curve_store import StoreHost
+    from coordinator.curve_store import StoreServer
 
-    from ..hosts.remote_hosts import DistantHosts
+    from ..hosts.remote_hosts import RemoteHosts
     from .pool_plan import PoolPlan
 
 
-class ReplyBell:
+class ReplyNotifier:
     """Watches queues from other hosts in a thread of its own. Close it before they are closed.
 
     Args:
@@ -51,7 +51,7 @@ class ReplyBell:
 
     def close(self) -> None:
         """End the thread; idempotent."""
-        self._end.ring()
+        self._end.notify()
         self._thread.join()
         self._poll.close()
         self._end.close()
@@ -61,7 +61,7 @@ class ReplyBell:
             self._wake()
 
 
-class Links:
+class SharedResources:
     """The driver's ends of everything that is shared. Close it when the workers have ended.
 
     Attributes:
@@ -85,12 +85,12 @@ class Links:
         self._secret = secrets.token_bytes()
         self.driver = plan.n_workers
         self.totals_before: dict[int, tuple[VerbTotal, ...]] = {}
-        self._store: StoreHost | None = None
+        self._store: StoreServer | None = None
         self.board = create_pool_board(plan.n_workers, generation, plan.config.name)
         self._undo = ExitStack()
         self._undo.callback(self.board.close)
 
-    def open(self, hosts: DistantHosts | None) -> None:
+    def open(self, hosts: RemoteHosts | None) -> None:
         """Make the queues; with other hosts, which are there, also listen for their workers. If it
         fails, `close` gives back what there is.
 
@@ -119,14 +119,14 @@ class Links:
         }
         echo = None
         if hosts is not None:
-            from coordinator.curve_store import StoreHost  # noqa: PLC0415 - loads ZeroMQ
+            from coordinator.curve_store import StoreServer  # noqa: PLC0415 - loads ZeroMQ
 
-            self._store = StoreHost(range(plan.n_workers), hosts.address, self._secret)
+            self._store = StoreServer(range(plan.n_workers), hosts.address, self._secret)
             undo.callback(self._store.close, 0.0)  # its members have left before, or ended
             echo = partial(hosts.mark, generation)
             hosts.begin(generation, self.board)
             undo.callback(hosts.leave, generation)
-        self.cancelled = undo.enter_context(CancelledCalls.create(plan.in_flight, echo))
+        self.cancelled = undo.enter_context(CancellationFlags.create(plan.in_flight, echo))
 
     def start_of(self, rank: int, first_call: int) -> Start:
         """The start message for the worker of ``rank``."""
@@ -175,7 +175,7 @@ class Links:
             self.replies[rank] = self._undo.enter_context(queue)
         if replies:
             distant = [self.replies[rank] for rank in replies]
-            bell = ReplyBell(distant, partial(self.board.ring, self.driver))
+            bell = ReplyNotifier(distant, partial(self.board.notify, self.driver))
             self._undo.callback(bell.close)
             self.calls.wait_until_ready(deadline)
 

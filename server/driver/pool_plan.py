@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
 
 from coordinator.rank_grid import RankGrid
-from shm_broadcast.arguments import function, optional, some_seconds, whole
+from shm_broadcast.arguments import function, integer, optional, positive_seconds
 
 from ..calls.ledger import ignore
 from ..config import MAX_RESTARTS, RESTART_WINDOW, RESTARTS, PoolConfig
@@ -73,9 +73,9 @@ class PoolPlan:
         """
         if grid.size > _MOST_WORKERS:
             raise ValueError(f"{grid} are {grid.size} workers; a pool has {_MOST_WORKERS} at most")
-        self.grid, self.dcp = grid, whole("dcp", dcp)
+        self.grid, self.dcp = grid, integer("dcp", dcp)
         grid.dcp_group_of(0, self.dcp)
-        self.start_timeout = optional(some_seconds)("start_timeout", start_timeout)
+        self.start_timeout = optional(positive_seconds)("start_timeout", start_timeout)
         self.on_progress = optional(function)("on_progress", on_progress) or ignore
         self.restart = restart
         self.max_restarts, self.window = _restart_limits(restart, max_restarts, window)
@@ -86,8 +86,8 @@ class PoolPlan:
         self.main = main_of(self.worker)
         self.hosts = found = _hosts(launcher, hosts, grid, device, self.start_timeout)
         with ExitStack() as undo:
-            if found is not None and found.summoner is not None:
-                undo.callback(found.summoner.close)
+            if found is not None and found.provisioner is not None:
+                undo.callback(found.provisioner.close)
             if found is not None and len(self.worker_kwargs) > _BYTES_OVER_HOSTS:
                 raise ValueError(
                     f"worker_kwargs may have {_BYTES_OVER_HOSTS} bytes over hosts, pickled; got "
@@ -143,8 +143,8 @@ def _restart_limits(
     """How often a pool may be restarted, and within how many seconds."""
     if restart not in RESTARTS:
         raise ValueError(f"restart must be one of {', '.join(RESTARTS)}; got {restart!r}")
-    max_restarts = optional(whole)("max_restarts", max_restarts)
-    window = optional(some_seconds)("window", window)
+    max_restarts = optional(integer)("max_restarts", max_restarts)
+    window = optional(positive_seconds)("window", window)
     for what, given in (("max_restarts", max_restarts), ("window", window)):
         if restart == "never" and given is not None:
             raise ValueError(f"{what} is for pools that are restarted; got restart='never'")
@@ -153,7 +153,7 @@ def _restart_limits(
 
 def _stuck_after(given: float | None, restart: str, config: PoolConfig) -> float:
     if given is not None:
-        return some_seconds("stuck_after", given)
+        return positive_seconds("stuck_after", given)
     return math.inf if restart == "never" else config.call_seconds
 
 

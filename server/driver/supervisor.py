@@ -20,7 +20,7 @@ from shm_broadcast.deadline import milliseconds
 from shm_broadcast.eventcount import WakeFd
 
 from ..control.channel import ChannelClosedError
-from ..control.protocol import FromWorker, Hello, Left, describe
+from ..control.protocol import Detached, FromWorker, Hello, describe
 
 if TYPE_CHECKING:
     from ..launchers.local import WorkerHandle
@@ -31,11 +31,13 @@ REASON_SECONDS: Final = 5.0
 _log = logging.getLogger(__name__)
 
 
-class Watcher:
+class WorkerEvents:
     """Handles what the supervisor notices, by itself nothing; called in the thread that watches."""
 
     def on_message(self, rank: int, message: FromWorker) -> None:
-        """Handle a message of the worker of ``rank``, whose handle knows of `Hello` and `Left`."""
+        """Handle a message of the worker of ``rank``, whose handle knows of `Hello` and
+        `Detached`.
+        """
 
     def on_death(self, rank: int, how: str, stack: str) -> None:
         """Handle the end of a worker's process.
@@ -80,7 +82,7 @@ class Supervisor:
         """Whether more may be heard of a worker: its end was not passed on yet."""
         return worker.pidfd in self._watched
 
-    def step(self, watcher: Watcher, timeout: float) -> None:
+    def step(self, watcher: WorkerEvents, timeout: float) -> None:
         """Wait up to ``timeout`` seconds for events, and pass them to ``watcher``."""
         ready = self._poll.poll(milliseconds(timeout))
         fds = {fd for fd, _ in ready}
@@ -93,10 +95,13 @@ class Supervisor:
             if worker.pidfd in fds:
                 self._ignore(worker.pidfd)
                 self._ignore(worker.channel.fileno())
-                watcher.on_death(worker.rank, worker.bury(), worker.stack_file.read())
+                watcher.on_death(worker.rank, worker.wait(), worker.stack_file.read())
 
     def start(
-        self, watcher: Watcher, tick: Callable[[], float], failed: Callable[[BaseException], None]
+        self,
+        watcher: WorkerEvents,
+        tick: Callable[[], float],
+        failed: Callable[[BaseException], None],
     ) -> None:
         """Watch in a new thread from now on.
 
@@ -112,7 +117,7 @@ class Supervisor:
 
     def wake(self) -> None:
         """Have ``tick`` called now; does nothing after `close`."""
-        self._wake.ring()
+        self._wake.notify()
 
     def stop(self) -> None:
         """Have the thread end soon; idempotent."""
@@ -124,7 +129,10 @@ class Supervisor:
         self._wake.close()
 
     def _run(
-        self, watcher: Watcher, tick: Callable[[], float], failed: Callable[[BaseException], None]
+        self,
+        watcher: WorkerEvents,
+        tick: Callable[[], float],
+        failed: Callable[[BaseException], None],
     ) -> None:
         try:
             while not self._stopping:
@@ -136,18 +144,18 @@ class Supervisor:
             _log.exception("the thread that watches the workers has failed")
             failed(error)
 
-    def _read(self, worker: WorkerHandle, watcher: Watcher) -> None:
+    def _read(self, worker: WorkerHandle, watcher: WorkerEvents) -> None:
         try:
             while (message := worker.channel.take()) is not None:
                 match message:
                     case Hello(pid):
-                        worker.pid, worker.greeted = pid, True
-                    case Left():
-                        worker.away = True
+                        worker.pid, worker.connected = pid, True
+                    case Detached():
+                        worker.detached = True
                 watcher.on_message(worker.rank, message)
         except ChannelClosedError:
             self._ignore(worker.channel.fileno())
-            worker.cut_off()
+            worker.kill_if_detached()
         except MessageDecodeError as error:
             self._ignore(worker.channel.fileno())
             # The traceback is this process's, and would be taken for the worker's.

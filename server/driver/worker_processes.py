@@ -13,27 +13,34 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from shm_broadcast import Deadline, Failure, GroupTimeoutError, QueueHandle
-from shm_broadcast.inspection.diagnosis import Party, Verdict, own_verdicts, parties_of
-from shm_broadcast.inspection.snapshot import HostSeen, Scan, joined, of_process, programs, scan
+from shm_broadcast.inspection.diagnosis import Diagnosis, WaitNode, own_diagnoses, wait_graph
+from shm_broadcast.inspection.snapshot import (
+    HostSnapshot,
+    Scan,
+    merge_hosts,
+    of_process,
+    programs,
+    scan,
+)
 
-from ..control.attentive_clock import AttentiveClock
-from ..control.channel import WorkerMeeting
+from ..control.attentive_clock import PauseAwareClock
+from ..control.channel import RendezvousServer
 from ..control.protocol import Failed, FromWorker, Ready, WorkProgress, rebuild
 from ..errors import WorkerStartError
 from ..launchers.local import LocalWorker, WorkerHandle, end, launch, worker_stacks
-from .supervisor import REASON_SECONDS, Supervisor, Watcher
+from .supervisor import REASON_SECONDS, Supervisor, WorkerEvents
 
 if TYPE_CHECKING:
-    from ..hosts.remote_hosts import DistantHosts
+    from ..hosts.remote_hosts import RemoteHosts
     from ..launchers.fork_servers import Tick
-    from .links import Links
+    from .links import SharedResources
     from .pool_plan import PoolPlan
 
 
 _STOPPED: Final = "its process is stopped, by a signal or a debugger"
 
 
-class Sight(NamedTuple):
+class HangReport(NamedTuple):
     """What was seen of workers that are late.
 
     Attributes:
@@ -44,7 +51,7 @@ class Sight(NamedTuple):
 
     stacks: Mapping[int, str]
     why: str
-    held_up_by: tuple[int, ...]
+    blocked_by: tuple[int, ...]
 
 
 class _Process(NamedTuple):
@@ -54,7 +61,7 @@ class _Process(NamedTuple):
     pid: int
 
     @classmethod
-    def of(cls, party: Party) -> _Process:
+    def of(cls, party: WaitNode) -> _Process:
         return cls(party.status.host, party.status.pid)
 
     @property
@@ -62,8 +69,8 @@ class _Process(NamedTuple):
         return self == ("", os.getpid())
 
 
-def held_up_by(
-    workers: Mapping[int, WorkerHandle], elsewhere: Sequence[HostSeen] = ()
+def blocked_by(
+    workers: Mapping[int, WorkerHandle], elsewhere: Sequence[HostSnapshot] = ()
 ) -> tuple[str, tuple[int, ...]]:
     """Which of these workers, by rank, hold up others of them: in words, and their ranks.
 
@@ -75,23 +82,23 @@ def held_up_by(
         elsewhere: what other hosts of it see.
     """
     ranks = _ranks(workers, elsewhere)
-    culprits = [each for verdict in verdicts(elsewhere) for each in verdict.culprits]
+    culprits = [each for verdict in diagnoses(elsewhere) for each in verdict.culprits]
     own = {
         ranks[_Process.of(each)]: each
         for each in culprits
         if _Process.of(each) in ranks
-        and (each.is_stopped or any(not _Process.of(peer).is_own for peer in each.awaited_by))
+        and (each.is_stopped or any(not _Process.of(peer).is_own for peer in each.waited_by))
     }
     who = {rank: each.status.who for rank, each in own.items()}
     told = [
-        f"{who[rank]} holds up others: {each.holds_up()}"
+        f"{who[rank]} holds up others: {each.reason()}"
         for rank, each in own.items()
-        if not each.waits_on
+        if not each.waits_for
     ]
-    knot = [who[rank] for rank, each in own.items() if each.waits_on]
+    knot = [who[rank] for rank, each in own.items() if each.waits_for]
     told += [f"{' and '.join(knot)} wait for each other"] if knot else []
     told += [
-        f"{each.who} holds up others: {each.holds_up()}"
+        f"{each.who} holds up others: {each.reason()}"
         for each in culprits
         if each.status.pid and _Process.of(each) not in ranks and _holds_up_one_of(ranks, each)
     ]
@@ -101,7 +108,7 @@ def held_up_by(
 def stuck_in_start(
     workers: Mapping[int, WorkerHandle],
     starting: AbstractSet[int],
-    elsewhere: Sequence[HostSeen] = (),
+    elsewhere: Sequence[HostSnapshot] = (),
 ) -> dict[int, str]:
     """Why workers cannot finish their start, by rank: a process is stopped, or waits in a group for
     a rank that has started.
@@ -109,7 +116,7 @@ def stuck_in_start(
     Args:
         workers: those of a pool.
         starting: the ranks that have not started yet.
-        elsewhere: as for `held_up_by`.
+        elsewhere: as for `blocked_by`.
     """
     try:
         seen = scan()
@@ -122,14 +129,14 @@ def stuck_in_start(
     }
     ranks = _ranks(workers, elsewhere)
     for program in of_process(os.getpid(), seen, programs(seen)):
-        parties = parties_of(joined(program, elsewhere).boards)
+        parties = wait_graph(merge_hosts(program, elsewhere).boards)
         rank_of = {name: ranks.get(_Process.of(each), -1) for name, each in parties.items()}
         own = {rank: parties[name] for name, rank in rank_of.items() if rank in starting}
         stuck.update({rank: _STOPPED for rank, each in own.items() if each.is_stopped})
         waits = {
-            rank: {rank_of[name]: wait.operation for name, wait in each.waits_on.items()}
+            rank: {rank_of[name]: wait.operation for name, wait in each.waits_for.items()}
             for rank, each in own.items()
-            if each.waits_on and rank not in stuck
+            if each.waits_for and rank not in stuck
         }
         # Who waits for one that still works may be right to do so, whomever else it waits for.
         started = workers.keys() - starting
@@ -146,13 +153,13 @@ def _is_stopped(worker: LocalWorker, seen: Scan) -> bool:
     """Whether a worker's process is stopped; before its `Hello` its keeper is known only."""
     return any(
         each.condition == "stopped"
-        and (each.pid == worker.pid or (each.parent == worker.pid and not worker.greeted))
+        and (each.pid == worker.pid or (each.parent == worker.pid and not worker.connected))
         for each in seen.processes.values()
     )
 
 
 def _ranks(
-    workers: Mapping[int, WorkerHandle], elsewhere: Sequence[HostSeen]
+    workers: Mapping[int, WorkerHandle], elsewhere: Sequence[HostSnapshot]
 ) -> dict[_Process, int]:
     here = {
         _Process("", worker.pid): rank
@@ -168,23 +175,23 @@ def _ranks(
     return {**here, **there}
 
 
-def verdicts(elsewhere: Sequence[HostSeen]) -> list[Verdict]:
-    """As `own_verdicts`; none if /proc cannot be read, say for want of descriptors: what they are
+def diagnoses(elsewhere: Sequence[HostSnapshot]) -> list[Diagnosis]:
+    """As `own_diagnoses`; none if /proc cannot be read, say for want of descriptors: what they are
     wanted for is needed all the same.
     """
     try:
-        return own_verdicts(elsewhere)
+        return own_diagnoses(elsewhere)
     except OSError:
         return []
 
 
-def _holds_up_one_of(processes: Container[_Process], culprit: Party) -> bool:
+def _holds_up_one_of(processes: Container[_Process], culprit: WaitNode) -> bool:
     """Whether one of these waits for it, also because of others, but not because of this process,
     which all workers wait for that have no call.
     """
     reached = [] if _Process.of(culprit).is_own else [culprit]
     for late in reached:
-        for each in late.awaited_by:
+        for each in late.waited_by:
             if _Process.of(each) in processes:
                 return True
             if each not in reached and not _Process.of(each).is_own:
@@ -197,7 +204,7 @@ _LOOK_SECONDS: Final = 1.0
 _log = logging.getLogger(__name__)
 
 
-class RollCall(Watcher):
+class ReadyBarrier(WorkerEvents):
     """The supervisor's watcher while workers start: collects what they report.
 
     Attributes:
@@ -218,7 +225,7 @@ class RollCall(Watcher):
         ranks: Iterable[int],
         plan: PoolPlan,
         show: Callable[[Iterable[int]], None],
-        look: Callable[[Iterable[int]], Sight],
+        look: Callable[[Iterable[int]], HangReport],
         stuck: Callable[[AbstractSet[int]], Mapping[int, str]],
         may_say_why: Callable[[], bool],
     ) -> None:
@@ -227,7 +234,7 @@ class RollCall(Watcher):
         self._look = look
         self._stuck = stuck
         self._stuck_after = math.inf if plan.stuck_after is None else plan.stuck_after
-        self._clock = AttentiveClock(self._stuck_after / 4)
+        self._clock = PauseAwareClock(self._stuck_after / 4)
         self._look_seconds = min(_LOOK_SECONDS, self._stuck_after / 4)
         self._look_at = time.monotonic() + self._look_seconds
         self._stuck_since: dict[tuple[int, str], float] = {}
@@ -271,7 +278,7 @@ class RollCall(Watcher):
         Raises:
             WorkerStartError: one could not for as long as a call may take.
         """
-        stuck, now = self._stuck(self._absent), self._clock.look()
+        stuck, now = self._stuck(self._absent), self._clock.read()
         for rank, why in sorted(stuck.items() - self._stuck_since.keys()):
             _log.warning("the worker of rank %d does not start: %s", rank, why)
         self._stuck_since = {each: self._stuck_since.get(each, now) for each in stuck.items()}
@@ -320,14 +327,14 @@ class RollCall(Watcher):
 
     def _late(self, deadline: Deadline) -> WorkerStartError:
         seen = self._look(self._absent)
-        rank = min({*seen.held_up_by} & self._absent or self._absent)
+        rank = min({*seen.blocked_by} & self._absent or self._absent)
         late = ", ".join(map(str, sorted(self._absent)))
         more = f"; {seen.why}" if seen.why else ""
         reason = f"not ready after {deadline.timeout:g} s (late: {late}{more})"
         return WorkerStartError(rank, reason, seen.stacks.get(rank, ""))
 
 
-class Staff:
+class WorkerProcesses:
     """The workers of one pool. One thread at a time may use it.
 
     Attributes:
@@ -342,20 +349,20 @@ class Staff:
 
         Raises:
             OSError: this host cannot be reached by others at the address that they were told.
-            HostError, GroupTimeoutError, TransportError: as for `DistantHosts`.
+            HostError, GroupTimeoutError, TransportError: as for `RemoteHosts`.
         """
         self._plan = plan
         deadline = Deadline.after(plan.start_timeout)
         self.using = threading.RLock()  # a signal handler may end what it interrupts
         self.workers: dict[int, WorkerHandle] = {}
-        self.hosts: DistantHosts | None = None
+        self.hosts: RemoteHosts | None = None
         with ExitStack() as undo:
             if plan.hosts is not None:
-                from ..hosts.remote_hosts import DistantHosts  # noqa: PLC0415 - loads ZeroMQ
+                from ..hosts.remote_hosts import RemoteHosts  # noqa: PLC0415 - loads ZeroMQ
 
-                self.hosts = DistantHosts(plan.hosts, plan, deadline)
+                self.hosts = RemoteHosts(plan.hosts, plan, deadline)
                 undo.callback(self.hosts.close)
-            self._meeting = WorkerMeeting()
+            self._meeting = RendezvousServer()
             undo.callback(self._meeting.close)
             self.supervisor = Supervisor()
             undo.callback(self.supervisor.close)
@@ -375,7 +382,11 @@ class Staff:
             self.hosts.meet(Deadline.after(self._plan.start_timeout), tick, show)
 
     def assemble(
-        self, links: Links, first_call: int, tick: Tick, show: Callable[[Iterable[int]], None]
+        self,
+        links: SharedResources,
+        first_call: int,
+        tick: Tick,
+        show: Callable[[Iterable[int]], None],
     ) -> None:
         """Start the workers that are missing, and wait until all take part in a new generation.
 
@@ -399,7 +410,7 @@ class Staff:
             for distant in self.hosts.launch(missing, links.generation, deadline):
                 self._employ(distant)
         here = [rank for rank in missing if rank in plan.ranks_of(0)]
-        with self._meeting.convene(here) as seats:
+        with self._meeting.open_round(here) as seats:
             preload = plan.config.preload if plan.config.fork else None
             for local in launch(seats, plan.threads, deadline, preload=preload, tick=tick):
                 self._employ(local)
@@ -408,7 +419,7 @@ class Staff:
                 worker.start(links.start_of(worker.rank, first_call), deadline)
             except GroupTimeoutError as error:
                 raise WorkerStartError(worker.rank, f"it took nothing in: {error}") from error
-        roll_call = RollCall(
+        roll_call = ReadyBarrier(
             self.workers,
             plan,
             show,
@@ -419,31 +430,31 @@ class Staff:
         roll_call.wait(self.supervisor, deadline, tick)
         links.join(roll_call.replies, deadline)
 
-    def look(self, ranks: Iterable[int]) -> Sight:
+    def look(self, ranks: Iterable[int]) -> HangReport:
         """Look what some of the workers do that run, and who holds up others of all."""
         seconds = self._plan.config.stack_seconds
         deadline = Deadline.after(seconds)
         if self.hosts is not None:
-            self.hosts.look_around()  # they look while the stacks come
+            self.hosts.query_state()  # they look while the stacks come
         shown = {rank: self.workers[rank] for rank in ranks if rank in self.workers}
-        greeted = {rank: worker for rank, worker in shown.items() if worker.greeted}
+        greeted = {rank: worker for rank, worker in shown.items() if worker.connected}
         stacks = worker_stacks(greeted, seconds)
-        return Sight(stacks, *held_up_by(self.workers, self._seen_elsewhere(deadline)))
+        return HangReport(stacks, *blocked_by(self.workers, self._seen_elsewhere(deadline)))
 
-    def verdicts(self) -> list[Verdict]:
+    def diagnoses(self) -> list[Diagnosis]:
         """Who waits for whom among all processes that take part, on all hosts."""
         if self.hosts is not None:
-            self.hosts.look_around()
+            self.hosts.query_state()
         elsewhere = self._seen_elsewhere(Deadline.after(self._plan.config.stack_seconds))
-        return verdicts(elsewhere)
+        return diagnoses(elsewhere)
 
     def _stuck_in_start(self, starting: AbstractSet[int]) -> dict[int, str]:
         if self.hosts is not None:
-            self.hosts.look_around()
+            self.hosts.query_state()
         elsewhere = self._seen_elsewhere(Deadline.after(self._plan.config.stack_seconds))
         return stuck_in_start(self.workers, starting, elsewhere)
 
-    def _seen_elsewhere(self, deadline: Deadline) -> list[HostSeen]:
+    def _seen_elsewhere(self, deadline: Deadline) -> list[HostSnapshot]:
         return [] if self.hosts is None else self.hosts.seen(deadline)
 
     def may_say_why(self, failure: Failure | None) -> bool:
@@ -454,11 +465,12 @@ class Staff:
         """
         first = () if failure is None else (failure.rank, failure.culprit)
         return any(
-            self.supervisor.hears(each) and (each.ended() or (each.rank in first and not each.away))
+            self.supervisor.hears(each)
+            and (each.ended() or (each.rank in first and not each.detached))
             for each in tuple(self.workers.values())
         )
 
-    def dismiss(self, pause: float, tick: Tick, *, keep: bool) -> None:
+    def stop_survivors(self, pause: float, tick: Tick, *, keep: bool) -> None:
         """After the board was aborted: keep the workers that leave, and kill the others.
 
         Args:
@@ -468,10 +480,10 @@ class Staff:
         """
         over = time.monotonic() + pause
         deadline = Deadline.after(self._plan.config.leave_seconds if keep else 0.0)
-        workers, nobody = self.workers.values(), Watcher()
-        while not (deadline.expired or all(each.away or each.ended() for each in workers)):
+        workers, nobody = self.workers.values(), WorkerEvents()
+        while not (deadline.expired or all(each.detached or each.ended() for each in workers)):
             self.supervisor.step(nobody, min(deadline.remaining(), tick()))
-        self._remove([worker for worker in workers if not (keep and worker.away)])
+        self._remove([worker for worker in workers if not (keep and worker.detached)])
         while (seconds := over - time.monotonic()) > 0:
             self.supervisor.step(nobody, min(seconds, tick()))
         self._remove([worker for worker in workers if worker.ended()])

@@ -23,7 +23,7 @@ from shm_broadcast.net.endpoint import one_address
 from ..errors import HostError
 
 if TYPE_CHECKING:
-    from coordinator.rendezvous import Exchange
+    from coordinator.rendezvous import Rendezvous
 
     from .place import Hosts
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _WHAT = "port"
 
 
-def tell_port(hosts: Hosts, port: int, deadline: Deadline) -> None:
+def publish_port(hosts: Hosts, port: int, deadline: Deadline) -> None:
     """On the head: say at which port it listens, unless all know it.
 
     Raises:
@@ -42,7 +42,7 @@ def tell_port(hosts: Hosts, port: int, deadline: Deadline) -> None:
         _visit(hosts, deadline).broadcast(_WHAT, b"%d" % port)
 
 
-def find_port(hosts: Hosts, deadline: Deadline) -> int:
+def discover_port(hosts: Hosts, deadline: Deadline) -> int:
     """On the other hosts: the port at which the head listens.
 
     Raises:
@@ -67,16 +67,16 @@ def _told_port(hosts: Hosts, deadline: Deadline) -> int:
             return int(_visit(hosts, deadline).broadcast(_WHAT, None))
 
 
-def _visit(hosts: Hosts, deadline: Deadline) -> Exchange:
+def _visit(hosts: Hosts, deadline: Deadline) -> Rendezvous:
     """Keys in torchrun's store that this pool alone has: the n-th on every host is the same."""
     from coordinator import connect_store  # noqa: PLC0415 - loads torch
-    from coordinator.rendezvous import Exchange  # noqa: PLC0415 - likewise
+    from coordinator.rendezvous import Rendezvous  # noqa: PLC0415 - likewise
 
     launch = Launch.from_environment()
     store = connect_store(launch.master_addr, launch.master_port, deadline)
     where = f"{launch.master_addr}:{launch.master_port}"
-    members = Exchange(store, hosts.node_rank, hosts.nnodes, "hosts", deadline, where)
-    return members.visit(f"hosts/{launch.attempt}")
+    members = Rendezvous(store, hosts.node_rank, hosts.nnodes, "hosts", deadline, where)
+    return members.begin_round(f"hosts/{launch.attempt}")
 
 
 T = TypeVar("T")
@@ -107,7 +107,7 @@ def address_of_head(node: int, name: str, deadline: Deadline) -> IPv4Address | I
     return _once_there_is_one(lambda: one_address(name), node, name, deadline)
 
 
-def address_on_the_way(node: int, head: str, port: int, deadline: Deadline) -> str:
+def address_on_route(node: int, head: str, port: int, deadline: Deadline) -> str:
     """The address of host ``node``, this one, on the way to the head's, once there is a way.
 
     Raises:

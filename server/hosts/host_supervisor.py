@@ -21,34 +21,34 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import structs
 
-from coordinator.daemon_threads import in_thread
-from coordinator.remote_boards import compose, decode_beat
+from coordinator.daemon_threads import run_in_thread
+from coordinator.remote_boards import decode_heartbeat, encode_heartbeat
 from shm_broadcast import Board, Deadline, GroupTimeoutError, SharedMemoryError, TransportError
 from shm_broadcast.inspection.diagnosis import own_programs
 from shm_broadcast.state.stacks import STACK_SIGNAL
 
-from ..control.channel import ChannelClosedError, WorkerMeeting
-from ..control.pool_memory import CancelledCalls, create_pool_board
+from ..control.channel import ChannelClosedError, RendezvousServer
+from ..control.pool_memory import CancellationFlags, create_pool_board
 from ..control.protocol import FromWorker, Ready, Start
 from ..driver.binding import Bound, bound_here, worker_threads
-from ..driver.limits import telling_limits
-from ..driver.supervisor import Supervisor, Watcher
+from ..driver.limits import translated_limit_errors
+from ..driver.supervisor import Supervisor, WorkerEvents
 from ..errors import HostError, WorkerStartError
 from ..launchers.local import LocalWorker, end, launch, worker_stacks
-from .discovery import address_of_head, address_on_the_way, find_port
+from .discovery import address_of_head, address_on_route, discover_port
 from .link import (
     BeginGeneration,
     FromHead,
+    HeartbeatMessage,
     HostAdmitted,
-    HostDismissed,
     HostHello,
     HostLink,
     HostRefused,
-    HostSees,
-    LookAround,
+    HostShutdown,
+    HostState,
     MarkCall,
     OfWorker,
-    Pulse,
+    QueryState,
     SignalWorker,
     ToWorker,
     WorkerEnded,
@@ -97,22 +97,22 @@ def serve_host(hosts: Hosts, timeout: float | None = 300.0) -> None:
         raise ValueError("node 0 is the head: make a WorkerPool there")
     deadline = Deadline.after(timeout)
     try:
-        hosts = replace(hosts, master_port=find_port(hosts, deadline))
+        hosts = replace(hosts, master_port=discover_port(hosts, deadline))
     except (GroupTimeoutError, TransportError) as error:
         raise HostError(hosts.node_rank, str(error)) from error
-    stays, visitor = True, uuid.uuid4().hex
+    stays, instance_id = True, uuid.uuid4().hex
     while stays:
-        with telling_limits(1, 0):
-            supervisor = HostSupervisor(hosts, visitor, deadline)
+        with translated_limit_errors(1, 0):
+            supervisor = HostSupervisor(hosts, instance_id, deadline)
         with supervisor:
             stays = supervisor.run()
         deadline = Deadline.after(timeout)
 
 
-class HostSupervisor(Watcher):
+class HostSupervisor(WorkerEvents):
     """One host's part of a pool, over one link to the head. Close it."""
 
-    def __init__(self, hosts: Hosts, visitor: str, deadline: Deadline) -> None:
+    def __init__(self, hosts: Hosts, instance_id: str, deadline: Deadline) -> None:
         """Wait until the head has admitted this host.
 
         Args:
@@ -134,12 +134,12 @@ class HostSupervisor(Watcher):
         self._workers: dict[int, LocalWorker] = {}
         self._since: dict[int, int] = {}
         self._supervisor = Supervisor()
-        self._meeting = WorkerMeeting()
+        self._meeting = RendezvousServer()
         self._memory = ExitStack()
         with ExitStack() as undo:
             undo.callback(self._supervisor.close)
             undo.callback(self._meeting.close)
-            self._pool = self._join(hosts, visitor, deadline, undo)
+            self._pool = self._join(hosts, instance_id, deadline, undo)
             self._closing = undo.pop_all()
 
     def run(self) -> bool:
@@ -153,7 +153,7 @@ class HostSupervisor(Watcher):
             self._tell_abort()
             while self._inbox:
                 match self._inbox.popleft():
-                    case HostDismissed():
+                    case HostShutdown():
                         return False
                     case _HeadLost(why):
                         _log.error("%s; the workers here end", why)
@@ -179,7 +179,7 @@ class HostSupervisor(Watcher):
     def hear(self, message: FromHead) -> None:
         """Take in a message of the head."""
         match message:
-            case Pulse():
+            case HeartbeatMessage():
                 self._take_beat(message)
             case MarkCall():
                 self._mark(message)
@@ -195,21 +195,25 @@ class HostSupervisor(Watcher):
         self._spoken.set()
         self._supervisor.wake()
 
-    def pulse(self) -> Pulse:
+    def heartbeat_message(self) -> HeartbeatMessage:
         """What this host's board says."""
         with self._boarding:
             if self._board is None:
-                return Pulse(0, b"")
-            beat = compose(self._board, self._pool.ranks, time.monotonic_ns())
-            return Pulse(self._generation, beat)
+                return HeartbeatMessage(0, b"")
+            heartbeat = encode_heartbeat(self._board, self._pool.ranks, time.monotonic_ns())
+            return HeartbeatMessage(self._generation, heartbeat)
 
-    def _take_beat(self, pulse: Pulse) -> None:
+    def _take_beat(self, heartbeat_message: HeartbeatMessage) -> None:
         with self._boarding:
             board = self._board
-            if board is None or pulse.generation != self._generation or board.aborted is not None:
+            if (
+                board is None
+                or heartbeat_message.generation != self._generation
+                or board.aborted is not None
+            ):
                 return
-            beat = decode_beat(pulse.beat)
-            failure = None if beat is None else beat.failure
+            heartbeat = decode_heartbeat(heartbeat_message.heartbeat)
+            failure = None if heartbeat is None else heartbeat.failure
             if failure is not None:
                 self._told_abort = True
                 board.report(failure.member, failure.kind, failure.message, failure.culprit)
@@ -228,12 +232,12 @@ class HostSupervisor(Watcher):
             self._starting.discard(rank)
             self._show(sorted(self._starting))
         self._link.post(OfWorker(rank, self._since[rank], message))
-        self._link.pulse_now()
+        self._link.heartbeat_now()
 
     def on_death(self, rank: int, how: str, stack: str) -> None:
         """Tell that a worker has ended; called by the supervisor."""
         self._tell_abort()
-        self._link.post(self.pulse())  # the head compares what the worker did last
+        self._link.post(self.heartbeat_message())  # the head compares what the worker did last
         self._link.post(WorkerEnded(rank, self._since[rank], how, stack))
         self._forget(self._workers[rank])
 
@@ -245,7 +249,7 @@ class HostSupervisor(Watcher):
     def _tell_abort(self) -> None:
         if self._board is not None and not self._told_abort and self._board.aborted is not None:
             self._told_abort = True
-            self._link.post(self.pulse())
+            self._link.post(self.heartbeat_message())
 
     # --- what the head says, in the main thread --------------------------------------------
 
@@ -264,15 +268,15 @@ class HostSupervisor(Watcher):
                     self._show_stack(rank)
                 else:
                     self._workers[rank].signal(number)
-            case LookAround(number):
-                in_thread(lambda: self._look_around(number), "pool-look")
+            case QueryState(number):
+                run_in_thread(lambda: self._query_state(number), "pool-look")
 
     def _assemble(self, told: BeginGeneration) -> None:
         self._end(told.missing)
         self._leave_board()
         self._since.update(dict.fromkeys(told.missing, told.generation))
         try:
-            with telling_limits(len(told.missing), None):
+            with translated_limit_errors(len(told.missing), None):
                 self._make_board(told)
                 started = self._launch(told)
         except (OSError, ValueError, SharedMemoryError, WorkerStartError) as error:
@@ -288,8 +292,8 @@ class HostSupervisor(Watcher):
             board = undo.enter_context(
                 create_pool_board(pool.n_workers, told.generation, pool.config.name)
             )
-            self._cancelled = undo.enter_context(CancelledCalls.create(told.in_flight))
-            self._show = undo.enter_context(board.showing_wait("the start of the pool"))
+            self._cancelled = undo.enter_context(CancellationFlags.create(told.in_flight))
+            self._show = undo.enter_context(board.published_wait("the start of the pool"))
             self._starting = {*self._pool.ranks}
             self._show(self._pool.ranks)
             with self._boarding:
@@ -300,7 +304,7 @@ class HostSupervisor(Watcher):
         config, ranks = self._pool.config, self._pool.ranks
         threads = config.threads or worker_threads(len(ranks), self._bound)
         preload = config.preload if config.fork else None
-        with self._meeting.convene(told.missing) as seats:
+        with self._meeting.open_round(told.missing) as seats:
             return launch(seats, threads, Deadline.after(told.seconds), preload=preload)
 
     def _give_up(self, ranks: Iterable[int], why: str) -> None:
@@ -342,17 +346,17 @@ class HostSupervisor(Watcher):
             found = worker_stacks({rank: worker}, seconds)
             self._link.post(WorkerStack(rank, since, found.get(rank, "")))
 
-        if worker.greeted:
-            in_thread(show, "pool-stack")
+        if worker.connected:
+            run_in_thread(show, "pool-stack")
 
-    def _look_around(self, number: int) -> None:
+    def _query_state(self, number: int) -> None:
         with self._boarding:
             key = "" if self._board is None else self._board.handle().segment.nonce.hex()
         try:
             boards = tuple(board for each in own_programs() for board in each.boards)
         except OSError:  # out of descriptors, say
             boards = ()
-        self._link.post(HostSees(number, key, boards))
+        self._link.post(HostState(number, key, boards))
 
     def _leave_board(self) -> None:
         with self._boarding:
@@ -360,7 +364,7 @@ class HostSupervisor(Watcher):
         self._memory.close()
 
     def _join(
-        self, hosts: Hosts, visitor: str, deadline: Deadline, undo: ExitStack
+        self, hosts: Hosts, instance_id: str, deadline: Deadline, undo: ExitStack
     ) -> HostAdmitted:
         """Make the link, and wait until the head admits this host."""
         began = said = time.monotonic()
@@ -370,17 +374,17 @@ class HostSupervisor(Watcher):
             *(hosts.node_rank, hosts.nnodes, hosts.told_by, hosts.master_addr, port),
         )
         head = str(address_of_head(self._node, hosts.master_addr, deadline))
-        self._address = address_on_the_way(self._node, head, port, deadline)
+        self._address = address_on_route(self._node, head, port, deadline)
         hello = HostHello(
             *(socket.gethostname(), self._address, os.getpid(), self._node),
             facts_here(hosts.compared),
-            visitor,
+            instance_id,
         )
         self._link = HostLink(hosts, head, port, hello, self)
         undo.callback(self._link.close)
         self._link.begin()
         while not self._spoken.wait(deadline.remaining(_ASK_SECONDS)):
-            trouble = self._link.trouble()
+            trouble = self._link.problem()
             if deadline.expired:
                 reason = f"the head has not answered in {deadline.timeout:g} s: {trouble}"
                 raise HostError(self._node, reason)

@@ -35,7 +35,7 @@ from coordinator.launcher import own_address, who_listens
 from shm_broadcast import __version__
 from shm_broadcast.codec import UNDECODABLE
 from shm_broadcast.eventcount import WakeFd
-from shm_broadcast.inspection.snapshot import BoardSeen
+from shm_broadcast.inspection.snapshot import BoardSnapshot
 from shm_broadcast.net.endpoint import Connection, RemoteEnd, bind_socket
 from shm_broadcast.net.keys import (
     HANDSHAKE_NONCE_BYTES,
@@ -46,7 +46,7 @@ from shm_broadcast.net.keys import (
 )
 
 from ..config import PoolConfig
-from ..control.attentive_clock import AttentiveClock
+from ..control.attentive_clock import PauseAwareClock
 from ..control.protocol import (
     FromWorker,
     Resume,
@@ -102,7 +102,7 @@ class HostHello(msgspec.Struct, frozen=True, tag=True):
     pid: int
     node: int
     facts: dict[str, str]
-    visitor: str = ""
+    instance_id: str = ""
 
     @property
     def who(self) -> str:
@@ -132,7 +132,7 @@ class HostRefused(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-class HostDismissed(msgspec.Struct, frozen=True, tag=True):
+class HostShutdown(msgspec.Struct, frozen=True, tag=True):
     """The pool was shut down."""
 
 
@@ -173,16 +173,17 @@ class MarkCall(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
-class Pulse(msgspec.Struct, frozen=True, tag=True):
+class HeartbeatMessage(msgspec.Struct, frozen=True, tag=True):
     """What the sender's board says; sent at once when it was aborted, and in short intervals.
 
     Attributes:
         generation: the board's; 0 before the first.
-        beat: an encoded `coordinator.remote_boards.Beat`; empty before the first generation.
+        beat: an encoded `coordinator.remote_boards.HostHeartbeat`; empty before the first
+        generation.
     """
 
     generation: int
-    beat: bytes
+    heartbeat: bytes
 
 
 class OfWorker(msgspec.Struct, frozen=True, tag=True):
@@ -220,13 +221,13 @@ class WorkerStack(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
-class LookAround(msgspec.Struct, frozen=True, tag=True):
-    """Asks a host for a `HostSees` of the same number."""
+class QueryState(msgspec.Struct, frozen=True, tag=True):
+    """Asks a host for a `HostState` of the same number."""
 
     number: int
 
 
-class HostSees(msgspec.Struct, frozen=True, tag=True):
+class HostState(msgspec.Struct, frozen=True, tag=True):
     """What a host sees of its processes.
 
     Attributes:
@@ -237,7 +238,7 @@ class HostSees(msgspec.Struct, frozen=True, tag=True):
 
     number: int
     key: str
-    boards: tuple[BoardSeen, ...]
+    boards: tuple[BoardSnapshot, ...]
 
 
 class HostGaveUp(msgspec.Struct, frozen=True, tag=True):
@@ -251,18 +252,18 @@ class HostGaveUp(msgspec.Struct, frozen=True, tag=True):
 
 
 FromHost: TypeAlias = (
-    HostHello | Pulse | OfWorker | WorkerEnded | WorkerStack | HostSees | HostGaveUp
+    HostHello | HeartbeatMessage | OfWorker | WorkerEnded | WorkerStack | HostState | HostGaveUp
 )
 FromHead: TypeAlias = (
     HostAdmitted
     | HostRefused
-    | HostDismissed
+    | HostShutdown
     | BeginGeneration
     | ToWorker
     | SignalWorker
     | MarkCall
-    | LookAround
-    | Pulse
+    | QueryState
+    | HeartbeatMessage
 )
 
 LINK_NONCE: Final = b"the link between the hosts of a pool".ljust(HANDSHAKE_NONCE_BYTES, b".")[
@@ -273,7 +274,7 @@ LINK_NONCE: Final = b"the link between the hosts of a pool".ljust(HANDSHAKE_NONC
 ANY_HOST: Final = 1
 """The rank of the key that all hosts but the head have: which node one is, it says in its hello."""
 
-PULSE_SECONDS: Final = 0.25
+HEARTBEAT_SECONDS: Final = 0.25
 """How often each end tells the other what its board says."""
 
 _FRAME_BYTES: Final = 1 << 28
@@ -295,11 +296,11 @@ class LinkEnd(RemoteEnd):
         # libzmq would close a silent link as if it had ended; here it says that it was silent.
         super().__init__(kind, key, silence=4 * silence, frame_bytes=_FRAME_BYTES, ipv6=ipv6)
         self._silence = silence
-        self._clock = AttentiveClock(PULSE_SECONDS)
+        self._clock = PauseAwareClock(HEARTBEAT_SECONDS)
         self._outbox: deque[Any] = deque()
         self._wake = WakeFd()
         self._poller.register(self._wake, zmq.POLLIN)
-        self._pulse_at = 0.0
+        self._heartbeat_at = 0.0
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
@@ -315,10 +316,10 @@ class LinkEnd(RemoteEnd):
             self._thread = None  # `close` waits for none
             raise
 
-    def pulse_now(self) -> None:
+    def heartbeat_now(self) -> None:
         """Send a pulse at once: the board has news. Any thread; does not wait."""
-        self._pulse_at = 0.0
-        self._wake.ring()
+        self._heartbeat_at = 0.0
+        self._wake.notify()
 
     def close(self) -> None:
         """Send what was posted, say that this end leaves, and close. Idempotent."""
@@ -326,13 +327,13 @@ class LinkEnd(RemoteEnd):
         if self._thread is None:
             self._tear_down()
         elif self._thread is not threading.current_thread():
-            self._wake.ring()
+            self._wake.notify()
             self._thread.join()
 
     def _post(self, message: Any) -> None:
         """Send a message soon. Any thread; does not wait."""
         self._outbox.append(message)
-        self._wake.ring()
+        self._wake.notify()
 
     def _serve(self) -> None:
         try:
@@ -348,10 +349,10 @@ class LinkEnd(RemoteEnd):
     def _step(self) -> None:
         self._take_in()
         self._send_posted()
-        if time.monotonic() >= self._pulse_at:
-            self._pulse_at = time.monotonic() + PULSE_SECONDS
-            self._send_pulse()
-        self._look_for_silence(self._clock.look())
+        if time.monotonic() >= self._heartbeat_at:
+            self._heartbeat_at = time.monotonic() + HEARTBEAT_SECONDS
+            self._send_heartbeat()
+        self._look_for_silence(self._clock.read())
         self._poller.poll(int(_LOOK_SECONDS * 1000))
         self._wake.clear()
 
@@ -368,12 +369,12 @@ class LinkEnd(RemoteEnd):
         """Send what was posted."""
 
     @abstractmethod
-    def _send_pulse(self) -> None:
+    def _send_heartbeat(self) -> None:
         """Tell the other side what the board here says."""
 
     @abstractmethod
     def _look_for_silence(self, now: float) -> None:
-        """Note who was not heard of for too long; ``now`` is of the `AttentiveClock`."""
+        """Note who was not heard of for too long; ``now`` is of the `PauseAwareClock`."""
 
     @abstractmethod
     def _fail(self, why: str) -> None:
@@ -386,7 +387,7 @@ class LinkEnd(RemoteEnd):
 _FROM_HOST = msgspec.msgpack.Decoder(FromHost)
 
 
-class HostsHeeder(Protocol):
+class HeadLinkHandler(Protocol):
     """Handles what comes over the links; called in their thread."""
 
     def admit(self, hello: HostHello) -> HostAdmitted | HostRefused:
@@ -398,7 +399,7 @@ class HostsHeeder(Protocol):
     def on_lost(self, node: int, why: str) -> None:
         """Handle the end of an admitted host, or of the link to it."""
 
-    def pulse(self) -> Pulse:
+    def heartbeat_message(self) -> HeartbeatMessage:
         """What to tell the hosts of this host's board."""
 
 
@@ -421,7 +422,7 @@ class HeadLink(LinkEnd):
     """
 
     def __init__(
-        self, hosts: Hosts, address: IPv4Address | IPv6Address, heeder: HostsHeeder
+        self, hosts: Hosts, address: IPv4Address | IPv6Address, handler: HeadLinkHandler
     ) -> None:
         """Listen.
 
@@ -436,9 +437,9 @@ class HeadLink(LinkEnd):
         secret = hosts.secret or b""
         key = writer_key(secret, LINK_NONCE)
         super().__init__(zmq.ROUTER, key, hosts.silence_seconds, ipv6=address.version == 6)
-        self._heeder = heeder
+        self._handler = handler
         self._peers: dict[int, _Peer] = {}
-        self._comers: list[_Peer] = []
+        self._pending: list[_Peer] = []
         self._zmq.router_mandatory = 1  # sending over a link that has ended is an error
         self._admission = AllowList(self._context, secret, LINK_NONCE, [ANY_HOST])
         try:
@@ -468,49 +469,53 @@ class HeadLink(LinkEnd):
                 silence = f"not heard of the head for {message.seconds:.1f} s"
                 self._lose(node, f"has ended its workers, having {silence}")
             elif node is not None:
-                self._peers[node].heard_at = self._clock.look()
-                self._heeder.on_message(node, message)
+                self._peers[node].heard_at = self._clock.read()
+                self._handler.on_message(node, message)
             elif isinstance(message, HostHello):
-                self._greet(_Peer(identity.bytes, message, self._clock.look()))
-        self._judge_comers()
+                self._greet(_Peer(identity.bytes, message, self._clock.read()))
+        self._admit_pending()
 
     def _node_at(self, identity: bytes) -> int | None:
         """The admitted host at the other end of a connection."""
         return next((node for node, at in self._peers.items() if at.identity == identity), None)
 
-    def _greet(self, comer: _Peer) -> None:
-        node = comer.hello.node
+    def _greet(self, pending: _Peer) -> None:
+        node = pending.hello.node
         known = self._peers.get(node)
         if known is None:
-            self._admit(comer)
-        elif known.hello.visitor == comer.hello.visitor:  # what its old link still brings is old
+            self._admit(pending)
+        elif (
+            known.hello.instance_id == pending.hello.instance_id
+        ):  # what its old link still brings is old
             self._lose(node, "has closed the link, and come again")
-            self._admit(comer)
+            self._admit(pending)
         else:
-            self._comers.append(comer)  # in the place of one that may have ended just now
+            self._pending.append(pending)  # in the place of one that may have ended just now
 
-    def _admit(self, comer: _Peer) -> None:
-        answer = self._heeder.admit(comer.hello)
+    def _admit(self, pending: _Peer) -> None:
+        answer = self._handler.admit(pending.hello)
         if isinstance(answer, HostAdmitted):
-            comer.heard_at = self._clock.look()  # it was not to speak while it was to wait
-            self._peers[comer.hello.node] = comer
-        self._tell(comer.identity, answer)
+            pending.heard_at = self._clock.read()  # it was not to speak while it was to wait
+            self._peers[pending.hello.node] = pending
+        self._tell(pending.identity, answer)
 
-    def _judge_comers(self) -> None:
+    def _admit_pending(self) -> None:
         """Admit those whose place is free by now; refuse those whose place has spoken since."""
-        comers, self._comers = self._comers, []
-        for comer in comers:
-            node = comer.hello.node
+        comers, self._pending = self._pending, []
+        for pending in comers:
+            node = pending.hello.node
             known = self._peers.get(node)
             if known is None:
-                if self._tell(comer.identity, self._heeder.pulse()):  # it has not ended meanwhile
-                    self._admit(comer)
-            elif known.heard_at > comer.heard_at:
+                if self._tell(
+                    pending.identity, self._handler.heartbeat_message()
+                ):  # it has not ended meanwhile
+                    self._admit(pending)
+            elif known.heard_at > pending.heard_at:
                 reason = f"node {node} is here already: {known}"
-                _log.warning("refused %s: %s", comer, reason)
-                self._tell(comer.identity, HostRefused(reason))
+                _log.warning("refused %s: %s", pending, reason)
+                self._tell(pending.identity, HostRefused(reason))
             else:
-                self._comers.append(comer)
+                self._pending.append(pending)
 
     def _send(self, posted: tuple[int, FromHead]) -> None:
         node, message = posted
@@ -520,10 +525,10 @@ class HeadLink(LinkEnd):
             if self._peers.get(node) is peer:
                 self._lose(node, "has ended: the process that started its workers")
 
-    def _send_pulse(self) -> None:
-        pulse = self._heeder.pulse()
+    def _send_heartbeat(self) -> None:
+        heartbeat_message = self._handler.heartbeat_message()
         for node in tuple(self._peers):
-            self._send((node, pulse))
+            self._send((node, heartbeat_message))
 
     def _look_for_silence(self, now: float) -> None:
         for node, peer in tuple(self._peers.items()):
@@ -532,7 +537,7 @@ class HeadLink(LinkEnd):
                 self._lose(node, f"has not been heard of for {silence:.1f} s")
 
     def _lose(self, node: int, why: str) -> None:
-        self._heeder.on_lost(node, f"{self._peers.pop(node).hello.who} {why}")
+        self._handler.on_lost(node, f"{self._peers.pop(node).hello.who} {why}")
 
     def _tell(self, identity: bytes, message: FromHead) -> bool:
         """Send one message; False if the link has ended."""
@@ -542,7 +547,7 @@ class HeadLink(LinkEnd):
         for node in tuple(self._peers):
             self._lose(node, f"cannot be reached: {why}")
 
-    def _farewell(self) -> None:
+    def _send_closed(self) -> None:
         """Nothing: hosts see that the link ends, and were dismissed before if that is in order."""
 
     def _release(self) -> None:
@@ -577,7 +582,7 @@ _TRY_SECONDS = 0.2
 """How long to try to connect, to learn why it fails."""
 
 
-class HeadHeeder(Protocol):
+class HostLinkHandler(Protocol):
     """Handles what comes over the link; called in its thread."""
 
     def hear(self, message: FromHead) -> None:
@@ -586,7 +591,7 @@ class HeadHeeder(Protocol):
     def lose(self, why: str) -> None:
         """Handle the end of the link; called once."""
 
-    def pulse(self) -> Pulse:
+    def heartbeat_message(self) -> HeartbeatMessage:
         """What to tell the head of this host's board."""
 
 
@@ -594,7 +599,7 @@ class HostLink(LinkEnd):
     """The link to the head. Call `begin`, and close it."""
 
     def __init__(
-        self, hosts: Hosts, address: str, port: int, hello: HostHello, heeder: HeadHeeder
+        self, hosts: Hosts, address: str, port: int, hello: HostHello, handler: HostLinkHandler
     ) -> None:
         """Begin to connect, and say hello when that has succeeded.
 
@@ -610,7 +615,7 @@ class HostLink(LinkEnd):
         super().__init__(zmq.DEALER, key, hosts.silence_seconds, ipv6=":" in address)
         self._head = address, port
         self._leads_here = hello.address == address or ipaddress.ip_address(address).is_loopback
-        self._heeder = heeder
+        self._handler = handler
         self._heard_at: float | None = None
         self._lost = False
         self._zmq.curve_serverkey = writer_key(secret, LINK_NONCE).public
@@ -624,9 +629,9 @@ class HostLink(LinkEnd):
         """Send a message soon. Any thread; does not wait. Lost if the link is."""
         self._post(message)
 
-    def trouble(self) -> str:
+    def problem(self) -> str:
         """Why the head has not answered, as far as is known; `_TRY_SECONDS` to find out."""
-        known = self._connection.fault or self._connection.trouble()
+        known = self._connection.fault or self._connection.problem()
         if self._connection.reached:
             return known
         try:
@@ -638,15 +643,15 @@ class HostLink(LinkEnd):
         return known
 
     def _take_in(self) -> None:
-        self._connection.look()
+        self._connection.poll()
         while (received := self._receive()) is not None:
-            self._heard_at = self._clock.look()
+            self._heard_at = self._clock.read()
             try:
                 message = _FROM_HEAD.decode(received[0].buffer)
             except UNDECODABLE as error:
                 self._fail(f"the head has sent what is no message: {error}")
                 return
-            self._heeder.hear(message)
+            self._handler.hear(message)
         if self._connection.fault:
             self._fail(self._connection.fault)
         elif self._connection.lost:
@@ -656,9 +661,9 @@ class HostLink(LinkEnd):
         with suppress(zmq.Again):  # there is no link any more: its events say why
             self._zmq.send(msgspec.msgpack.encode(posted), zmq.NOBLOCK)
 
-    def _send_pulse(self) -> None:
+    def _send_heartbeat(self) -> None:
         if self._heard_at is not None:
-            self._send(self._heeder.pulse())
+            self._send(self._handler.heartbeat_message())
 
     def _look_for_silence(self, now: float) -> None:
         if self._heard_at is not None and now - self._heard_at > self._silence and not self._lost:
@@ -669,9 +674,9 @@ class HostLink(LinkEnd):
     def _fail(self, why: str) -> None:
         if not self._lost:
             self._lost = True
-            self._heeder.lose(why)
+            self._handler.lose(why)
 
-    def _farewell(self) -> None:
+    def _send_closed(self) -> None:
         if not self._connection.made:
             self._zmq.linger = 0
 

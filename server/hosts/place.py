@@ -27,7 +27,7 @@ _LONGEST_SILENCE = 7.0
 """Seconds. The pool's queues give up after 7.5, its groups after 10, and do not say which host."""
 
 
-class Summoner(Protocol):
+class HostProvisioner(Protocol):
     """Starts the processes of the other hosts, if no launcher has."""
 
     def start(self, hosts: Hosts, address: str, port: int) -> None:
@@ -38,7 +38,7 @@ class Summoner(Protocol):
             address, port: where the head listens.
         """
 
-    def trouble(self, node: int) -> str:
+    def problem(self, node: int) -> str:
         """Why the process of a host has ended; ``""`` if it runs, as far as is known."""
 
     def close(self) -> None:
@@ -63,7 +63,7 @@ class Hosts:
             always compared.
         told_by: where these values come from, for messages.
         head_works: whether the head runs workers, too.
-        summoner: starts the other hosts' processes; ``None``: a launcher has.
+        provisioner: starts the other hosts' processes; ``None``: a launcher has.
 
     Raises:
         ValueError: a value is out of range.
@@ -79,7 +79,7 @@ class Hosts:
     facts: Mapping[str, str] = field(default_factory=dict)
     told_by: str = "the arguments"
     head_works: bool = True
-    summoner: Summoner | None = field(default=None, repr=False)
+    provisioner: HostProvisioner | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         """Check the values, and read the secret."""

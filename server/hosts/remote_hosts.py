@@ -18,30 +18,30 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from coordinator.remote_boards import RemoteBoards, compose
+from coordinator.remote_boards import RemoteBoards, encode_heartbeat
 from shm_broadcast import NEVER, Board, Deadline
 from shm_broadcast.eventcount import WakeFd
-from shm_broadcast.inspection.snapshot import BoardSeen, HostSeen
+from shm_broadcast.inspection.snapshot import BoardSnapshot, HostSnapshot
 from shm_broadcast.state.stacks import StackFile
 
 from ..control.channel import ChannelClosedError
 from ..control.protocol import FromWorker, Resume, Start
 from ..errors import HostError
-from .discovery import address_of_head, tell_port
+from .discovery import address_of_head, publish_port
 from .link import (
     BeginGeneration,
     FromHead,
     FromHost,
     HeadLink,
+    HeartbeatMessage,
     HostAdmitted,
-    HostDismissed,
     HostHello,
     HostRefused,
-    HostSees,
-    LookAround,
+    HostShutdown,
+    HostState,
     MarkCall,
     OfWorker,
-    Pulse,
+    QueryState,
     SignalWorker,
     ToWorker,
     WorkerEnded,
@@ -60,7 +60,7 @@ _BURY_SECONDS = 4.0
 """How long to wait for the word that a worker has ended which was killed."""
 
 
-class RelayedChannel:
+class RemoteChannel:
     """A control channel whose other end is on another host.
 
     Args:
@@ -98,19 +98,19 @@ class RelayedChannel:
     def put(self, message: FromWorker) -> None:
         """Let a message of the worker arrive; from the link's thread."""
         self._arrived.append(message)
-        self._news.ring()
+        self._news.notify()
 
     def end(self) -> None:
         """No more messages will arrive."""
         self._ended = True
-        self._news.ring()
+        self._news.notify()
 
     def close(self) -> None:
         """Close the descriptor; idempotent."""
         self._news.close()
 
 
-class DistantWorker:
+class RemoteWorker:
     """One worker's process on another host; see `WorkerHandle`.
 
     Attributes:
@@ -126,8 +126,8 @@ class DistantWorker:
         self.rank = rank
         self.since = since
         self.pid = 0
-        self.greeted = self.away = False
-        self.channel = RelayedChannel(lambda message: post(ToWorker(rank, message)))
+        self.connected = self.detached = False
+        self.channel = RemoteChannel(lambda message: post(ToWorker(rank, message)))
         self._gone = WakeFd()
         self.pidfd = self._gone.fileno()
         self.stack_file = StackFile()
@@ -138,7 +138,7 @@ class DistantWorker:
 
     def start(self, start: Start, deadline: Deadline) -> None:
         """Send the start message."""
-        self.away = False
+        self.detached = False
         self.channel.send(start, deadline)
 
     def ended(self, timeout: float = 0.0) -> bool:
@@ -152,17 +152,17 @@ class DistantWorker:
         if not self.ended():
             self._post(SignalWorker(self.rank, number))
 
-    def cut_off(self) -> None:
+    def kill_if_detached(self) -> None:
         """Nothing: its host does that."""
 
-    def bury(self) -> str:
+    def wait(self) -> str:
         """Wait for a process that has ended, or was killed, and return how it ended."""
         if not self.ended(_BURY_SECONDS):
             return "its host does not say how"
         return self._how
 
     def close(self) -> None:
-        """Close all descriptors, after `bury`; idempotent, from any thread."""
+        """Close all descriptors, after `wait`; idempotent, from any thread."""
         with self._closing:
             self.channel.close()
             self.stack_file.close()
@@ -183,7 +183,7 @@ class DistantWorker:
             self.show_stack(stack)
         self._over.set()
         self.channel.end()
-        self._gone.ring()
+        self._gone.notify()
 
 
 _LINE_SECONDS = 10.0
@@ -191,7 +191,7 @@ _LINE_SECONDS = 10.0
 _log = logging.getLogger(__name__)
 
 
-class DistantHosts:
+class RemoteHosts:
     """All hosts of a pool but this one, the head. Any thread may use it; close it.
 
     Attributes:
@@ -215,17 +215,17 @@ class DistantHosts:
         self._changed = threading.Condition()
         self._present: dict[int, HostHello] = {}
         self._refusal: HostError | None = None
-        self._workers: dict[int, DistantWorker] = {}
+        self._workers: dict[int, RemoteWorker] = {}
         self._questions = 0
         self._asked: set[int] = set()
-        self._seen: list[HostSeen] = []
+        self._seen: list[HostSnapshot] = []
         self._generation = 0
         self._board: Board | None = None
         self._boards = RemoteBoards((), {})
-        self._beats: dict[int, bytes] = {}
+        self._heartbeats: dict[int, bytes] = {}
         with ExitStack() as undo:
-            if hosts.summoner is not None:
-                undo.callback(hosts.summoner.close)
+            if hosts.provisioner is not None:
+                undo.callback(hosts.provisioner.close)
             head = address_of_head(hosts.node_rank, hosts.master_addr, deadline)
             self._link = HeadLink(hosts, head, self)
             undo.callback(self._link.close)
@@ -234,8 +234,8 @@ class DistantHosts:
             told = "%d hosts, as %s say; this one is the head, and listens at %s"
             _log.info(told, hosts.nnodes, hosts.told_by, self._where)
             self._link.begin()
-            if hosts.summoner is None:
-                tell_port(hosts, self._link.port, deadline)
+            if hosts.provisioner is None:
+                publish_port(hosts, self._link.port, deadline)
             undo.pop_all()
 
     def meet(
@@ -281,10 +281,10 @@ class DistantHosts:
         with self._changed:
             names = self._names()
             named = {name: self._plan.ranks_of(node) for node, name in names.items()}
-            self._boards = RemoteBoards(board.ranks, named, swap=self._link.pulse_now)
-            self._beats = dict.fromkeys(names, b"")
+            self._boards = RemoteBoards(board.ranks, named, swap=self._link.heartbeat_now)
+            self._heartbeats = dict.fromkeys(names, b"")
             self._generation, self._board = generation, board
-            board.hear(self._boards)
+            board.set_remote_members(self._boards)
 
     def leave(self, generation: int) -> None:
         """Swap no more: the board of ``generation`` is about to be closed. Idempotent."""
@@ -294,7 +294,7 @@ class DistantHosts:
 
     def launch(
         self, missing: Iterable[int], generation: int, deadline: Deadline
-    ) -> Iterator[DistantWorker]:
+    ) -> Iterator[RemoteWorker]:
         """Have all hosts begin a generation, and start those workers of theirs that are missing.
 
         Yields:
@@ -305,7 +305,7 @@ class DistantHosts:
         for node in self._nodes:
             ranks = [rank for rank in self._plan.ranks_of(node) if rank in wanted]
             for rank in ranks:
-                worker = DistantWorker(rank, generation, partial(self._link.post, node))
+                worker = RemoteWorker(rank, generation, partial(self._link.post, node))
                 self._workers[rank] = worker
                 yield worker
             self._link.post(
@@ -321,17 +321,17 @@ class DistantHosts:
         for node in self._nodes:
             self._link.post(node, MarkCall(generation, number))
 
-    def look_around(self) -> None:
+    def query_state(self) -> None:
         """Ask all hosts what they see of their workers; `seen` has the answers."""
         with self._changed:
             self._questions += 1
             self._seen = []
             self._asked = set() if self._board is None else {*self._present}
             for node in self._asked:
-                self._link.post(node, LookAround(self._questions))
+                self._link.post(node, QueryState(self._questions))
 
-    def seen(self, deadline: Deadline) -> list[HostSeen]:
-        """What the hosts saw after the latest `look_around`: those that tell it in time."""
+    def seen(self, deadline: Deadline) -> list[HostSnapshot]:
+        """What the hosts saw after the latest `query_state`: those that tell it in time."""
         with self._changed:
             self._changed.wait_for(lambda: not self._asked, deadline.remaining())
             return list(self._seen)
@@ -339,10 +339,10 @@ class DistantHosts:
     def close(self) -> None:
         """Dismiss the hosts, which end what is left of their workers. Idempotent."""
         for node in self._nodes:
-            self._link.post(node, HostDismissed())
+            self._link.post(node, HostShutdown())
         self._link.close()
-        if self._hosts.summoner is not None:
-            self._hosts.summoner.close()
+        if self._hosts.provisioner is not None:
+            self._hosts.provisioner.close()
 
     # --- what the link tells, in its thread ------------------------------------------------
 
@@ -376,18 +376,18 @@ class DistantHosts:
     def on_message(self, node: int, message: FromHost) -> None:
         """Take in what a host says."""
         match message:
-            case Pulse(generation, beat):
-                self._take_beat(node, generation, beat)
+            case HeartbeatMessage(generation, heartbeat):
+                self._take_beat(node, generation, heartbeat)
             case OfWorker(rank, since, told) if worker := self._worker(node, rank, since):
                 worker.channel.put(told)
             case WorkerStack(rank, since, text) if worker := self._worker(node, rank, since):
                 worker.show_stack(text)
             case WorkerEnded(rank, since, how, stack) if worker := self._worker(node, rank, since):
                 worker.end(f"{how} on host {self._names()[node]}", stack)
-            case HostSees(number, key, boards):
+            case HostState(number, key, boards):
                 self._take_sight(node, number, key, boards)
 
-    def _worker(self, node: int, rank: int, since: int) -> DistantWorker | None:
+    def _worker(self, node: int, rank: int, since: int) -> RemoteWorker | None:
         """The worker that a host speaks of, unless it was replaced meanwhile."""
         worker = self._workers.get(rank)
         speaks_of_it = worker is not None and worker.since == since
@@ -404,23 +404,27 @@ class DistantHosts:
             if rank in self._workers:
                 self._workers[rank].end(why)
 
-    def pulse(self) -> Pulse:
+    def heartbeat_message(self) -> HeartbeatMessage:
         """What this host's board says."""
         with self._changed:
             if self._board is None:
-                return Pulse(0, b"")
+                return HeartbeatMessage(0, b"")
             here = self._plan.ranks_of(0)
-            return Pulse(self._generation, compose(self._board, here, time.monotonic_ns()))
+            return HeartbeatMessage(
+                self._generation, encode_heartbeat(self._board, here, time.monotonic_ns())
+            )
 
-    def _take_beat(self, node: int, generation: int, beat: bytes) -> None:
+    def _take_beat(self, node: int, generation: int, heartbeat: bytes) -> None:
         with self._changed:
             board = self._board
-            if board is None or generation != self._generation or node not in self._beats:
+            if board is None or generation != self._generation or node not in self._heartbeats:
                 return
-            self._beats[node] = beat
-            self._boards.pass_on(self._beats.values(), board)
+            self._heartbeats[node] = heartbeat
+            self._boards.pass_on(self._heartbeats.values(), board)
 
-    def _take_sight(self, node: int, number: int, key: str, boards: Iterable[BoardSeen]) -> None:
+    def _take_sight(
+        self, node: int, number: int, key: str, boards: Iterable[BoardSnapshot]
+    ) -> None:
         with self._changed:
             if number != self._questions or node not in self._asked:
                 return
@@ -428,25 +432,25 @@ class DistantHosts:
             there = beside.pop(key, None)
             if self._board is not None and there is not None:
                 shared, name = self._board.handle().segment.nonce.hex(), self._names()[node]
-                self._seen.append(HostSeen(name, shared, there, tuple(beside.values())))
+                self._seen.append(HostSnapshot(name, shared, there, tuple(beside.values())))
             self._asked.discard(node)
             self._changed.notify_all()
 
     def _summon(self) -> None:
         """Have the absent hosts' processes started, if that is not a launcher's task."""
-        summoner = self._hosts.summoner
+        summoner = self._hosts.provisioner
         if summoner is None:
             return
         for node in self._absent():
-            there = replace(self._hosts, node_rank=node, summoner=None)
+            there = replace(self._hosts, node_rank=node, provisioner=None)
             summoner.start(there, self.address, self._link.port)
 
     def _look_for_trouble(self, absent: Iterable[int]) -> None:
-        summoner = self._hosts.summoner
+        summoner = self._hosts.provisioner
         if summoner is None:
             return
         for node in absent:
-            trouble = summoner.trouble(node)
+            trouble = summoner.problem(node)
             if trouble:
                 raise HostError(node, f"node {node} did not come: {trouble}")
 

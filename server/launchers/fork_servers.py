@@ -96,7 +96,7 @@ def python_command(script: Path) -> list[str]:
     return [sys.executable, *options, "-P", str(script)]
 
 
-class Circumstances(NamedTuple):
+class ProcessEnvironment(NamedTuple):
     """All that is compared; of the calling thread, which is what would start the process.
 
     Attributes:
@@ -126,7 +126,7 @@ class Circumstances(NamedTuple):
     preload: tuple[str, ...]
 
     @classmethod
-    def now(cls, environment: Mapping[str, str], preload: Sequence[str]) -> Circumstances:
+    def now(cls, environment: Mapping[str, str], preload: Sequence[str]) -> ProcessEnvironment:
         """Those of a process that this thread would start with ``environment``."""
         path = tuple(map(str, sys.path))
         relative = not all(map(os.path.isabs, path))
@@ -228,11 +228,11 @@ class _ForkServer:
             self._requests, asked = socket.socketpair(type=socket.SOCK_SEQPACKET)
             theirs.callback(asked.close)
             ours.callback(self._requests.close)
-            beat, lifeline = os.pipe()
-            theirs.callback(os.close, beat)
+            heartbeat, lifeline = os.pipe()
+            theirs.callback(os.close, heartbeat)
             self._lifeline = ours.enter_context(ExitStack())
             self._lifeline.callback(os.close, lifeline)
-            inherited = asked.fileno(), beat
+            inherited = asked.fileno(), heartbeat
             settings = {
                 "path": list(map(str, sys.path)),
                 "package": _PACKAGE,
@@ -276,7 +276,7 @@ class _ForkServer:
                     os.close(birth)
                 answer = _answer(said, deadline, tick)
             except BaseException:
-                self._disown(said)
+                self._after_fork_in_child(said)
                 raise
         match answer:
             case {"pid": pid}:
@@ -328,7 +328,7 @@ class _ForkServer:
             return _ServerLostError(_told(self._process.wait(_END_SECONDS)))
         return _ServerLostError("about to end")
 
-    def _disown(self, said: int) -> None:
+    def _after_fork_in_child(self, said: int) -> None:
         """End the server, so that it forks nothing later, and what it has forked already."""
         self._end()
         with suppress(GroupTimeoutError):
@@ -374,7 +374,7 @@ class ForkServers:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._servers: dict[Circumstances, _ForkServer] = {}  # the one used last is the last
+        self._servers: dict[ProcessEnvironment, _ForkServer] = {}  # the one used last is the last
 
     def fork(
         self,
@@ -401,7 +401,7 @@ class ForkServers:
             OSError: no process can be started.
             What ``tick`` raises; the server was ended.
         """
-        wanted = Circumstances.now(environment, preload)
+        wanted = ProcessEnvironment.now(environment, preload)
         lost = _ServerLostError()
         for _ in range(_ATTEMPTS):
             with self._borrowed(wanted, environment) as server:
@@ -419,7 +419,7 @@ class ForkServers:
         """
         with (
             suppress(OSError),
-            self._borrowed(Circumstances.now(environment, preload), environment),
+            self._borrowed(ProcessEnvironment.now(environment, preload), environment),
         ):
             pass
 
@@ -437,7 +437,7 @@ class ForkServers:
 
     @contextmanager
     def _borrowed(
-        self, wanted: Circumstances, environment: Mapping[str, str]
+        self, wanted: ProcessEnvironment, environment: Mapping[str, str]
     ) -> Iterator[_ForkServer]:
         with self._lock:
             server = self._servers.pop(wanted, None)

@@ -90,7 +90,7 @@ def _load(boot: ModuleType, package: str, preload: list[str]) -> str:
     try:
         boot.import_for_good([f"{package}.worker", "coordinator.groups"])
         _keep_operators()
-        with sys.modules[f"{package}.control.reference"].making_no_pool():
+        with sys.modules[f"{package}.control.reference"].import_guard():
             boot.import_for_good(preload)
     except Exception as error:  # noqa: BLE001 - a worker that is spawned reports it
         return f"importing what workers need failed: {type(error).__name__}: {error}"

@@ -62,19 +62,19 @@ class WorkerChannel(Protocol):
 
 
 class WorkerHandle(Protocol):
-    """A worker's process: `local.LocalWorker` here, `remote_hosts.DistantWorker` elsewhere.
+    """A worker's process: `local.LocalWorker` here, `remote_hosts.RemoteWorker` elsewhere.
 
     Attributes:
         rank: the worker's global rank.
         pid: its process id.
-        greeted: whether its `Hello` has come: it can show its stack.
-        away: whether its `Left` has come: it waits for `start`.
+        connected: whether its `Hello` has come: it can show its stack.
+        detached: whether its `Left` has come: it waits for `start`.
     """
 
     rank: int
     pid: int
-    greeted: bool
-    away: bool
+    connected: bool
+    detached: bool
 
     @property
     def channel(self) -> WorkerChannel:
@@ -100,14 +100,14 @@ class WorkerHandle(Protocol):
         The last has its stack come into `stack_file`, and is for a worker whose `Hello` has come.
         """
 
-    def cut_off(self) -> None:
+    def kill_if_detached(self) -> None:
         """End the process, whose end of the control channel is closed, unless it ends by itself."""
 
-    def bury(self) -> str:
+    def wait(self) -> str:
         """Wait for a process that has ended, or was killed; how it ended."""
 
     def close(self) -> None:
-        """Close all descriptors, after `bury`; idempotent, from any thread."""
+        """Close all descriptors, after `wait`; idempotent, from any thread."""
 
 
 _ENDING_SECONDS = 0.5
@@ -138,7 +138,7 @@ class LocalWorker:
             begin: starts the process with the descriptors that it is to inherit.
         """
         self.rank = rank
-        self.greeted = self.away = False
+        self.connected = self.detached = False
         self._told_path = False
         self._cut_off = ""
         self._memory_kills_before = memory_kills()
@@ -149,13 +149,13 @@ class LocalWorker:
             theirs.callback(control.close)
             self.channel = Channel(connection, FromWorker)
             ours.callback(self.channel.close)
-            beat, lifeline = os.pipe()
-            theirs.callback(os.close, beat)
+            heartbeat, lifeline = os.pipe()
+            theirs.callback(os.close, heartbeat)
             self._lifeline = ours.enter_context(ExitStack())
             self._lifeline.callback(os.close, lifeline)
             self.stack_file = StackFile()
             ours.callback(self.stack_file.close)
-            inherited = (control.fileno(), seat.fileno(), beat, self.stack_file.fd)
+            inherited = (control.fileno(), seat.fileno(), heartbeat, self.stack_file.fd)
             self._process = begin(inherited)
             self.pid = self._process.pid
             try:
@@ -177,7 +177,7 @@ class LocalWorker:
             GroupTimeoutError: the process does not read them in time.
         """
         try:
-            self.away = False
+            self.detached = False
             if not self._told_path:
                 self._told_path = True
                 # By Python's JSON: a folder's name may hold bytes that are no text.
@@ -212,12 +212,12 @@ class LocalWorker:
                     if number == signal.SIGKILL:
                         self._lifeline.close()  # the kernel kills it then
 
-    def cut_off(self) -> None:
+    def kill_if_detached(self) -> None:
         """End the process, whose end of the control channel is closed, unless it ends by itself.
 
         A worker keeps its end until its process ends (`worker.main`), so it is no worker any more.
         """
-        if not self.greeted or is_ending(self.pid) or self.ended(_ENDING_SECONDS):
+        if not self.connected or is_ending(self.pid) or self.ended(_ENDING_SECONDS):
             return
         program: object = "what may not be looked at"
         with suppress(OSError):
@@ -228,7 +228,7 @@ class LocalWorker:
         )
         self.signal(signal.SIGKILL)
 
-    def bury(self) -> str:
+    def wait(self) -> str:
         """Wait for a process that has ended, or was killed, and return its exit status.
 
         Returns:
@@ -246,7 +246,7 @@ class LocalWorker:
         return how
 
     def close(self) -> None:
-        """Close all descriptors, after `bury`; idempotent, from any thread."""
+        """Close all descriptors, after `wait`; idempotent, from any thread."""
         with self._closing:
             self._closed = True
             self._ours.close()
@@ -334,4 +334,4 @@ def end(workers: Sequence[WorkerHandle], stop_seconds: float, kill_seconds: floa
             if not worker.ended(deadline.remaining()):
                 worker.signal(number)
     for worker in workers:
-        worker.bury()
+        worker.wait()

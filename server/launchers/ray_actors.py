@@ -84,13 +84,13 @@ class RayCluster:
             secret=secrets.token_bytes(),
             silence_seconds=self.silence_seconds,
             head_works=False,
-            summoner=actors,
+            provisioner=actors,
             told_by="Ray's placement group",
         )
 
 
 class _Actors:
-    """The actors of one pool; see `hosts.place.Summoner`."""
+    """The actors of one pool; see `hosts.place.HostProvisioner`."""
 
     def __init__(self, group: PlacementGroup, wanted: dict[str, float], *, owned: bool) -> None:
         self._group = group
@@ -120,7 +120,7 @@ class _Actors:
         told = (hosts.nnodes, hosts.node_rank, address, port, hosts.secret, hosts.silence_seconds)
         self._running[hosts.node_rank] = actor, actor.run.remote(*told)
 
-    def trouble(self, node: int) -> str:
+    def problem(self, node: int) -> str:
         """Why a host's actor has ended; ``""`` if it runs."""
         import ray  # noqa: PLC0415
 

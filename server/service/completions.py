@@ -23,15 +23,15 @@ from ..workers.decoder import (
     AnswerReader,
     DecoderText,
     Engine,
-    Generation,
+    GeneratedSequence,
     PromptTooLongError,
     Sampling,
 )
 from .api import ApiError, ServedModel, decode_body
-from .face import Face, json_answer, unless_client_leaves
+from .face import ServiceApp, json_answer, unless_client_leaves
 from .openapi import COUNT, REASONS, STRING, Schema, document_of, object_of, responses
 from .page import EventStream
-from .pool_service import PoolService, WatchedPool
+from .pool_service import InstrumentedPool, PoolService
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -149,7 +149,7 @@ _chat = msgspec.json.Decoder(_with_plain(ChatRequest))
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class CompletionParams:
     """What a request asks for.
 
     Attributes:
@@ -171,7 +171,7 @@ class Wish:
     with_usage: bool
 
 
-def read_completion(body: bytes | bytearray, model: ServedModel) -> Wish:
+def read_completion(body: bytes | bytearray, model: ServedModel) -> CompletionParams:
     """What a request for a completion asks for.
 
     Raises:
@@ -185,10 +185,10 @@ def read_completion(body: bytes | bytearray, model: ServedModel) -> Wish:
         message = "prompt must be one text, or the token ids of one"
         raise ApiError(400, message, param="prompt")
     most = _COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
-    return _wish(request, prompt, model, max_tokens=most)
+    return _params(request, prompt, model, max_tokens=most)
 
 
-def read_chat(body: bytes | bytearray, model: ServedModel) -> Wish:
+def read_chat(body: bytes | bytearray, model: ServedModel) -> CompletionParams:
     """What a request for a chat asks for.
 
     Raises:
@@ -199,11 +199,11 @@ def read_chat(body: bytes | bytearray, model: ServedModel) -> Wish:
         raise ApiError(400, "messages is an empty list", param="messages")
     messages = [each.plain() for each in request.messages]
     most, older = request.max_completion_tokens, request.max_tokens
-    return _wish(request, messages, model, max_completion_tokens=most, max_tokens=older)
+    return _params(request, messages, model, max_completion_tokens=most, max_tokens=older)
 
 
 @dataclass(frozen=True, slots=True)
-class Writer:
+class ResponseWriter:
     """Writes one answer, whole or in pieces.
 
     Attributes:
@@ -226,17 +226,17 @@ class Writer:
         kind = "chat.completion" if self.is_chat else "text_completion"
         return self._json(kind, [_choice(said, reason)], usage=_usage(tokens))
 
-    def opening(self) -> list[bytes]:
+    def first_chunk(self) -> list[bytes]:
         """What a stream begins with."""
         first = {"delta": {"role": "assistant", "content": ""}}
         return [self._event([_choice(first, None)])] if self.is_chat else []
 
-    def piece(self, text: str) -> bytes:
+    def chunk(self, text: str) -> bytes:
         """More text, in a stream."""
         said = {"delta": {"content": text}} if self.is_chat else {"text": text}
         return self._event([_choice(said, None)])
 
-    def closing(self, reason: str, tokens: tuple[int, int] | None) -> list[bytes]:
+    def last_chunk(self, reason: str, tokens: tuple[int, int] | None) -> list[bytes]:
         """What a stream ends with; ``tokens``: `whole`'s, if they are wanted."""
         said: dict[str, Any] = {"delta": {}} if self.is_chat else {"text": ""}
         usage = [] if tokens is None else [self._event([], usage=_usage(tokens))]
@@ -277,7 +277,7 @@ def _usage(tokens: tuple[int, int]) -> dict[str, int]:
     }
 
 
-def _wish(request: Any, prompt: Any, model: ServedModel, **most: int | None) -> Wish:
+def _params(request: Any, prompt: Any, model: ServedModel, **most: int | None) -> CompletionParams:
     """The wish; ``most``: tokens of the answer, by the fields that say it; the first one counts."""
     model.check_name(request.model)
     for name, values in PLAIN.items():
@@ -288,7 +288,7 @@ def _wish(request: Any, prompt: Any, model: ServedModel, **most: int | None) -> 
         if count < 1:
             raise ApiError(400, f"{name} must be 1 or more; got {count}", param=name)
     options = request.stream_options
-    return Wish(
+    return CompletionParams(
         prompt=prompt,
         is_chat=isinstance(request, ChatRequest),
         max_tokens=next(iter(given.values()), None),
@@ -441,7 +441,7 @@ class CompletionService(PoolService):
 
     def generate(
         self, prompt: Sequence[int], max_tokens: int | None, sampling: Sampling
-    ) -> Generation:
+    ) -> GeneratedSequence:
         """Begin an answer; see `Engine.submit`.
 
         Raises:
@@ -454,7 +454,7 @@ class CompletionService(PoolService):
         engine = cast("Engine", self._engine)  # there is one once it is ready
         return engine.submit(prompt, max_tokens, sampling, timeout=self._limits.request_timeout)
 
-    async def _probe(self, pool: WatchedPool) -> None:
+    async def _probe(self, pool: InstrumentedPool) -> None:
         if self._engine is None:
             chunk, most = self._limits.max_tokens, self._limits.max_waiting
             self._engine = await asyncio.to_thread(Engine, pool, chunk=chunk, max_waiting=most)
@@ -472,45 +472,45 @@ _TOO_LONG = "context_length_exceeded"
 """OpenAI's code of the error."""
 
 
-class CompletionFace(Face[CompletionService]):
+class CompletionApp(ServiceApp[CompletionService]):
     """The face of a service of completions."""
 
-    def asked(self) -> list[Route]:
-        """See `Face`."""
+    def model_routes(self) -> list[Route]:
+        """See `ServiceApp`."""
         return [
             Route("/v1/completions", self.answering(self._complete), methods=["POST"]),
             Route("/v1/chat/completions", self.answering(self._chat), methods=["POST"]),
         ]
 
-    def about(self, *, with_key: bool) -> Schema:
-        """See `Face`."""
+    def openapi(self, *, with_key: bool) -> Schema:
+        """See `ServiceApp`."""
         return completion_document(self.model, with_key=with_key)
 
     async def _complete(self, request: Request) -> Response:
         async with self.bodies.read(request) as body:
-            wish = read_completion(body, self.model)
-        return await self._answer(request, wish)
+            params = read_completion(body, self.model)
+        return await self._answer(request, params)
 
     async def _chat(self, request: Request) -> Response:
         async with self.bodies.read(request) as body:
-            wish = read_chat(body, self.model)
-        return await self._answer(request, wish)
+            params = read_chat(body, self.model)
+        return await self._answer(request, params)
 
-    async def _answer(self, request: Request, wish: Wish) -> Response:
+    async def _answer(self, request: Request, params: CompletionParams) -> Response:
         self.service.check_ready()
-        asked = "messages" if wish.is_chat else "prompt"
+        asked = "messages" if params.is_chat else "prompt"
         try:
-            prompt = await self._tokens(wish)
-            generation = self.service.generate(prompt, wish.max_tokens, wish.sampling)
+            prompt = await self._tokens(params)
+            generation = self.service.generate(prompt, params.max_tokens, params.sampling)
         except PromptTooLongError as error:
             raise ApiError(400, str(error), param=asked, code=_TOO_LONG) from error
         except ValueError as error:
             raise ApiError(400, str(error), param=asked) from error
-        writer = Writer(self.model.name, wish.is_chat)
-        answer = _Answer(generation, self.service.text.reader(wish.stops))
+        writer = ResponseWriter(self.model.name, params.is_chat)
+        answer = _DetokenizedStream(generation, self.service.text.reader(params.stops))
         request.state.facts["prompt_tokens"] = len(prompt)
-        if wish.stream:
-            events = self._streamed(request, wish, writer, answer, len(prompt))
+        if params.stream:
+            events = self._streamed(request, params, writer, answer, len(prompt))
             return EventStream(events, generation)
         with generation:
             text = await unless_client_leaves(request, answer.whole())
@@ -518,25 +518,25 @@ class CompletionFace(Face[CompletionService]):
         self._count_answer(len(prompt) + answer.tokens)
         return json_answer(writer.whole(text, answer.reason, (len(prompt), answer.tokens)))
 
-    async def _tokens(self, wish: Wish) -> list[int]:
+    async def _tokens(self, params: CompletionParams) -> list[int]:
         """The prompt's tokens; the event loop goes on meanwhile.
 
         Raises:
             ApiError: it is too long to be looked at.
             ValueError: the model's template refuses the chat.
         """
-        if wish.is_chat:
-            messages = cast("list[dict[str, str]]", wish.prompt)
+        if params.is_chat:
+            messages = cast("list[dict[str, str]]", params.prompt)
             length = sum(len(text) for each in messages for text in each.values())
             self._check_length(length, "messages")
             if len(messages) > self.model.max_tokens:
                 message = f"the chat has {len(messages)} messages; each takes a token at least"
                 raise ApiError(400, message, param="messages", code=_TOO_LONG)
             return await asyncio.to_thread(self.service.text.encode_chat, messages)
-        if isinstance(wish.prompt, str):
-            self._check_length(len(wish.prompt), "prompt")
-            return await asyncio.to_thread(self.service.text.encode, wish.prompt)
-        return cast("list[int]", wish.prompt)
+        if isinstance(params.prompt, str):
+            self._check_length(len(params.prompt), "prompt")
+            return await asyncio.to_thread(self.service.text.encode, params.prompt)
+        return cast("list[int]", params.prompt)
 
     def _check_length(self, characters: int, asked: str) -> None:
         most = self.service.text.longest * self.model.max_tokens
@@ -545,15 +545,20 @@ class CompletionFace(Face[CompletionService]):
             raise ApiError(400, message, param=asked, code=_TOO_LONG)
 
     async def _streamed(
-        self, request: Request, wish: Wish, writer: Writer, answer: _Answer, n_prompt: int
+        self,
+        request: Request,
+        params: CompletionParams,
+        writer: ResponseWriter,
+        answer: _DetokenizedStream,
+        n_prompt: int,
     ) -> AsyncIterator[bytes]:
         try:
-            for event in writer.opening():
+            for event in writer.first_chunk():
                 yield event
             async for text in answer.pieces():
-                yield writer.piece(text)
-            usage = (n_prompt, answer.tokens) if wish.with_usage else None
-            for event in writer.closing(answer.reason, usage):
+                yield writer.chunk(text)
+            usage = (n_prompt, answer.tokens) if params.with_usage else None
+            for event in writer.last_chunk(answer.reason, usage):
                 yield event
             request.state.outcome = 200
             self._count_answer(n_prompt + answer.tokens)
@@ -571,14 +576,14 @@ class CompletionFace(Face[CompletionService]):
         self.service.metrics.tokens.inc(tokens)
 
 
-class _Answer:
+class _DetokenizedStream:
     """The text of a generation.
 
     Attributes:
         tokens: how many there were so far.
     """
 
-    def __init__(self, generation: Generation, reader: AnswerReader) -> None:
+    def __init__(self, generation: GeneratedSequence, reader: AnswerReader) -> None:
         self.tokens = 0
         self._generation = generation
         self._reader = reader

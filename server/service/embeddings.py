@@ -40,9 +40,9 @@ from ..spans import Carrier, carried, of_batch
 from ..workers.minilm import EncodedText, InputTooLongError, SentenceTokenizer
 from .api import ApiError, ServedModel
 from .embedding_api import FORMATS, MAX_INPUTS, Input, read_request, write_response
-from .face import Face, json_answer, unless_client_leaves
+from .face import ServiceApp, json_answer, unless_client_leaves
 from .openapi import COUNT, REASONS, STRING, Schema, document_of, object_of, responses
-from .pool_service import NotReadyError, PoolService, WatchedPool
+from .pool_service import InstrumentedPool, NotReadyError, PoolService
 
 if TYPE_CHECKING:
     from ..pool import WorkerPool
@@ -418,7 +418,7 @@ class EmbeddingService(PoolService):
         await super().stop()
         self._tokenizing.close()
 
-    async def _probe(self, pool: WatchedPool) -> None:
+    async def _probe(self, pool: InstrumentedPool) -> None:
         await _vectors(pool, (await self._encode([PROBE], truncate=False)).tokens, [])
 
     async def _finish(self) -> None:
@@ -433,13 +433,13 @@ class EmbeddingService(PoolService):
     async def _compute(
         self, tokens: list[np.ndarray], traces: list[Carrier]
     ) -> Sequence[np.ndarray]:
-        if self._watched is None:
+        if self._pool is None:
             raise NotReadyError("the workers do not run")
-        return await _vectors(self._watched, tokens, traces)
+        return await _vectors(self._pool, tokens, traces)
 
 
 async def _vectors(
-    pool: WatchedPool, tokens: list[np.ndarray], traces: Sequence[Carrier]
+    pool: InstrumentedPool, tokens: list[np.ndarray], traces: Sequence[Carrier]
 ) -> Sequence[np.ndarray]:
     """The vectors of some lists of tokens, float32 [hidden] each, for those who asked."""
     sizes = [len(each) for each in tokens]
@@ -500,11 +500,11 @@ def _answer(model: ServedModel) -> Schema:
     )
 
 
-class EmbeddingFace(Face[EmbeddingService]):
+class EmbeddingApp(ServiceApp[EmbeddingService]):
     """The face of a service of embeddings.
 
     Args:
-        service, model, api_key, on_failure: see `Face`.
+        service, model, api_key, on_failure: see `ServiceApp`.
         truncate: whether inputs that are too long are cut where a request does not say.
     """
 
@@ -520,16 +520,16 @@ class EmbeddingFace(Face[EmbeddingService]):
         super().__init__(service, model, api_key=api_key, on_failure=on_failure)
         self._truncate = truncate
 
-    def asked(self) -> list[Route]:
-        """See `Face`."""
+    def model_routes(self) -> list[Route]:
+        """See `ServiceApp`."""
         return [Route("/v1/embeddings", self.answering(self._embed), methods=["POST"])]
 
-    def about(self, *, with_key: bool) -> Schema:
-        """See `Face`."""
+    def openapi(self, *, with_key: bool) -> Schema:
+        """See `ServiceApp`."""
         return embedding_document(self.model, with_key=with_key)
 
     def as_api_error(self, error: Exception, request_id: str) -> ApiError:
-        """See `Face`."""
+        """See `ServiceApp`."""
         match error:
             case BadInputError(__cause__=InputTooLongError()):
                 return ApiError(400, str(error), param="input", code="context_length_exceeded")

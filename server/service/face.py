@@ -56,7 +56,7 @@ from ..spans import begin_request, end_request, within
 from .api import ApiError, ServedModel, clipped, too_many_connections
 from .logs import ACCESS
 from .metrics import CONTENT_TYPE
-from .page import Live, page_route
+from .page import SnapshotBroadcaster, page_route
 from .pool_service import NotReadyError, PoolService
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ SMALL_BODY_BYTES = 64 << 10
 """What each may have whatever the others have: large ones that stall keep out no small one."""
 
 
-class Bodies:
+class BodyLimiter:
     """The bodies of the requests that are being answered.
 
     Attributes:
@@ -185,7 +185,7 @@ _CLIENT_LEFT = 499
 _log = logging.getLogger(__name__)
 
 
-class Face(ABC, Generic[Service]):
+class ServiceApp(ABC, Generic[Service]):
     """The routes of one service.
 
     Args:
@@ -213,8 +213,8 @@ class Face(ABC, Generic[Service]):
         self._api_key = api_key
         self._on_failure = on_failure
         self.model = model
-        self.live = Live(self._look)
-        self.bodies = Bodies()
+        self.live = SnapshotBroadcaster(self._look)
+        self.bodies = BodyLimiter()
 
     def app(self, *within: Middleware) -> Starlette:
         """The ASGI application; it starts and stops the service.
@@ -222,12 +222,12 @@ class Face(ABC, Generic[Service]):
         Args:
             within: what requests pass before they are answered; the access log comes first.
         """
-        about = self.about(with_key=self._api_key is not None)
+        about = self.openapi(with_key=self._api_key is not None)
         app = Starlette(
             routes=[
                 Route("/", page_route()),
                 Route("/events", self.guarded(self._events)),
-                *self.asked(),
+                *self.model_routes(),
                 Route("/v1/models", self.guarded(self._models)),
                 Route("/v1/models/{model:path}", self.guarded(self._one_model)),
                 Route("/openapi.json", self.guarded(_always(about))),
@@ -245,11 +245,11 @@ class Face(ABC, Generic[Service]):
         return app
 
     @abstractmethod
-    def asked(self) -> list[Route]:
+    def model_routes(self) -> list[Route]:
         """The routes by which the model is asked."""
 
     @abstractmethod
-    def about(self, *, with_key: bool) -> Schema:
+    def openapi(self, *, with_key: bool) -> Schema:
         """The OpenAPI document; ``with_key``: whether requests have to show a key."""
 
     @asynccontextmanager
@@ -461,7 +461,7 @@ def names_of(host: str) -> frozenset[str]:
     return frozenset({"localhost", host.lower(), machine, machine.partition(".")[0]})
 
 
-class OwnNames:
+class TrustedHosts:
     """Passes on to ``app`` what calls the service by one of ``names``, or by an address.
 
     A request without a ``Host``, as of HTTP/1.0, comes from no browser.

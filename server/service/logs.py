@@ -44,7 +44,7 @@ class UtcFormatter(logging.Formatter):
         return utc(record.created)
 
 
-class Sparing(logging.Filter):
+class RateLimitFilter(logging.Filter):
     """Lets through some records of a kind in each minute, and counts the others.
 
     A kind is a logger and the line that logs: what differs between two records is their arguments.
@@ -179,7 +179,7 @@ def configure(access: str, *, as_json: bool = False) -> None:
     """
     handler: logging.Handler = _UnblockedHandler(sys.stderr, "the log")
     handler.setFormatter(_LogAsJson() if as_json else UtcFormatter(FORMAT))
-    handler.addFilter(Sparing())
+    handler.addFilter(RateLimitFilter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     for package in (PACKAGE, *LOWER_FLOORS):
         logging.getLogger(package).setLevel(logging.INFO if as_json else logging.WARNING)

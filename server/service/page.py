@@ -133,7 +133,7 @@ _OVER = b"event: over\ndata: {}\n\n"
 _log = logging.getLogger(__name__)
 
 
-class Live:
+class SnapshotBroadcaster:
     """Those who listen to one service; belongs to its event loop.
 
     Args:
@@ -159,7 +159,7 @@ class Live:
             raise ApiError(503, message, "server_error", code="overloaded")
         if request.method == "HEAD":
             return EventStream.head()
-        return EventStream(self.events(), self.listening())
+        return EventStream(self.events(), self.broadcasting())
 
     def close(self) -> None:
         """Tell all listeners that it is over, and end their answers. Idempotent."""
@@ -179,7 +179,7 @@ class Live:
         yield _OVER
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
+    def broadcasting(self) -> Iterator[None]:
         """Snapshots are taken meanwhile."""
         self._listeners += 1
         if self._taking is None and not self._over:

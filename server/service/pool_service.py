@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Metric
 
-from coordinator.daemon_threads import begin_apart
+from coordinator.daemon_threads import submit_in_thread
 from shm_broadcast import CoordinatorError, MemberStatus
 from shm_broadcast.state.flight_recorder import VerbTotal
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class StallWatch:
+class StallDetector:
     """The calls of one pool that the workers have. Any thread may use it.
 
     Attributes:
@@ -96,7 +96,7 @@ _SENTENCES = 12
 _log = logging.getLogger(__name__)
 
 
-class WatchedPool:
+class InstrumentedPool:
     """A running pool; belongs to one event loop, but for `call`.
 
     Args:
@@ -118,7 +118,7 @@ class WatchedPool:
         self.pool = pool
         self._metrics = metrics
         self.call_timeout = limits.request_timeout / 2
-        self._watch = StallWatch(limits.stall_timeout)
+        self._watch = StallDetector(limits.stall_timeout)
         self._closed = False
         self._held_up: list[str] = []
         self._failed_call: tuple[float, BaseException] | None = None
@@ -177,10 +177,10 @@ class WatchedPool:
         with self.counted(sizes) if args else nullcontext():
             return self.pool.call(method, *args, timeout=self.call_timeout)
 
-    async def who_holds_up(self) -> list[str]:
-        """The first sentences of `WorkerPool.who_holds_up`."""
+    async def hang_report(self) -> list[str]:
+        """The first sentences of `WorkerPool.hang_report`."""
         try:
-            told = await asyncio.to_thread(self.pool.who_holds_up)
+            told = await asyncio.to_thread(self.pool.hang_report)
         except RuntimeError:  # no thread can be started: the rest goes on all the same
             return []
         return [clipped(line) for line in told[:_SENTENCES]]
@@ -197,7 +197,7 @@ class WatchedPool:
         while self.failure is None:
             await asyncio.sleep(_WATCH_SECONDS)
             stalls = self._watch.stalled(time.monotonic())
-            self._held_up = await self.who_holds_up() if stalls else []
+            self._held_up = await self.hang_report() if stalls else []
             before, stalled = stalled, self.stalled
             if stalled and not before:
                 _log.error("%s", stalled)
@@ -271,7 +271,7 @@ class PoolService(ABC):
     ) -> None:
         self._make_pool = make_pool
         self._limits = limits
-        self._watched: WatchedPool | None = None
+        self._pool: InstrumentedPool | None = None
         self._probed = False
         self._stopping = self._stopped = False
         self._failure: Exception | None = None
@@ -286,7 +286,7 @@ class PoolService(ABC):
         """How many inputs wait to be sent to the workers."""
 
     @abstractmethod
-    async def _probe(self, pool: WatchedPool) -> None:
+    async def _probe(self, pool: InstrumentedPool) -> None:
         """Have the workers compute something small: before the first request, and when the pool
         stands still.
         """
@@ -311,38 +311,38 @@ class PoolService(ABC):
     @property
     def failure(self) -> Exception | None:
         """Why the workers did not start, or what broke the pool: it cannot recover."""
-        if self._failure is None and self._watched is not None:
-            self._failure = self._watched.failure
+        if self._failure is None and self._pool is not None:
+            self._failure = self._pool.failure
         return self._failure
 
     @property
     def restarting(self) -> CoordinatorError | None:
         """What broke the pool, while it is restarted for that."""
-        return None if self._watched is None else self._watched.pool.restarting
+        return None if self._pool is None else self._pool.pool.restarting
 
     @property
     def stalled(self) -> str:
         """Which calls were not answered in time; ``""`` unless the service is stalled."""
-        return self._watched.stalled if self._probed and self._watched is not None else ""
+        return self._pool.stalled if self._probed and self._pool is not None else ""
 
     def workers(self) -> Sequence[MemberStatus]:
         """What every worker was last seen doing; empty before they run and after they stop."""
-        return () if self._watched is None else self._watched.workers()
+        return () if self._pool is None else self._pool.workers()
 
     def _now(self) -> Iterator[Metric]:
         yield from of_service(self.activity())
         yield from of_workers(self.workers())
-        yield from of_operations({} if self._watched is None else self._watched.totals())
+        yield from of_operations({} if self._pool is None else self._pool.totals())
 
     def activity(self) -> Activity:
         """What the service does at this moment."""
-        running, seconds = (0, 0.0) if self._watched is None else self._watched.running
-        restarts = 0 if self._watched is None else self._watched.pool.restarts
+        running, seconds = (0, 0.0) if self._pool is None else self._pool.running
+        restarts = 0 if self._pool is None else self._pool.pool.restarts
         return Activity(self.state, self.waiting, running, seconds, restarts)
 
     def status(self) -> dict[str, Any]:
         """State, failures, load, totals and workers as plain data, for JSON."""
-        watched = self._watched
+        watched = self._pool
         return {
             "now": time.time(),
             **asdict(self.activity()),
@@ -358,8 +358,8 @@ class PoolService(ABC):
         """The status, and who holds up whom where a call takes long."""
         status = self.status()
         slow, verdict = status["oldest_call_seconds"] >= _SLOW_SECONDS, []
-        if slow and self._watched is not None:
-            verdict = await self._watched.who_holds_up()
+        if slow and self._pool is not None:
+            verdict = await self._pool.hang_report()
         return {**status, "verdict": verdict}
 
     @property
@@ -395,8 +395,8 @@ class PoolService(ABC):
         if self._running is not None:
             self._running.cancel()
         await self._finish()
-        if self._watched is not None:
-            await self._watched.shutdown(_LEAVE_SECONDS)
+        if self._pool is not None:
+            await self._pool.shutdown(_LEAVE_SECONDS)
         self._stopped = True
 
     def give_up(self, then: Callable[[], None]) -> None:
@@ -416,15 +416,15 @@ class PoolService(ABC):
 
     async def _give_up(self, then: Callable[[], None]) -> None:
         self._stopping = True
-        if self._watched is not None:
-            await self._watched.shutdown(0.0)
+        if self._pool is not None:
+            await self._pool.shutdown(0.0)
         await asyncio.sleep(_UNANSWERED_SECONDS)
         then()
 
     async def _run(self, on_failure: Callable[[], None]) -> None:
         try:
-            pool = await asyncio.wrap_future(begin_apart(self._make_pool, "start-pool"))
-            self._watched = watched = WatchedPool(pool, self.metrics, self._limits)
+            pool = await asyncio.wrap_future(submit_in_thread(self._make_pool, "start-pool"))
+            self._pool = watched = InstrumentedPool(pool, self.metrics, self._limits)
             await self._probe(watched)
         except Exception as error:  # noqa: BLE001 - it is kept, and raised by whoever serves
             self._failure = error

@@ -303,7 +303,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class WebServer(uvicorn.Server):
-    """A server that hears signals from `hear_signals` on, also before it runs.
+    """A server that hears signals from `handle_signals` on, also before it runs.
 
     Attributes:
         heard: the signals that came.
@@ -357,7 +357,7 @@ class WebServer(uvicorn.Server):
             over.cancel()
 
     @contextmanager
-    def hear_signals(self) -> Iterator[None]:
+    def handle_signals(self) -> Iterator[None]:
         """Handle signals in this block; in the main thread only.
 
         A hang-up that is ignored, as under nohup, stays so. Once a signal was heard, later ones are

@@ -348,12 +348,12 @@ def checkpoint_name(name: str, layers: str, modules: Mapping[str, str]) -> str:
     return f"{modules[module]}.{parameter}"
 
 
-def hand_on(groups: ParallelGroups, hidden: torch.Tensor) -> None:
+def send_activations(groups: ParallelGroups, hidden: torch.Tensor) -> None:
     """Send what this stage has computed to the next. Collective: yes, every rank of the stage."""
     groups.pp.send_tensor_dict({"hidden": hidden}, all_gather_group=groups.tp)
 
 
-def handed_on(groups: ParallelGroups) -> torch.Tensor:
+def recv_activations(groups: ParallelGroups) -> torch.Tensor:
     """What the stage before has sent. Collective: yes, every rank of this stage."""
     hidden: torch.Tensor = groups.pp.recv_tensor_dict(all_gather_group=groups.tp)["hidden"]
     return hidden

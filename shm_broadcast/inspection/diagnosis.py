@@ -24,12 +24,12 @@ from shm_broadcast.atomics import text_of
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import DRIVER_RANK, MemberStatus, counted, name_of
 from shm_broadcast.inspection.snapshot import (
-    BoardSeen,
-    HostSeen,
-    MemberSeen,
+    BoardSnapshot,
+    HostSnapshot,
+    MemberSnapshot,
     Program,
-    QueueSeen,
-    joined,
+    QueueSnapshot,
+    merge_hosts,
     of_process,
     programs,
     scan,
@@ -43,7 +43,7 @@ _READS: Final = layout.DID_NAMES[layout.DID_DEQUEUE :]
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class WaitEdge:
     """One party waits for another.
 
     Attributes:
@@ -58,23 +58,23 @@ class Waiting:
 
 
 @dataclass(slots=True, eq=False)
-class Party:
+class WaitNode:
     """A process that takes part, or a member that has none.
 
     Attributes:
         name: what its first board calls it: ``"rank 1"``, ``"rank 1 of board 2"``; a worker, where
             there are several pools, each with a name of its own, ``"rank 1 of thinker"``.
         members: what it is on each board, its latest progress first.
-        waits_on: the names of those that it waits for.
-        awaited_by: those that wait for it.
+        waits_for: the names of those that it waits for.
+        waited_by: those that wait for it.
         idle: whose next message it waits for, while others wait for it in something else.
         closed: the group that it has closed, while others wait for it there.
     """
 
     name: str
-    members: list[MemberSeen]
-    waits_on: dict[str, Waiting] = field(default_factory=dict)
-    awaited_by: list[Party] = field(default_factory=list)
+    members: list[MemberSnapshot]
+    waits_for: dict[str, WaitEdge] = field(default_factory=dict)
+    waited_by: list[WaitNode] = field(default_factory=list)
     idle: str = ""
     closed: str = ""
 
@@ -92,10 +92,10 @@ class Party:
     @property
     def only_read_from(self) -> bool:
         """Whether all that wait for it are readers that wait for a message."""
-        return all(each.waits_on[self.name].verb in _READS for each in self.awaited_by)
+        return all(each.waits_for[self.name].verb in _READS for each in self.waited_by)
 
     @property
-    def drives(self) -> bool:
+    def is_driver(self) -> bool:
         """Whether it is the driver of others: it may wait for some while it calls others."""
         return any(member.status.rank == DRIVER_RANK for member in self.members)
 
@@ -110,7 +110,7 @@ class Party:
         return self.members[0].condition == "stopped"
 
     @property
-    def fault(self) -> str:
+    def problem(self) -> str:
         """What is wrong with its process, whatever it waits for; ``""`` if nothing is seen."""
         match self.status.state:
             case "absent":
@@ -123,10 +123,10 @@ class Party:
             return "its process is stopped, by a signal or a debugger"
         return ""
 
-    def holds_up(self) -> str:
+    def reason(self) -> str:
         """Why those that wait for it do so."""
-        if self.fault:
-            why = self.fault
+        if self.problem:
+            why = self.problem
         elif self.closed:
             why = f"it has closed {self.closed}"
         elif self.idle:
@@ -138,10 +138,10 @@ class Party:
         return why if self.status.state == "absent" else f"{why}; {self.status.last_seen}"
 
 
-def parties_of(boards: Sequence[BoardSeen]) -> dict[str, Party]:
+def wait_graph(boards: Sequence[BoardSnapshot]) -> dict[str, WaitNode]:
     """All that take part, by name: a process once, called as the first of its boards does."""
-    by_process: dict[tuple[str, int], Party] = {}
-    parties: dict[str, Party] = {}
+    by_process: dict[tuple[str, int], WaitNode] = {}
+    parties: dict[str, WaitNode] = {}
     pools = [board.name for board in boards if board.is_pool]
     for place, board in enumerate(boards, 1):
         here = []
@@ -155,7 +155,7 @@ def parties_of(boards: Sequence[BoardSeen]) -> dict[str, Party]:
                     name += f" of {board.name if named else f'board {place}'}"
                 while name in parties:  # a queue may call its writer and a reader the same
                     name += "'"
-                party = parties[name] = Party(name, [])
+                party = parties[name] = WaitNode(name, [])
                 if member.status.pid:
                     by_process[process] = party
             party.members.append(member)
@@ -168,15 +168,18 @@ def parties_of(boards: Sequence[BoardSeen]) -> dict[str, Party]:
     for party in [
         each for each in parties.values() if each.closed or _takes_no_part(each, parties)
     ]:
-        party.idle = next(iter(party.waits_on), "")
-        for name in party.waits_on:
-            parties[name].awaited_by.remove(party)
-        party.waits_on.clear()
+        party.idle = next(iter(party.waits_for), "")
+        for name in party.waits_for:
+            parties[name].waited_by.remove(party)
+        party.waits_for.clear()
     return parties
 
 
 def _note_waits(
-    party: Party, member: MemberSeen, members: Sequence[MemberSeen], here: Sequence[Party]
+    party: WaitNode,
+    member: MemberSnapshot,
+    members: Sequence[MemberSnapshot],
+    here: Sequence[WaitNode],
 ) -> None:
     """Note for whom a party waits, as a ``member`` of a board that has these members, who are the
     parties ``here``.
@@ -184,51 +187,51 @@ def _note_waits(
     for wait in member.waits:
         same = member.status.operation == wait.operation
         number = f" #{member.status.sequence}" if same else ""
-        waiting = Waiting(wait.operation + number, wait.operation, wait.seconds)
+        waiting = WaitEdge(wait.operation + number, wait.operation, wait.seconds)
         for each in wait.members:
             late = here[each]
             if late is party:
                 continue
             if _has_closed(members[each], member, wait):
                 late.closed = wait.operation.rpartition(" ")[0]
-            if late.name not in party.waits_on:
-                party.waits_on[late.name] = waiting
-                late.awaited_by.append(party)
+            if late.name not in party.waits_for:
+                party.waits_for[late.name] = waiting
+                late.waited_by.append(party)
 
 
-def _has_closed(late: MemberSeen, member: MemberSeen, wait: Wait) -> bool:
+def _has_closed(late: MemberSnapshot, member: MemberSnapshot, wait: Wait) -> bool:
     """Whether a member has closed the group of the operation in which another one waits for it."""
     name = text_of(wait.operation.rpartition(" ")[0].encode()[: layout.ENTRY_GROUP_BYTES])
     left = {replace(each, rank=0) for each in late.groups if each.closed}
     return any(replace(each, rank=0) in left for each in member.groups if each.name == name)
 
 
-def _takes_no_part(party: Party, parties: Mapping[str, Party]) -> bool:
+def _takes_no_part(party: WaitNode, parties: Mapping[str, WaitNode]) -> bool:
     """Whether it waits for a message that nobody may owe it, while others wait for it to act."""
     return (
-        bool(party.waits_on)
+        bool(party.waits_for)
         and not party.only_read_from
         and all(
             wait.verb in _READS
-            and not parties[name].fault
-            and (parties[name].drives or not parties[name].waits_on)
-            for name, wait in party.waits_on.items()
+            and not parties[name].problem
+            and (parties[name].is_driver or not parties[name].waits_for)
+            for name, wait in party.waits_for.items()
         )
     )
 
 
-def knot_of(parties: Mapping[str, Party]) -> list[Party]:
+def find_cycle(parties: Mapping[str, WaitNode]) -> list[WaitNode]:
     """Some that wait for each other in a circle, of whom nobody waits for others; or nobody."""
-    free = {name for name, party in parties.items() if not party.waits_on}
+    free = {name for name, party in parties.items() if not party.waits_for}
     grown = True
     while grown:
-        reach = {n for n in parties if n not in free and parties[n].waits_on.keys() & free}
+        reach = {n for n in parties if n not in free and parties[n].waits_for.keys() & free}
         free |= reach
         grown = bool(reach)
     stuck = sorted((parties[name] for name in parties if name not in free), key=lambda p: p.order)
     path = stuck[:1]
     while path:
-        late = min((parties[name] for name in path[-1].waits_on), key=lambda each: each.order)
+        late = min((parties[name] for name in path[-1].waits_for), key=lambda each: each.order)
         if late in path:
             knot = path[path.index(late) :]
             first = knot.index(min(knot, key=lambda each: each.order))
@@ -248,39 +251,40 @@ _FULL: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Diagnosis:
     """What is to be said about a program.
 
     Attributes:
         sentences: in plain words, the most important first.
         culprits: because of whom others wait.
-        asked: those whose stacks tell the most: the culprits that have come, but for one that takes
+        sample: those whose stacks tell the most: the culprits that have come, but for one that
+        takes
             no part, or has closed the group, who waits for it.
-        held_up: whether they should not have to: it is more than readers that no message is for.
+        is_hang: whether they should not have to: it is more than readers that no message is for.
     """
 
     sentences: tuple[str, ...]
-    culprits: tuple[Party, ...]
-    asked: tuple[Party, ...]
-    held_up: bool
+    culprits: tuple[WaitNode, ...]
+    sample: tuple[WaitNode, ...]
+    is_hang: bool
 
 
-def judge(program: Program) -> Verdict:
+def diagnose(program: Program) -> Diagnosis:
     """Say who waits for whom in a program, and because of whom."""
-    parties = parties_of(program.boards)
+    parties = wait_graph(program.boards)
     told = [
         f"The group{f' {board.name}' if board.name else ''} was aborted: {board.failure}."
         for board in program.boards
         if board.failure is not None
     ]
     ends = sorted(
-        (each for each in parties.values() if each.awaited_by and not each.waits_on),
-        key=lambda each: (not (each.fault or each.closed), each.order),
+        (each for each in parties.values() if each.waited_by and not each.waits_for),
+        key=lambda each: (not (each.problem or each.closed), each.order),
     )
-    culprits = [each for each in ends if each.fault or not each.only_read_from]
+    culprits = [each for each in ends if each.problem or not each.only_read_from]
     told += _tell(culprits, "hold", "up others")
-    knot = knot_of(parties)
-    told += _tell_knot(knot)
+    knot = find_cycle(parties)
+    told += _cycle_sentences(knot)
     names = {id(each): party.name for party in parties.values() for each in party.members}
     for board in program.boards:
         called = {each.status.rank: names[id(each)] for each in board.members}
@@ -296,10 +300,10 @@ def judge(program: Program) -> Verdict:
     told += [line for board in program.boards for line in _closed_by_some(board, parties, names)]
     asked = [_first_waiting(each) if each.idle or each.closed else each for each in culprits]
     asked = [each for each in dict.fromkeys(asked) if each.status.state != "absent"]
-    return Verdict(tuple(told), (*culprits, *knot), (*asked, *knot), held_up)
+    return Diagnosis(tuple(told), (*culprits, *knot), (*asked, *knot), held_up)
 
 
-def _tell(culprits: Sequence[Party], verb: str, what: str) -> list[str]:
+def _tell(culprits: Sequence[WaitNode], verb: str, what: str) -> list[str]:
     """What parties do to others, then each that waits for them, also because of others.
 
     Those because of whom the same ones wait are told together.
@@ -317,14 +321,14 @@ def _tell(culprits: Sequence[Party], verb: str, what: str) -> list[str]:
             why = "they have not joined, or run on another host"
             told.append(f"{_title(_some(absent))} {verb} {what}: {why}.")
         told += [
-            f"{_title(each.who)} {verb}s {what}: {each.holds_up()}."
+            f"{_title(each.who)} {verb}s {what}: {each.reason()}."
             for each in alike
             if len(absent) < 2 or each.name not in absent
         ]
         waits = []
         for party, late in _held_up(alike):
-            waiting = party.waits_on[late.name]
-            also = [each for each in alike if party.waits_on.get(each.name) == waiting]
+            waiting = party.waits_for[late.name]
+            also = [each for each in alike if party.waits_for.get(each.name) == waiting]
             waits.append(_wait(party, also or [late]))
         told += waits[:_MOST_WAITS]
         if len(waits) > _MOST_WAITS:
@@ -332,34 +336,34 @@ def _tell(culprits: Sequence[Party], verb: str, what: str) -> list[str]:
     return told
 
 
-def _held_up(culprits: Sequence[Party]) -> Iterator[tuple[Party, Party]]:
+def _held_up(culprits: Sequence[WaitNode]) -> Iterator[tuple[WaitNode, WaitNode]]:
     """Each that waits for one of them, also because of others, with the one that it waits for."""
     reached, todo = {each.name for each in culprits}, list(culprits)
     while todo:
         late = todo.pop(0)
-        for party in sorted(late.awaited_by, key=lambda each: each.order):
+        for party in sorted(late.waited_by, key=lambda each: each.order):
             if party.name not in reached:
                 reached.add(party.name)
                 todo.append(party)
                 yield party, late
 
 
-def _wait(party: Party, late: Sequence[Party]) -> str:
-    waiting = party.waits_on[late[0].name]
+def _wait(party: WaitNode, late: Sequence[WaitNode]) -> str:
+    waiting = party.waits_for[late[0].name]
     return (
         f"  {_title(party.who)} waits for {_some([each.name for each in late])} in "
         f"{waiting.operation}, for {waiting.seconds:.1f} s."
     )
 
 
-def _tell_knot(knot: list[Party]) -> list[str]:
+def _cycle_sentences(knot: list[WaitNode]) -> list[str]:
     if not knot:
         return []
     told = [f"{_title(_listed([each.who for each in knot]))} wait for each other, so none goes on."]
     waits = []
     for party, late in zip(knot, [*knot[1:], knot[0]], strict=True):
         told.append(_wait(party, [late]))
-        waits.append((party, party.waits_on[late.name]))
+        waits.append((party, party.waits_for[late.name]))
     if len({waiting.verb for _, waiting in waits}) > 1:
         each = ", ".join(f"{waiting.operation} on {party.name}" for party, waiting in waits)
         told.append(f"Their operations differ; the first ones that do: {each}.")
@@ -368,12 +372,12 @@ def _tell_knot(knot: list[Party]) -> list[str]:
     return told
 
 
-def _first_waiting(late: Party) -> Party:
-    return min(late.awaited_by, key=lambda each: (each.drives, each.order))
+def _first_waiting(late: WaitNode) -> WaitNode:
+    return min(late.waited_by, key=lambda each: (each.is_driver, each.order))
 
 
 def _closed_by_some(
-    board: BoardSeen, parties: Mapping[str, Party], names: Mapping[int, str]
+    board: BoardSnapshot, parties: Mapping[str, WaitNode], names: Mapping[int, str]
 ) -> list[str]:
     """Who has closed a group that others have open, where no culprit's reason says so.
 
@@ -393,11 +397,11 @@ def _closed_by_some(
     ]
 
 
-def _is_full(queue: QueueSeen) -> bool:
+def _is_full(queue: QueueSnapshot) -> bool:
     return not queue.closed and queue.behind > 0 and queue.used > _FULL * queue.capacity
 
 
-def _full(queue: QueueSeen, called: Mapping[int, str]) -> str:
+def _full(queue: QueueSnapshot, called: Mapping[int, str]) -> str:
     """What is to be said of a full queue, of whose board the ranks are ``called`` so."""
     slow = [called[each.rank] for each in queue.readers if each.behind == queue.behind]
     percent, size = 100 * queue.used // queue.capacity, queue.capacity >> 10
@@ -426,7 +430,7 @@ def _title(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
-def stacks_of(parties: Iterable[Party], deadline: Deadline) -> dict[str, str]:
+def stacks_of(parties: Iterable[WaitNode], deadline: Deadline) -> dict[str, str]:
     """The Python stacks of parties, by name; of one that has none to show, why.
 
     Waits until all are written, at most until the deadline. Nobody is sent a signal that it does
@@ -440,8 +444,8 @@ def stacks_of(parties: Iterable[Party], deadline: Deadline) -> dict[str, str]:
         for party in parties:
             pid = party.status.pid
             descriptor = next((m.stacks for m in party.members if m.stacks is not None), None)
-            told[party.name] = party.fault or "it catches no signal for that"
-            if party.fault or descriptor is None:
+            told[party.name] = party.problem or "it catches no signal for that"
+            if party.problem or descriptor is None:
                 continue
             try:
                 pidfds[pid] = os.pidfd_open(pid)
@@ -476,7 +480,7 @@ def own_programs() -> list[Program]:
     return of_process(os.getpid(), seen, programs(seen))
 
 
-def own_verdicts(elsewhere: Sequence[HostSeen] = ()) -> list[Verdict]:
+def own_diagnoses(elsewhere: Sequence[HostSnapshot] = ()) -> list[Diagnosis]:
     """Who waits for whom in the programs of this process.
 
     Args:
@@ -485,4 +489,4 @@ def own_verdicts(elsewhere: Sequence[HostSeen] = ()) -> list[Verdict]:
     Raises:
         OSError: as `own_programs`, and it takes as long.
     """
-    return [judge(joined(each, elsewhere)) for each in own_programs()]
+    return [diagnose(merge_hosts(each, elsewhere)) for each in own_programs()]

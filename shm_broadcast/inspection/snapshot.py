@@ -56,7 +56,7 @@ _COMMAND_BYTES: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentSeen:
+class SegmentInfo:
     """A segment that processes hold open.
 
     Attributes:
@@ -104,7 +104,7 @@ class SegmentSeen:
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessSeen:
+class ProcessInfo:
     """A process of this user.
 
     Attributes:
@@ -126,7 +126,7 @@ class ProcessSeen:
     condition: str
     memory: int
     command: str
-    held: dict[bytes, SegmentSeen]
+    held: dict[bytes, SegmentInfo]
     cores: str
 
 
@@ -139,14 +139,14 @@ class Scan:
         unseen: the pids of those of this user that may not be looked into.
     """
 
-    processes: dict[int, ProcessSeen]
+    processes: dict[int, ProcessInfo]
     unseen: tuple[int, ...]
 
 
 def scan() -> Scan:
     """Look at all processes of this user."""
     me, found, unseen = os.geteuid(), {}, []
-    known: dict[tuple[int, int], SegmentSeen | None] = {}
+    known: dict[tuple[int, int], SegmentInfo | None] = {}
     for name in os.listdir("/proc"):  # noqa: PTH208 - a Path for each of thousands takes longer
         if not name.isdecimal():
             continue
@@ -169,12 +169,12 @@ def condition_of(pid: int) -> str:
         return "ended"
 
 
-def _process(pid: int, known: dict[tuple[int, int], SegmentSeen | None]) -> ProcessSeen:
+def _process(pid: int, known: dict[tuple[int, int], SegmentInfo | None]) -> ProcessInfo:
     fields = stat_fields(_bytes_of(pid, "stat"))
     condition = _condition(fields)
     held = {each.nonce: each for each in _held(pid, known)} if condition != "ended" else {}
     inner_pid, cores = _pid_and_cores(pid) if held else (pid, "")
-    return ProcessSeen(
+    return ProcessInfo(
         pid=pid,
         inner_pid=inner_pid,
         start_time=int(fields[19]) % START_TIMES,
@@ -191,7 +191,7 @@ def _condition(fields: list[bytes]) -> str:
     return CONDITIONS.get(fields[0].decode(), "sleeping")
 
 
-def _held(pid: int, known: dict[tuple[int, int], SegmentSeen | None]) -> Iterator[SegmentSeen]:
+def _held(pid: int, known: dict[tuple[int, int], SegmentInfo | None]) -> Iterator[SegmentInfo]:
     for entry in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208
         path = f"/proc/{pid}/fd/{entry}"
         with suppress(FileNotFoundError):  # closed meanwhile
@@ -207,7 +207,7 @@ def _held(pid: int, known: dict[tuple[int, int], SegmentSeen | None]) -> Iterato
                     yield segment
 
 
-def _segment(path: str, target: str) -> SegmentSeen | None:
+def _segment(path: str, target: str) -> SegmentInfo | None:
     """The segment at ``path``; None if it is none, or is just being made."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
@@ -221,7 +221,7 @@ def _segment(path: str, target: str) -> SegmentSeen | None:
         if size != about.st_size:
             return None
         label = target.removeprefix("/memfd:").removesuffix(" (deleted)")
-        return SegmentSeen(label, nonce, size, [])
+        return SegmentInfo(label, nonce, size, [])
     finally:
         os.close(fd)
 
@@ -247,7 +247,7 @@ _LARGEST_BOARD = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class MemberSeen:
+class MemberSnapshot:
     """A member of a board.
 
     Attributes:
@@ -272,7 +272,7 @@ class MemberSeen:
 
 
 @dataclass(frozen=True, slots=True)
-class ReaderSeen:
+class ReaderSnapshot:
     """A reader of a queue.
 
     Attributes:
@@ -287,7 +287,7 @@ class ReaderSeen:
 
 
 @dataclass(frozen=True, slots=True)
-class QueueSeen:
+class QueueSnapshot:
     """A queue of a board.
 
     Attributes:
@@ -300,7 +300,7 @@ class QueueSeen:
     """
 
     writer: int
-    readers: tuple[ReaderSeen, ...]
+    readers: tuple[ReaderSnapshot, ...]
     messages: int
     used: int
     capacity: int
@@ -313,7 +313,7 @@ class QueueSeen:
 
 
 @dataclass(frozen=True, slots=True)
-class BoardSeen:
+class BoardSnapshot:
     """A board.
 
     Attributes:
@@ -325,9 +325,9 @@ class BoardSeen:
     """
 
     name: str
-    members: tuple[MemberSeen, ...]
+    members: tuple[MemberSnapshot, ...]
     failure: Failure | None
-    queues: tuple[QueueSeen, ...]
+    queues: tuple[QueueSnapshot, ...]
     key: str = ""
 
     @property
@@ -350,7 +350,7 @@ class Program:
 
     pid: int
     command: str
-    boards: tuple[BoardSeen, ...]
+    boards: tuple[BoardSnapshot, ...]
     pids: tuple[int, ...]
     shared: int
 
@@ -440,7 +440,7 @@ def _program(seen: Scan, nonces: set[bytes]) -> Program | None:
     )
 
 
-def copy_of_board(segment: SegmentSeen) -> SegmentCopy | None:
+def copy_of_board(segment: SegmentInfo) -> SegmentCopy | None:
     """A copy of a board without its histories; None if it has gone, or is not finished."""
     try:
         head = SegmentCopy.of(segment.read(layout.BOARD_SLOTS))
@@ -464,7 +464,7 @@ def copy_of_board(segment: SegmentSeen) -> SegmentCopy | None:
     return copy if copy.words.load32(slot + layout.FAILURE_CULPRIT) < n_members else None
 
 
-def _ring(segment: SegmentSeen) -> SegmentCopy | None:
+def _ring(segment: SegmentInfo) -> SegmentCopy | None:
     """A copy of what a ring says about itself; None if it has gone, or is not finished."""
     try:
         head = segment.read(layout.RING_READERS)
@@ -477,8 +477,8 @@ def _ring(segment: SegmentSeen) -> SegmentCopy | None:
 
 
 def _board(
-    copy: SegmentCopy, holders: Sequence[ProcessSeen], rings: Iterable[SegmentCopy], key: str
-) -> BoardSeen:
+    copy: SegmentCopy, holders: Sequence[ProcessInfo], rings: Iterable[SegmentCopy], key: str
+) -> BoardSnapshot:
     words, n_members = copy.words, copy.words.load32(layout.BOARD_MEMBERS)
     ranks = [
         _signed(words.load32(layout.member_slot(member) + layout.MEMBER_RANK))
@@ -495,12 +495,12 @@ def _board(
     name = read_text(copy, layout.BOARD_NAME, layout.BOARD_NAME_BYTES)
     members = Members(copy, ranks, name, runs)
 
-    def member_seen(member: int) -> MemberSeen:
+    def member_seen(member: int) -> MemberSnapshot:
         status = members.status(member)
         start = words.load64(layout.member_slot(member) + layout.MEMBER_START_TIME)
         process = here.get((status.pid, start))
         there = process is not None and status.state in ("idle", "busy")
-        return MemberSeen(
+        return MemberSnapshot(
             status=status if process is None else replace(status, pid=process.pid),
             place=read_place(copy, member, n_members),
             condition=process.condition if process is not None else "",
@@ -511,7 +511,7 @@ def _board(
             groups=read_groups(copy, member, n_members) if there else (),
         )
 
-    return BoardSeen(
+    return BoardSnapshot(
         name=name,
         members=tuple(member_seen(member) for member in range(n_members)),
         failure=first_failure(copy, ranks),
@@ -520,7 +520,7 @@ def _board(
     )
 
 
-def _queue(ring: SegmentCopy, ranks: Sequence[int]) -> QueueSeen | None:
+def _queue(ring: SegmentCopy, ranks: Sequence[int]) -> QueueSnapshot | None:
     words = ring.words
     published, messages = words.load64(layout.RING_PUBLISHED), words.load64(layout.RING_SEQUENCE)
     readers, used = [], 0
@@ -534,11 +534,11 @@ def _queue(ring: SegmentCopy, ranks: Sequence[int]) -> QueueSeen | None:
         if not left:
             used = max(used, published - consumed)
         behind = 0 if left else messages - words.load64(line + layout.READER_SEQUENCE)
-        readers.append(ReaderSeen(ranks[member], max(behind, 0), left))
+        readers.append(ReaderSnapshot(ranks[member], max(behind, 0), left))
     writer = words.load32(layout.RING_WRITER)
     if writer >= len(ranks):
         return None
-    return QueueSeen(
+    return QueueSnapshot(
         writer=ranks[writer],
         readers=tuple(readers),
         messages=messages,
@@ -553,7 +553,7 @@ def _signed(word: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class HostSeen:
+class HostSnapshot:
     """What another host sees of a program.
 
     Attributes:
@@ -565,11 +565,11 @@ class HostSeen:
 
     host: str
     shared: str
-    there: BoardSeen
-    beside: tuple[BoardSeen, ...]
+    there: BoardSnapshot
+    beside: tuple[BoardSnapshot, ...]
 
 
-def joined(program: Program, elsewhere: Iterable[HostSeen]) -> Program:
+def merge_hosts(program: Program, elsewhere: Iterable[HostSnapshot]) -> Program:
     """A program with its members, and boards, on other hosts."""
     boards = list(program.boards)
     for seen in elsewhere:
@@ -583,6 +583,6 @@ def joined(program: Program, elsewhere: Iterable[HostSeen]) -> Program:
     return replace(program, boards=tuple(boards))
 
 
-def _named(board: BoardSeen, host: str) -> tuple[MemberSeen, ...]:
+def _named(board: BoardSnapshot, host: str) -> tuple[MemberSnapshot, ...]:
     """A host's members of a board, as on that host."""
     return tuple(replace(each, status=replace(each.status, host=host)) for each in board.members)

@@ -23,13 +23,19 @@ from typing import Any, Final
 
 from shm_broadcast import layout
 from shm_broadcast.errors import DRIVER_RANK, name_of
-from shm_broadcast.inspection.snapshot import BoardSeen, MemberSeen, Program, Scan, copy_of_board
-from shm_broadcast.state.flight_recorder import PastOperation, read_history
+from shm_broadcast.inspection.snapshot import (
+    BoardSnapshot,
+    MemberSnapshot,
+    Program,
+    Scan,
+    copy_of_board,
+)
+from shm_broadcast.state.flight_recorder import OperationRecord, read_history
 from shm_broadcast.state.status import Membership, read_groups
 
 
 @dataclass(frozen=True, slots=True)
-class MemberPast:
+class MemberHistory:
     """What a member of a board did.
 
     Attributes:
@@ -39,18 +45,18 @@ class MemberPast:
         pool: its board's name, if that is a pool's; else ``""``.
     """
 
-    seen: MemberSeen
+    seen: MemberSnapshot
     groups: tuple[Membership, ...]
-    past: tuple[PastOperation, ...]
+    past: tuple[OperationRecord, ...]
     pool: str = ""
 
 
-def pasts(seen: Scan, program: Program) -> list[tuple[MemberPast, ...]]:
+def histories(seen: Scan, program: Program) -> list[tuple[MemberHistory, ...]]:
     """What the members of each board of a program did; those without a history are left out."""
     return [past for board in program.boards if (past := _of_board(seen, program, board))]
 
 
-def _of_board(seen: Scan, program: Program, board: BoardSeen) -> tuple[MemberPast, ...]:
+def _of_board(seen: Scan, program: Program, board: BoardSnapshot) -> tuple[MemberHistory, ...]:
     nonce, count = bytes.fromhex(board.key), len(board.members)
     held = (seen.processes[pid].held for pid in program.pids)
     segment = next(each[nonce] for each in held if nonce in each)
@@ -63,7 +69,7 @@ def _of_board(seen: Scan, program: Program, board: BoardSeen) -> tuple[MemberPas
             return os.pread(fd, size, at)
 
         return tuple(
-            MemberPast(
+            MemberHistory(
                 member,
                 read_groups(copy, index, count),
                 read_history(copy, index, count, read),
@@ -79,7 +85,7 @@ _CALLS: Final = "calls"
 _QUEUE_VERBS: Final = layout.DID_NAMES[layout.DID_ENQUEUE :]
 
 
-def chrome_trace(boards: Sequence[Sequence[MemberPast]], now: int) -> dict[str, Any]:
+def chrome_trace(boards: Sequence[Sequence[MemberHistory]], now: int) -> dict[str, Any]:
     """The trace of all members of some boards.
 
     Args:
@@ -88,7 +94,7 @@ def chrome_trace(boards: Sequence[Sequence[MemberPast]], now: int) -> dict[str, 
     """
     names: list[dict[str, Any]] = []
     events: list[dict[str, Any]] = []
-    processes: dict[int, list[MemberPast]] = {}
+    processes: dict[int, list[MemberHistory]] = {}
     for member in (each for board in boards for each in board if each.past):
         processes.setdefault(member.seen.status.pid, []).append(member)
     several = len({member.pool for board in boards for member in board} - {""}) > 1
@@ -107,8 +113,8 @@ def chrome_trace(boards: Sequence[Sequence[MemberPast]], now: int) -> dict[str, 
 
 
 def _on_tracks(
-    members: Sequence[MemberPast], now: int
-) -> list[tuple[PastOperation, MemberPast, str]]:
+    members: Sequence[MemberHistory], now: int
+) -> list[tuple[OperationRecord, MemberHistory, str]]:
     """All operations of a process, with the name of a track that is free for each."""
     free: dict[str, list[int]] = {}
     placed = []
@@ -122,7 +128,7 @@ def _on_tracks(
     return placed
 
 
-def _event(past: PastOperation, member: MemberPast, track: int, now: int) -> dict[str, Any]:
+def _event(past: OperationRecord, member: MemberHistory, track: int, now: int) -> dict[str, Any]:
     end = max(now, past.begin) if past.end is None else past.end
     outcome = past.outcome
     if past.end is None and member.seen.status.state == "lost":
@@ -152,7 +158,7 @@ def _event(past: PastOperation, member: MemberPast, track: int, now: int) -> dic
     return event
 
 
-def _title(member: MemberPast, several: bool) -> str:
+def _title(member: MemberHistory, several: bool) -> str:
     """What a process is called, where there are ``several`` pools or not."""
     status = member.seen.status
     pool = f" of {member.pool}" if several and member.pool and status.rank != DRIVER_RANK else ""
@@ -195,10 +201,10 @@ class _Step:
     group: _Group
     line: int
     number: int
-    past: PastOperation
+    past: OperationRecord
 
 
-def flight_dumps(board: Sequence[MemberPast], epoch: int) -> dict[int, dict[str, Any]]:
+def flight_dumps(board: Sequence[MemberHistory], epoch: int) -> dict[int, dict[str, Any]]:
     """The dump of each rank of a board that is in a group.
 
     Groups with members that are not on this board, on another host, are left out.
@@ -234,7 +240,7 @@ def flight_dumps(board: Sequence[MemberPast], epoch: int) -> dict[int, dict[str,
     return dumps
 
 
-def _groups(board: Sequence[MemberPast]) -> dict[tuple[int, str], _Group]:
+def _groups(board: Sequence[MemberHistory]) -> dict[tuple[int, str], _Group]:
     """The groups whose members are all known: by a member's rank and the group's name."""
     found: dict[Membership, dict[int, int]] = defaultdict(dict)
     said = [(each.seen.status.rank, group) for each in board for group in each.groups]
@@ -253,7 +259,7 @@ def _of_rank_0(group: Membership) -> Membership:
     return replace(group, rank=0)
 
 
-def _steps(member: MemberPast, groups: Mapping[tuple[int, str], _Group]) -> Iterator[_Step]:
+def _steps(member: MemberHistory, groups: Mapping[tuple[int, str], _Group]) -> Iterator[_Step]:
     """A member's operations in groups, without those of an earlier group of the same name."""
     rank = member.seen.status.rank
     latest: dict[tuple[_Group, int], list[_Step]] = defaultdict(list)
@@ -275,7 +281,7 @@ def _steps(member: MemberPast, groups: Mapping[tuple[int, str], _Group]) -> Iter
     yield from sorted(every, key=lambda step: step.past.sequence)
 
 
-def _transfer(rank: int, group: _Group, peer: int, past: PastOperation) -> _Step:
+def _transfer(rank: int, group: _Group, peer: int, past: OperationRecord) -> _Step:
     other = group.ranks[peer]
     pair = min(rank, other), max(rank, other)
     line = pair.index(rank if past.verb == "send" else other)
@@ -328,7 +334,7 @@ def _entry(index: int, step: _Step, rank: int, epoch: int) -> dict[str, Any]:
     }
 
 
-def _counts(past: PastOperation, size: int, root: bool) -> tuple[int, int]:
+def _counts(past: OperationRecord, size: int, root: bool) -> tuple[int, int]:
     """The elements that a rank gives and gets; 0 where its bytes do not tell."""
     bits = _BITS.search(past.dtype)
     count = past.size * 8 // int(bits[0] if bits else 8)

@@ -59,7 +59,7 @@ static inline void gc_relax(void) {
 }
 
 /* A spin loop: GC_PAUSES looks without giving up the core (about 2 us), then one sched_yield per
- * look. Where processes are `crowded`, more than the cores, the peer that is waited for may be the
+ * look. Where processes are `oversubscribed`, more than the cores, the peer that is waited for may be the
  * one that lacks a core: it is given up at once.
  *
  * Two processes that hand one core to each other by sched_yield both stay runnable, and Linux takes
@@ -73,13 +73,13 @@ static inline void gc_relax(void) {
 typedef struct {
     uint64_t until_ns;
     unsigned looks;
-    bool crowded;
+    bool oversubscribed;
 } gc_spin;
 
-static inline gc_spin gc_spin_for(uint64_t spin_ns, bool crowded) {
+static inline gc_spin gc_spin_for(uint64_t spin_ns, bool oversubscribed) {
     return (gc_spin){.until_ns = spin_ns ? gc_now_ns() + spin_ns : 0,
-                     .looks = crowded ? GC_PAUSES : 0,
-                     .crowded = crowded};
+                     .looks = oversubscribed ? GC_PAUSES : 0,
+                     .oversubscribed = oversubscribed};
 }
 
 /* Yields the core; `now` is the time. */
@@ -104,7 +104,7 @@ static inline bool gc_spin_again(gc_spin *spin) {
     }
     uint64_t now = gc_now_ns();
     if (now >= spin->until_ns) return false;
-    if (spin->crowded)
+    if (spin->oversubscribed)
         sched_yield(); /* no core is free */
     else
         gc_yield(now);
@@ -122,33 +122,33 @@ static inline void gc_futex_wake_all(void *base, size_t offset) {
     syscall(SYS_futex, GC_AT32(base, offset), FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 }
 
-/* A doorbell is two 32-bit words: the counter that a futex sleeps on, then the number of announced
+/* A eventcount is two 32-bit words: the counter that a futex sleeps on, then the number of announced
  * sleepers. That number spares the system call while nobody sleeps. */
 
-static inline bool gc_has_sleepers(const void *base, size_t doorbell) {
-    return gc_load32(base, doorbell + DOORBELL_SLEEPERS) != 0;
+static inline bool gc_has_waiters(const void *base, size_t eventcount) {
+    return gc_load32(base, eventcount + EVENTCOUNT_WAITERS) != 0;
 }
 
-static inline void gc_change(void *base, size_t doorbell) {
-    atomic_fetch_add_explicit(GC_AT32(base, doorbell), 1, memory_order_seq_cst);
+static inline void gc_change(void *base, size_t eventcount) {
+    atomic_fetch_add_explicit(GC_AT32(base, eventcount), 1, memory_order_seq_cst);
 }
 
-/* Wakes the doorbell's sleepers. The caller has stored its change and then passed a full fence. */
-static inline void gc_ring_after_fence(void *base, size_t doorbell) {
-    if (!gc_has_sleepers(base, doorbell)) return;
-    gc_change(base, doorbell);
-    gc_futex_wake_all(base, doorbell);
+/* Wakes the eventcount's sleepers. The caller has stored its change and then passed a full fence. */
+static inline void gc_notify_after_fence(void *base, size_t eventcount) {
+    if (!gc_has_waiters(base, eventcount)) return;
+    gc_change(base, eventcount);
+    gc_futex_wake_all(base, eventcount);
 }
 
-/* As gc_ring_after_fence, for several doorbells, two with each system call: a sleeper that is woken
+/* As gc_notify_after_fence, for several eventcounts, two with each system call: a sleeper that is woken
  * may get this very core when the call returns, and the others would be woken only when it has
  * finished. FUTEX_WAKE_OP wakes the second word's sleepers unless its value is -1, which it has once
  * in 2^32 rings; these sleepers then look again after their slice. */
-static inline void gc_ring_all_after_fence(void *base, const size_t *doorbells, size_t n) {
+static inline void gc_notify_all_after_fence(void *base, const size_t *eventcounts, size_t n) {
     const int always = FUTEX_OP(FUTEX_OP_OR, 0, FUTEX_OP_CMP_NE, 0xfff);
     const size_t *first = NULL;
-    for (const size_t *each = doorbells; each < doorbells + n; each++) {
-        if (!gc_has_sleepers(base, *each)) continue;
+    for (const size_t *each = eventcounts; each < eventcounts + n; each++) {
+        if (!gc_has_waiters(base, *each)) continue;
         gc_change(base, *each);
         if (first == NULL) {
             first = each;

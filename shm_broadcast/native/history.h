@@ -85,7 +85,7 @@ static inline void gc_leave(char *history, uint64_t sequence, uint8_t outcome, u
 }
 
 /* Notes in a member slot that an operation begins: its name, NUL-padded, its number, the time and
- * the state; returns the number. The state shares a cache line with the doorbell, which other
+ * the state; returns the number. The state shares a cache line with the eventcount, which other
  * processes read: it is stored only if it changes, so that their copy of the line stays valid.
  * An operation that has a begin already is done now. */
 static inline uint64_t gc_stamp(void *base, size_t slot, uint32_t state,

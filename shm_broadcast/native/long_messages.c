@@ -130,7 +130,7 @@ static record_header next_record(const RingEnd *self, const body *b, uint64_t po
  * room for `patience_ns`, or the board is aborted. */
 static void push(RingEnd *self, body *b, uint8_t codec, uint64_t largest, uint64_t patience_ns) {
     uint64_t until = smaller(b->total, self->moved + AT_ONCE);
-    gc_spin spin = gc_spin_for(patience_ns, self->crowded);
+    gc_spin spin = gc_spin_for(patience_ns, self->oversubscribed);
     while (self->moved < until && !ring_aborted(self)) {
         uint64_t position = gc_load64(self->ring, RING_PUBLISHED), padding;
         record_header header = next_record(self, b, position, largest, &padding);
@@ -153,7 +153,7 @@ static void push(RingEnd *self, body *b, uint8_t codec, uint64_t largest, uint64
         gc_store64(self->ring, RING_PUBLISHED, position + stride);
         self->moved += header.size;
         made_progress(self);
-        spin = gc_spin_for(patience_ns, self->crowded);
+        spin = gc_spin_for(patience_ns, self->oversubscribed);
     }
 }
 
@@ -163,7 +163,7 @@ static void push(RingEnd *self, body *b, uint8_t codec, uint64_t largest, uint64
 static bool pull(RingEnd *self, body *b, uint64_t spin_ns) {
     uint64_t until = smaller(b->total, self->moved + AT_ONCE);
     bool took_some = self->moved > 0, fits = true;
-    gc_spin spin = gc_spin_for(spin_ns, self->crowded);
+    gc_spin spin = gc_spin_for(spin_ns, self->oversubscribed);
     while (self->moved < until) {
         uint64_t position = gc_load64(self->ring, self->own_line + READER_CONSUMED);
         if (gc_load64(self->ring, RING_PUBLISHED) == position) {
@@ -190,7 +190,7 @@ static bool pull(RingEnd *self, body *b, uint64_t spin_ns) {
         gc_store64(self->ring, self->own_line + READER_CONSUMED,
                    position + record_stride(header.size));
         made_progress(self);
-        spin = gc_spin_for(spin_ns, self->crowded);
+        spin = gc_spin_for(spin_ns, self->oversubscribed);
     }
     stream_end();
     return fits;

@@ -47,7 +47,7 @@ void ring_pad(RingEnd *self, uint64_t position, uint64_t padding) {
 
 void ring_peers(RingEnd *self) {
     gc_fence(); /* one for all peers */
-    gc_ring_all_after_fence(self->board, self->peers, self->n_peers);
+    gc_notify_all_after_fence(self->board, self->peers, self->n_peers);
 }
 
 void ring_wrote(RingEnd *self, way_kind tried) {
@@ -120,7 +120,7 @@ static int spin_for_record(RingEnd *self, uint64_t position, uint64_t spin_ns) {
     if (spin_ns == 0) return 0;
     bool there;
     Py_BEGIN_ALLOW_THREADS
-    gc_spin spin = gc_spin_for(spin_ns, self->crowded);
+    gc_spin spin = gc_spin_for(spin_ns, self->oversubscribed);
     while (!(there = gc_load64(self->ring, RING_PUBLISHED) != position) && gc_spin_again(&spin)) {}
     Py_END_ALLOW_THREADS
     return there && PyErr_CheckSignals() < 0 ? -1 : there;
@@ -198,20 +198,20 @@ static PyObject *look(PyObject *object, PyObject *const *args, Py_ssize_t n) {
     return there < 0 ? NULL : PyBool_FromLong(there);
 }
 
-/* (ring, board, data_offset, slot, history, doorbells, crowded[, own_line]). Every offset is
+/* (ring, board, data_offset, slot, history, eventcounts, oversubscribed[, own_line]). Every offset is
  * checked against the segments' sizes here, once, so that the hot path need not. */
 static PyObject *end_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
-    PyObject *ring, *board, *history, *doorbells;
+    PyObject *ring, *board, *history, *eventcounts;
     Py_ssize_t data, slot, own_line = 0;
-    int crowded;
+    int oversubscribed;
     if (!PyArg_ParseTuple(args, "OOnnOO!p|n", &ring, &board, &data, &slot, &history, &PyTuple_Type,
-                          &doorbells, &crowded, &own_line))
+                          &eventcounts, &oversubscribed, &own_line))
         return NULL;
     if (data < 0 || slot < 0 || own_line < 0) {
         PyErr_SetString(PyExc_ValueError, "an offset is negative");
         return NULL;
     }
-    Py_ssize_t n_peers = PyTuple_Size(doorbells);
+    Py_ssize_t n_peers = PyTuple_Size(eventcounts);
     char *ring_memory = words_memory(ring, (size_t)data);
     char *board_memory = words_memory(board, (size_t)slot + MEMBER_OPERATION + OPERATION_BYTES);
     char *entries;
@@ -232,13 +232,13 @@ static PyObject *end_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED
         return PyErr_NoMemory();
     }
     for (Py_ssize_t peer = 0; peer < n_peers; peer++) {
-        size_t doorbell;
-        if (size_argument(PyTuple_GetItem(doorbells, peer), &doorbell) < 0 ||
-            words_memory(board, doorbell + 8) == NULL) {
+        size_t eventcount;
+        if (size_argument(PyTuple_GetItem(eventcounts, peer), &eventcount) < 0 ||
+            words_memory(board, eventcount + 8) == NULL) {
             Py_DECREF(self);
             return NULL;
         }
-        self->peers[peer] = doorbell;
+        self->peers[peer] = eventcount;
     }
     Py_INCREF(ring);
     Py_INCREF(board);
@@ -251,7 +251,7 @@ static PyObject *end_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED
     self->slot = (size_t)slot;
     self->history = entries;
     self->own_line = (size_t)own_line;
-    self->crowded = crowded;
+    self->oversubscribed = oversubscribed;
     self->way = way_new();
     self->n_peers = (size_t)n_peers;
     return (PyObject *)self;

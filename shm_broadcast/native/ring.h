@@ -21,10 +21,10 @@ typedef struct {
     uint64_t capacity;
     size_t slot;       /* offset of this member's slot, in the board */
     char *history;     /* of this member; NULL if none is kept */
-    bool crowded;      /* the board has more members than there are cores */
+    bool oversubscribed;      /* the board has more members than there are cores */
     uint64_t begun;    /* reader only: the last dequeue, by its number on the board */
     size_t own_line;   /* reader only: its line in the ring */
-    size_t n_peers;    /* doorbells to ring: the readers', or the writer's one */
+    size_t n_peers;    /* eventcounts to ring: the readers', or the writer's one */
     size_t *peers;
     /* Bytes of the current long message that were written (its table of sizes included) or read
      * (without the table). Kept in C: a Python signal handler may raise between any two steps in

@@ -124,7 +124,7 @@ static PyObject *ring(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     char *base = at(self, args, n, 1, 8, &offset);
     if (base == NULL) return NULL;
     gc_fence();
-    gc_ring_after_fence(base, offset);
+    gc_notify_after_fence(base, offset);
     Py_RETURN_NONE;
 }
 
@@ -321,9 +321,9 @@ static PyMethodDef methods[] = {
          "compare_and_swap32(offset, expected, desired) -> bool: full fence."),
     FAST("compare_and_swap64", compare_and_swap64,
          "compare_and_swap64(offset, expected, desired) -> bool: full fence."),
-    FAST("ring", ring, "ring(doorbell): full fence, then wake whoever sleeps on the doorbell."),
+    FAST("ring", ring, "ring(eventcount): full fence, then wake whoever sleeps on the eventcount."),
     FAST("sleep_on", sleep_on,
-         "sleep_on(doorbell, seen, seconds): sleep while the doorbell holds `seen`, without the "
+         "sleep_on(eventcount, seen, seconds): sleep while the eventcount holds `seen`, without the "
          "GIL."),
     FAST("spin64", spin64,
          "spin64(offset, seen, spin_ns) -> bool: wait until the word differs from `seen`, without "

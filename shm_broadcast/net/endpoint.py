@@ -47,7 +47,7 @@ class Connection:
 
     Attributes:
         address: the other side's, ``tcp://host:port``.
-        events: a socket that becomes readable when `look` has something to take in.
+        events: a socket that becomes readable when `poll` has something to take in.
         reached: whether anything has accepted a connection there.
         made: whether the handshake has succeeded, now or earlier.
         lost: whether the connection was made and has ended since.
@@ -89,13 +89,13 @@ class Connection:
         self.events.connect(_ADDRESS)
         self._socket.connect(self.address)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Take in the events since the last call. Never waits."""
         while self.events.poll(0):
             told = recv_monitor_message(self.events)
             self._take(told["event"], told["value"])
 
-    def trouble(self) -> str:
+    def problem(self) -> str:
         """A text for error messages: why the other side has not answered, as far as is known."""
         if self.made:
             return "it is connected, and has not attended to this end since"
@@ -154,7 +154,7 @@ class RemoteEnd(ABC):
         """
         self._lock = TimedLock()
         self._closing = False
-        self._torn = False
+        self._partial = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._zmq = self._context.socket(kind)
         self._zmq.linger = int(LINGER_SECONDS * 1000)
@@ -187,10 +187,10 @@ class RemoteEnd(ABC):
         self._closing = True
         # Whoever holds the turn gives it up within a slice, and then tears down (see `_use`). If a
         # signal handler has interrupted this very thread, it does so when the handler returns.
-        if self._lock.turn.is_owned():
+        if self._lock.owner_lock.is_owned():
             return
-        with self._lock.turn as mine:
-            if mine or self._lock.turn.take_within(10 * SLICE_SECONDS):
+        with self._lock.owner_lock as mine:
+            if mine or self._lock.owner_lock.take_within(10 * SLICE_SECONDS):
                 self._tear_down()
 
     def __enter__(self) -> Self:
@@ -200,7 +200,7 @@ class RemoteEnd(ABC):
         self.close()
 
     @abstractmethod
-    def _farewell(self) -> None:
+    def _send_closed(self) -> None:
         """Tell the peers, without waiting, that this end leaves."""
 
     @abstractmethod
@@ -216,14 +216,14 @@ class RemoteEnd(ABC):
             GroupTimeoutError: another thread holds it past the deadline.
             RuntimeError: this thread holds it: a signal handler uses the end that it interrupted.
         """
-        with self._lock.turn as mine:
+        with self._lock.owner_lock as mine:
             if not mine:
-                self._lock.take(deadline, operation, self._require_open)
+                self._lock.acquire(deadline, operation, self._require_open)
             try:
                 self._require_open(operation)
                 yield
             except BaseException:
-                self._closing |= self._torn
+                self._closing |= self._partial
                 raise
             finally:
                 if self._closing:
@@ -234,13 +234,13 @@ class RemoteEnd(ABC):
         """Around steps that belong together: an exception in between, unless it is ours, closes the
         end.
         """
-        before, self._torn = self._torn, True
+        before, self._partial = self._partial, True
         try:
             yield
         except CoordinatorError:
-            self._torn = before
+            self._partial = before
             raise
-        self._torn = before
+        self._partial = before
 
     def _pause(self, operation: str, deadline: Deadline, check: Callable[[], None] | None) -> None:
         """Sleep until something arrives, but at most `SLICE_SECONDS`.
@@ -272,7 +272,7 @@ class RemoteEnd(ABC):
         return True
 
     def _require_open(self, operation: str) -> None:
-        if self._torn:
+        if self._partial:
             raise GroupClosedError(
                 f"{operation}: this end of the queue is closed: an exception came up in the middle "
                 "of an earlier message"
@@ -283,8 +283,8 @@ class RemoteEnd(ABC):
     def _tear_down(self) -> None:
         if self._zmq.closed:
             return
-        if not self._torn:
-            self._farewell()
+        if not self._partial:
+            self._send_closed()
         self._zmq.close()
         self._release()
         self._context.term()

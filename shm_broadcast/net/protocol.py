@@ -270,7 +270,7 @@ class CreditWindow:
         self._returned, self.messages = credit.consumed, credit.messages
 
 
-class CreditLedger:
+class CreditAccount:
     """A reader's account of what it has taken out, in bytes as `cost` counts them."""
 
     def __init__(self, size: int) -> None:
@@ -297,7 +297,7 @@ class CreditLedger:
         return Credit(self._consumed, self.messages)
 
 
-class RemoteLink:
+class RemoteReaderState:
     """One reader as its writer sees it.
 
     Attributes:
@@ -331,7 +331,7 @@ class RemoteLink:
         """Whether the writer may send ``amount`` bytes: the reader has the credit, or has left."""
         return self.left or (self.joined and self.window.available >= amount)
 
-    def take(
+    def receive(
         self, identity: bytes, frames: Sequence[bytes | memoryview]
     ) -> Welcome | Refused | None:
         """Handle a zmq message that came over a connection which proved this reader's key.
@@ -355,7 +355,7 @@ class RemoteLink:
             self.identity, self._state, self._fault = identity, "faulty", str(error)
             return Refused(self._fault)
 
-    def lose(self) -> None:
+    def mark_lost(self) -> None:
         """Note that its connection has ended. A reader that closed its end before is not lost."""
         if self.joined:
             self._state = "lost"

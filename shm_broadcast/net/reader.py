@@ -39,7 +39,7 @@ from shm_broadcast.net.protocol import (
     Cancel,
     Closed,
     Credit,
-    CreditLedger,
+    CreditAccount,
     Fragment,
     FrameError,
     ReaderHello,
@@ -86,7 +86,7 @@ class RemoteReader(RemoteEnd):
         self._state = "absent"
         self._fault = ""
         self._assembler = Assembler()
-        self._ledger = CreditLedger(handle.credit_bytes)
+        self._ledger = CreditAccount(handle.credit_bytes)
         self._message: list[memoryview] | None = None
         server = writer_key(secret, handle.nonce).public
         super().__init__(
@@ -185,7 +185,7 @@ class RemoteReader(RemoteEnd):
                 return
             self._require_writer(operation)
             if deadline.expired:
-                why = self._connection.trouble() if self._state == "absent" else ""
+                why = self._connection.problem() if self._state == "absent" else ""
                 raise GroupTimeoutError(operation, deadline.timeout, (self._status(),), why)
             self._pause(operation, deadline, check)
 
@@ -226,7 +226,7 @@ class RemoteReader(RemoteEnd):
     def _note_events(self) -> None:
         """Take in the connection's events."""
         connection = self._connection
-        connection.look()
+        connection.poll()
         if self._state in ("absent", "busy"):
             if connection.fault:
                 self._state, self._fault = "faulty", connection.fault
@@ -256,7 +256,7 @@ class RemoteReader(RemoteEnd):
         with suppress(zmq.Again):  # there is no connection any more: its events say why
             self._zmq.send(encode(frame), zmq.NOBLOCK)
 
-    def _farewell(self) -> None:
+    def _send_closed(self) -> None:
         self._note_events()
         # Not welcomed yet, but connected: the writer may have this reader's hello, or will read it.
         if self._state == "busy" or (self._state == "absent" and self._connection.made):

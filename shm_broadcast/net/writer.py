@@ -39,7 +39,7 @@ from shm_broadcast.net.protocol import (
     Fragment,
     Probe,
     RemoteHandle,
-    RemoteLink,
+    RemoteReaderState,
     cost,
     encode,
     fragment_limit,
@@ -106,7 +106,7 @@ class RemoteWriter(RemoteEnd):
         super().__init__(
             zmq.ROUTER, key, silence=silence, frame_bytes=1024, ipv6=address.version == 6
         )
-        self._links = {each: RemoteLink(each, credit_bytes) for each in ranks}
+        self._links = {each: RemoteReaderState(each, credit_bytes) for each in ranks}
         self._limit = fragment_limit(credit_bytes)
         self._sequence = 0
         self._messages = 0
@@ -182,7 +182,7 @@ class RemoteWriter(RemoteEnd):
                     begun = True
                     self._send_fragment(frames)
             except BaseException:
-                if begun and not self._torn:
+                if begun and not self._partial:
                     self._post([encode(Cancel())])
                 raise
             self._messages += 1
@@ -198,7 +198,7 @@ class RemoteWriter(RemoteEnd):
             self._take_in()
             self._require_readers("poll")
 
-    def deserted(self) -> bool:
+    def has_no_readers(self) -> bool:
         """Whether every reader has left or was removed, as far as is known."""
         return all(link.left for link in self._links.values())
 
@@ -241,19 +241,19 @@ class RemoteWriter(RemoteEnd):
         """Handle all frames that have arrived."""
         # A reader counts as lost only after all frames: its `Closed` may be among them, and then it
         # has left in good order.
-        gone: list[RemoteLink] = []
+        gone: list[RemoteReaderState] = []
         with self._unbroken():
             while (received := self._receive()) is not None:
                 identity, *frames = received
                 link = self._links[int(frames[0].get("User-Id"))]
-                reply = link.take(identity.bytes, [frame.buffer for frame in frames])
+                reply = link.receive(identity.bytes, [frame.buffer for frame in frames])
                 if link.identity == identity.bytes:
                     link.host = str(frames[0].get("Peer-Address"))
                 heard = reply is None or self._send_to(identity.bytes, [encode(reply)])
                 if not heard and link.identity == identity.bytes:
                     gone.append(link)
             for link in gone:
-                link.lose()
+                link.mark_lost()
 
     def _send_fragment(self, frames: Sequence[bytes | memoryview]) -> None:
         """Send a fragment to every reader; `_wait` has made sure that all have the credit."""
@@ -283,13 +283,13 @@ class RemoteWriter(RemoteEnd):
             if gone:
                 self._take_in()  # a reader that closed its end has sent `Closed` before
             for link in gone:
-                link.lose()
+                link.mark_lost()
 
     def _require_readers(self, operation: str) -> None:
         for link in self._links.values():
             link.require(operation)
 
-    def _farewell(self) -> None:
+    def _send_closed(self) -> None:
         self._post([encode(Closed())])
 
     def _release(self) -> None:

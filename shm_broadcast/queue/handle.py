@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 
 from shm_broadcast import layout
-from shm_broadcast.arguments import whole
+from shm_broadcast.arguments import integer
 from shm_broadcast.net.protocol import RemoteHandle
 from shm_broadcast.segment import Segment, SegmentHandle
 from shm_broadcast.state.board import (
@@ -56,7 +56,7 @@ def ring_capacity(max_chunk_bytes: int, max_chunks: int) -> int:
         TypeError: one of them is no whole number.
         ValueError: one of them is less than 1.
     """
-    wanted = whole("max_chunk_bytes", max_chunk_bytes) * whole("max_chunks", max_chunks)
+    wanted = integer("max_chunk_bytes", max_chunk_bytes) * integer("max_chunks", max_chunks)
     return min(wanted, DEFAULT_CAPACITY)
 
 

@@ -26,14 +26,14 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from msgspec import structs
 
-from shm_broadcast.arguments import whole
+from shm_broadcast.arguments import integer
 from shm_broadcast.codec import Codec, codec_for
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import DRIVER_RANK, GroupClosedError
 from shm_broadcast.eventcount import DEFAULT_SPIN_SECONDS, AdaptiveSpin
-from shm_broadcast.process import DISOWNED, disown_in_children
+from shm_broadcast.process import IN_FORKED_CHILD, call_in_forked_children
 from shm_broadcast.queue.handle import DEFAULT_CAPACITY, QueueHandle, create_ring, ring_capacity
-from shm_broadcast.queue.reader import DistantReader, LocalReader, QueueReader
+from shm_broadcast.queue.reader import LocalReader, QueueReader, RemoteQueueReader
 from shm_broadcast.queue.rendezvous import (
     ObjectGroup,
     as_object_group,
@@ -87,8 +87,8 @@ class QueueEnd:
         self._reader = None if isinstance(end, QueueWriter) else end
         self._owns_board = owns_board
         if owns_board and board is not None:
-            weakref.finalize(end, board.drop).atexit = False
-        disown_in_children(self)
+            weakref.finalize(end, board.mark_lost).atexit = False
+        call_in_forked_children(self)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -282,7 +282,7 @@ class QueueEnd:
 
     close = shutdown
 
-    def disown(self) -> None:
+    def after_fork_in_child(self) -> None:
         """In a forked child: this end is its parent's."""
         self._end = self._writer = self._reader = None
 
@@ -298,7 +298,7 @@ class QueueEnd:
 
     def _refuse(self, operation: str) -> NoReturn:
         if self._end is None:
-            raise GroupClosedError(f"{operation}: {DISOWNED}")
+            raise GroupClosedError(f"{operation}: {IN_FORKED_CHILD}")
         raise TypeError(
             f"{operation}: this end of the queue {'writes' if self.is_writer else 'reads'}"
         )
@@ -486,7 +486,7 @@ class MessageQueue(QueueEnd):
             SharedMemoryError: the writer's process has ended.
         """
         _check_handle(handle)
-        rank = handle.rank_of(whole("rank", rank, least=DRIVER_RANK))
+        rank = handle.rank_of(integer("rank", rank, least=DRIVER_RANK))
         codec, spin = codec_for(type), AdaptiveSpin(spin_seconds)
         if rank in handle.reader_ranks:
             member = handle.readers[handle.reader_ranks.index(rank)]
@@ -505,7 +505,7 @@ class MessageQueue(QueueEnd):
 
         remote = RemoteReader(handle.remote, rank, secret)
         queue = cls.__new__(cls)
-        QueueEnd.__init__(queue, handle, DistantReader(codec, remote, watch))
+        QueueEnd.__init__(queue, handle, RemoteQueueReader(codec, remote, watch))
         return queue
 
     @classmethod
@@ -548,7 +548,7 @@ class MessageQueue(QueueEnd):
             GroupTimeoutError: some have not joined in time; names them.
         """
         group = as_object_group(pg)
-        writer_rank = whole("writer_rank", writer_rank, group.world_size - 1, least=0)
+        writer_rank = integer("writer_rank", writer_rank, group.world_size - 1, least=0)
         beside = ranks_beside(group, writer_rank)
         queue: MessageQueue | None = None
         handle: QueueHandle | Exception | None = external_writer_handle
@@ -615,7 +615,7 @@ class MessageQueue(QueueEnd):
             SharedMemoryError: too little memory is free on some rank; every rank raises.
         """
         group = as_object_group(pg)
-        reader_rank = whole("reader_rank", reader_rank, group.world_size - 1, least=0)
+        reader_rank = integer("reader_rank", reader_rank, group.world_size - 1, least=0)
         beside = group.rank in (reader_rank, *ranks_beside(group, reader_rank))
         here, elsewhere = ([reader_rank], []) if beside else ([], [reader_rank])
         queue: MessageQueue | None = None

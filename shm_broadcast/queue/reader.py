@@ -38,10 +38,10 @@ class QueueReader(ABC):
 
     def dequeue(self, timeout: float | Deadline | None) -> Any:
         """See `MessageQueue.dequeue`."""
-        with self._lock.turn as mine:
+        with self._lock.owner_lock as mine:
             if not mine:
                 timeout = Deadline.within(timeout)
-                self._lock.take(timeout, "dequeue", self._check)
+                self._lock.acquire(timeout, "dequeue", self._check)
             try:
                 code, main, buffers = self._take(timeout)
             finally:
@@ -58,9 +58,9 @@ class QueueReader(ABC):
     def acquire_read(self, timeout: float | Deadline | None) -> Iterator[memoryview]:
         """See `MessageQueue.acquire_read`."""
         deadline = Deadline.within(timeout)
-        with self._lock.turn as mine:
+        with self._lock.owner_lock as mine:
             if not mine:
-                self._lock.take(deadline, "acquire_read", self._check)
+                self._lock.acquire(deadline, "acquire_read", self._check)
             _, main, _ = self._take(deadline)
         with memoryview(main) as view:
             yield view
@@ -119,13 +119,13 @@ class LocalReader(QueueReader):
     def acquire_read(self, timeout: float | Deadline | None) -> Iterator[memoryview]:
         """See `MessageQueue.acquire_read`."""
         ring, deadline = self._ring, Deadline.within(timeout)
-        with self._lock.turn as mine:
+        with self._lock.owner_lock as mine:
             if not mine:
-                self._lock.take(deadline, "acquire_read", self._check)
+                self._lock.acquire(deadline, "acquire_read", self._check)
             begun = 0
             try:
                 self._check("acquire_read")
-                begun = self._board.stamp("acquire_read", "", layout.DID_ACQUIRE_READ)
+                begun = self._board.record_begin("acquire_read", "", layout.DID_ACQUIRE_READ)
                 # A message that an interrupted `dequeue` took out of the ring and could not return.
                 left_over = ring.finished()
                 if left_over is None and ring.peek() is None:
@@ -136,15 +136,15 @@ class LocalReader(QueueReader):
                         try:
                             yield view
                         finally:
-                            self._lock.turn.adopt()  # the block may end in another thread
+                            self._lock.owner_lock.adopt()  # the block may end in another thread
                             ring.advance(record)
                     number = record.sequence & 0xFFFFFFFF
-                    self._board.ended(begun, None, record.total, number)
+                    self._board.record_end(begun, None, record.total, number)
                     return
                 _, main, _ = left_over or self._finish(deadline)
-                self._board.ended(begun)
+                self._board.record_end(begun)
             except BaseException as error:
-                self._board.ended(begun, error)
+                self._board.record_end(begun, error)
                 raise
             finally:
                 if self._closed:
@@ -174,8 +174,8 @@ class LocalReader(QueueReader):
         One of this thread, or one that lasts longer than `_LEAVE_SECONDS`, leaves it at its end.
         """
         super().close()
-        self._board.ring_own()
-        turn = self._lock.turn
+        self._board.notify_self()
+        turn = self._lock.owner_lock
         if not turn.is_owned():
             with turn as mine:
                 if mine or turn.take_within(_LEAVE_SECONDS):
@@ -198,7 +198,7 @@ class LocalReader(QueueReader):
             self._check("dequeue")
             return self._finish(Deadline.within(timeout))
         except BaseException as error:
-            self._board.ended(self._ring.begun, error)
+            self._board.record_end(self._ring.begun, error)
             raise
 
     def _finish(self, deadline: Deadline) -> EncodedMessage:
@@ -234,10 +234,10 @@ class LocalReader(QueueReader):
         # Only with the turn: an open `acquire_read` block still shows bytes of the ring.
         if not self._left:
             self._left = True
-            self._ring.leave()
+            self._ring.detach()
 
 
-class DistantReader(QueueReader):
+class RemoteQueueReader(QueueReader):
     """Reads from a writer on another host."""
 
     def __init__(

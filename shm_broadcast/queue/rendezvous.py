@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
-from shm_broadcast.arguments import whole, wholes
+from shm_broadcast.arguments import integer, integers
 from shm_broadcast.errors import DRIVER_RANK, ForeignMemoryError, SharedMemoryError
 from shm_broadcast.segment import Segment, SegmentHandle
 
@@ -89,15 +89,15 @@ def local_and_remote(
         ValueError: the counts and the ranks contradict each other, there are more than 4096
             readers, or a rank occurs twice.
     """
-    n_reader = whole("n_reader", n_reader, _MOST_READERS, least=0)
-    n_local_reader = whole("n_local_reader", n_local_reader, _MOST_READERS, least=0)
+    n_reader = integer("n_reader", n_reader, _MOST_READERS, least=0)
+    n_local_reader = integer("n_local_reader", n_local_reader, _MOST_READERS, least=0)
     if local_ranks is None:
         local_ranks = range(n_local_reader)
-    local = wholes("local_reader_ranks", local_ranks, least=DRIVER_RANK)
+    local = integers("local_reader_ranks", local_ranks, least=DRIVER_RANK)
     if remote_ranks is None:
         after = max(local, default=-1) + 1
         remote_ranks = range(after, after + n_reader - n_local_reader)
-    remote = wholes("remote_reader_ranks", remote_ranks, least=DRIVER_RANK)
+    remote = integers("remote_reader_ranks", remote_ranks, least=DRIVER_RANK)
     every = [*local, *remote]
     if len({*every}) < len(every):
         twice = next(rank for rank in every if every.count(rank) > 1)

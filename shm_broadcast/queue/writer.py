@@ -44,7 +44,7 @@ REMOTE_HEADER: Final = struct.Struct("<BI")
 """The first part of a remote message: the codec, and how many parts make the main part."""
 
 
-class _DesertedError(Exception):
+class _NoReadersError(Exception):
     """Every reader of the ring has left."""
 
 
@@ -74,10 +74,10 @@ class QueueWriter:
 
     def enqueue(self, message: Any, timeout: float | Deadline | None) -> None:
         """See `MessageQueue.enqueue`."""
-        with self._lock.turn as mine:
+        with self._lock.owner_lock as mine:
             if not mine:
                 timeout = Deadline.within(timeout)
-                self._lock.take(timeout, "enqueue", self._check)
+                self._lock.acquire(timeout, "enqueue", self._check)
             codec, encode, try_write = self._codec, self._encode_whole, self._try_write
             main, buffers = codec.encode(message) if encode is None else ((encode(message),), ())
             if (
@@ -94,9 +94,9 @@ class QueueWriter:
     def enqueue_encoded(self, data: Buffer, timeout: float | Deadline | None) -> None:
         """See `MessageQueue.enqueue_encoded`."""
         deadline = Deadline.within(timeout)
-        with self._lock.turn as mine:
+        with self._lock.owner_lock as mine:
             if not mine:
-                self._lock.take(deadline, "enqueue", self._check)
+                self._lock.acquire(deadline, "enqueue", self._check)
             self._check("enqueue")
             self._deliver((data,), (), deadline)
 
@@ -115,9 +115,9 @@ class QueueWriter:
     def remove_reader(self, rank: int) -> None:
         """See `MessageQueue.remove_reader`."""
         operation, ring, remote = "remove_reader", self._ring, self._remote
-        with self._lock.turn as mine:
+        with self._lock.owner_lock as mine:
             if not mine:
-                self._lock.take(NEVER, operation, self._check)
+                self._lock.acquire(NEVER, operation, self._check)
             self._check(operation)
             for member in () if ring is None else ring.readers:
                 if ring is not None and self._board.ranks[member] == rank:
@@ -135,15 +135,15 @@ class QueueWriter:
     def close(self) -> None:
         """Tell all readers that nothing more will come; a thread that waits in `enqueue` raises."""
         self._closed = True
-        self._board.ring_own()
+        self._board.notify_self()
         if self._ring is not None:
             self._ring.close()
         if self._remote is not None:
             self._remote.close()
-        if self._blocks is not None and not self._lock.turn.is_owned():
-            with self._lock.turn as mine:  # not while another thread still copies into one
+        if self._blocks is not None and not self._lock.owner_lock.is_owned():
+            with self._lock.owner_lock as mine:  # not while another thread still copies into one
                 if not mine:
-                    self._lock.take(NEVER, "shutdown", lambda _: None)
+                    self._lock.acquire(NEVER, "shutdown", lambda _: None)
                 self._blocks.close()
 
     def _deliver(
@@ -151,11 +151,11 @@ class QueueWriter:
     ) -> None:
         size = sum(memoryview(part).nbytes for part in (*main, *buffers))
         number = 0 if self._ring is None else (self._ring.sequence + 1) & 0xFFFFFFFF
-        begun = self._board.stamp("enqueue", "", layout.DID_ENQUEUE, size, number)
+        begun = self._board.record_begin("enqueue", "", layout.DID_ENQUEUE, size, number)
         try:
             self._deliver_to_all(main, buffers, deadline)
         except BaseException as error:
-            self._board.ended(begun, error)
+            self._board.record_end(begun, error)
             if isinstance(error, PeerLostError):
                 who = {"rank": error.rank, "group": self._board.name}
                 _log.info("a reader of a queue was lost: %s", error, extra=who)
@@ -163,7 +163,7 @@ class QueueWriter:
         finally:
             if self._closed and self._blocks is not None:  # by a signal handler of this thread
                 self._blocks.close()
-        self._board.ended(begun)
+        self._board.record_end(begun)
 
     def _deliver_to_all(
         self, main: Sequence[Buffer], buffers: Sequence[memoryview], deadline: Deadline
@@ -175,13 +175,13 @@ class QueueWriter:
                 header = REMOTE_HEADER.pack(self._codec.code, len(main))
                 remote.send([header, *main, *buffers], deadline, lambda: self._check("enqueue"))
 
-        if ring is not None and not ring.deserted():
-            before_last = None if remote is None or remote.deserted() else send
-            with suppress(_DesertedError):
+        if ring is not None and not ring.has_no_readers():
+            before_last = None if remote is None or remote.has_no_readers() else send
+            with suppress(_NoReadersError):
                 self._write(ring, main, buffers, deadline, before_last)
                 return
         send()  # nobody reads the ring; without remote readers this does nothing
-        nobody_left = remote is None or remote.deserted()
+        nobody_left = remote is None or remote.has_no_readers()
         if nobody_left and (ring is not None or remote is not None):
             raise GroupClosedError("enqueue: every reader has left")
 
@@ -233,16 +233,16 @@ class QueueWriter:
 
     def _wait_for_room(self, ring: RingWriter, need: int, deadline: Deadline) -> None:
         self._board.wait(
-            lambda: ring.has_room(need) or ring.deserted() or self._closed,
+            lambda: ring.has_room(need) or ring.has_no_readers() or self._closed,
             deadline,
             "enqueue",
-            lambda: ring.laggards(need),
+            lambda: ring.slow_readers(need),
             detail=lambda: _how_far(self._board, ring.behind()),
             watch=self._watch,
         )
         self._check("enqueue")
-        if ring.deserted():
-            raise _DesertedError
+        if ring.has_no_readers():
+            raise _NoReadersError
 
     def _wait_for_local_readers(
         self, operation: str, deadline: Deadline

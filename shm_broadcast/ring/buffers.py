@@ -152,7 +152,7 @@ class BlockWriter:
         """Close those of ``blocks`` that no reader has yet to map, and take them out."""
         for block in [*blocks]:
             if not any(
-                self._is_to_map(block, reader) and self._readers.attends(reader)
+                self._is_to_map(block, reader) and self._readers.is_attached(reader)
                 for reader in range(self._n_readers)
             ):
                 blocks.remove(block)
@@ -195,9 +195,9 @@ class BlockWriter:
         if not word:
             return self._is_to_map(block, reader)
         holder = ProcessId.from_word(word)
-        if self._readers.runs(reader, holder.pid):  # in most cases, and a tenth of the time
+        if self._readers.is_running(reader, holder.pid):  # in most cases, and a tenth of the time
             return True
-        return holder.runs()
+        return holder.is_running()
 
     def _is_to_map(self, block: _Block, reader: int) -> bool:
         """Whether reader number ``reader`` may still take ``block``, and has not mapped it yet."""

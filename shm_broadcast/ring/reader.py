@@ -26,7 +26,7 @@ from shm_broadcast.errors import (
 )
 from shm_broadcast.process import is_ending
 from shm_broadcast.ring.buffers import BlockReader, FreshMemory, new_pool
-from shm_broadcast.segment import Segment, may_pass
+from shm_broadcast.segment import Segment, is_transient
 from shm_broadcast.state.board import Board
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class RingReader:
         self.unfinished: _Assembly | None = None
         self._begun = 0
         if self._position() == layout.LEFT:
-            self._join_again()
+            self._rejoin()
         else:
             self._words.store64(self._line + layout.READER_JOINED, self._position())
         self._fast: FastReader | None = None
@@ -119,8 +119,8 @@ class RingReader:
                 self._data,
                 board.slot_offset(member),
                 board.history,
-                (board.doorbell_offset(writer),),
-                board.crowded,
+                (board.eventcount_offset(writer),),
+                board.oversubscribed,
                 self._line,
             )
             self.read_small = self._fast.try_read
@@ -190,13 +190,13 @@ class RingReader:
         try:
             message = unfinished.message()
         except SharedMemoryError as error:
-            if not may_pass(error):
-                self._blame_the_writer()
+            if not is_transient(error):
+                self._raise_writer_lost()
                 # Blocks of before that are not mapped are the writer's again.
                 self._words.store64(self._line + layout.READER_JOINED, self._position())
                 self.unfinished = None
             raise
-        self._board.ended(self.begun, None, unfinished.size, unfinished.number)
+        self._board.record_end(self.begun, None, unfinished.size, unfinished.number)
         self.unfinished = None
         return message
 
@@ -226,13 +226,13 @@ class RingReader:
             self._words.store64(self._line + layout.READER_SEQUENCE, record.sequence)
         self._consume(record.next_position)
 
-    def leave(self) -> None:
+    def detach(self) -> None:
         """Stop reading; the writer waits for this reader no more."""
         self.unfinished = None  # with the blocks that it holds
         self._blocks.forget()
         self._consume(layout.LEFT)
 
-    def _blame_the_writer(self) -> None:
+    def _raise_writer_lost(self) -> None:
         """Raise if the writer has gone, or is just going."""
         ends = is_ending(self._board.member_status(self._writer).pid)
         looked = Deadline.after(_ENDING_SECONDS if ends else 0.0)
@@ -245,12 +245,12 @@ class RingReader:
     def _read_none(self, spin_ns: int, begins: bool) -> Literal[False] | None:
         """`read_small` without the extension: every message is put together here."""
         if begins:
-            self._begun = self._board.stamp("dequeue", "", layout.DID_DEQUEUE)
+            self._begun = self._board.record_begin("dequeue", "", layout.DID_DEQUEUE)
         if self._board.aborted or not self.look(spin_ns):
             return None
         return False
 
-    def _join_again(self) -> None:
+    def _rejoin(self) -> None:
         """Start at the next record; from then on the writer overwrites nothing unread by this one.
 
         The writer caches the position up to which it may write (the gate), and computed it without
@@ -310,7 +310,7 @@ class RingReader:
     def _consume(self, position: int) -> None:
         self._words.store64(self._line + layout.READER_CONSUMED, position)
         self._board.progress()
-        self._board.ring(self._writer)
+        self._board.notify(self._writer)
 
 
 class _Assembly:

@@ -168,7 +168,7 @@ class RingWriter:
         self._last_end: int | None = None
         # An eighth: a small ring, too, holds several records of a message at once.
         self._largest_payload = min(self.capacity // 8, _LARGEST_RECORD) - layout.RECORD_HEADER
-        doorbells = tuple(board.doorbell_offset(reader) for reader in readers)
+        eventcounts = tuple(board.eventcount_offset(reader) for reader in readers)
         self._fast: FastWriter | None = None
         self.try_write: Callable[[int, Buffer], bool] = self._try_write
         if native is not None:
@@ -178,8 +178,8 @@ class RingWriter:
                 self._data,
                 board.slot_offset(member),
                 board.history,
-                doorbells,
-                board.crowded,
+                eventcounts,
+                board.oversubscribed,
             )
             self.try_write = self._fast.try_write
 
@@ -199,10 +199,10 @@ class RingWriter:
         if not self.has_room(place.need):
             return False
         number = (self.sequence + 1) & 0xFFFFFFFF
-        begun = self._board.stamp("enqueue", "", layout.DID_ENQUEUE, size, number)
+        begun = self._board.record_begin("enqueue", "", layout.DID_ENQUEUE, size, number)
         self._begin_message()
         self._write_record(place, layout.KIND_MESSAGE, codec, 0, size, 0, [memoryview(body)])
-        self._board.ended(begun)
+        self._board.record_end(begun)
         return True
 
     def write(
@@ -264,7 +264,7 @@ class RingWriter:
     def has_room(self, need: int) -> bool:
         """Whether ``need`` more bytes may be written without reaching what a reader has not read.
 
-        False as well if every reader has left; see `deserted`.
+        False as well if every reader has left; see `has_no_readers`.
         """
         words = self._words
         position = words.load64(layout.RING_PUBLISHED)
@@ -277,7 +277,7 @@ class RingWriter:
             return False
         words.store64(layout.RING_GATE, gate)
         # A reader may join again just now. With a fence on both sides it sees this gate, or the
-        # second look sees its position; see `RingReader._join_again`.
+        # second look sees its position; see `RingReader._rejoin`.
         words.fence()
         gate = min(gate, self._slowest())
         words.store64(layout.RING_GATE, gate)
@@ -296,15 +296,15 @@ class RingWriter:
         """Whether reader number ``reader`` has left the queue."""
         return self._consumed(reader) == layout.LEFT
 
-    def attends(self, reader: int) -> bool:
+    def is_attached(self, reader: int) -> bool:
         """Whether reader number ``reader`` has joined and has neither ended nor left its board."""
         return self._board.member_status(self.readers[reader]).state in ("idle", "busy")
 
-    def runs(self, reader: int, pid: int) -> bool:
+    def is_running(self, reader: int, pid: int) -> bool:
         """Whether process ``pid`` is reader number ``reader`` and still runs."""
-        return self._board.runs(self.readers[reader], pid)
+        return self._board.is_running(self.readers[reader], pid)
 
-    def deserted(self) -> bool:
+    def has_no_readers(self) -> bool:
         """Whether every reader has left the queue."""
         return all(self.has_left(reader) for reader in range(len(self.readers)))
 
@@ -318,7 +318,7 @@ class RingWriter:
             if not self.has_left(reader)
         }
 
-    def laggards(self, need: int) -> list[int]:
+    def slow_readers(self, need: int) -> list[int]:
         """The member numbers of the readers that keep ``need`` bytes from being free."""
         free_from = self._words.load64(layout.RING_PUBLISHED) + need - self.capacity
         return [
@@ -335,7 +335,7 @@ class RingWriter:
     def close(self) -> None:
         """Tell the readers that nothing more will be published, and wake them."""
         self._words.store32(layout.RING_CLOSED, 1)
-        self._ring_readers()
+        self._notify_readers()
 
     def _write_natively(
         self, fast: FastWriter, codec: int, body: Body, wait_for_room: Callable[[int], None]
@@ -417,9 +417,9 @@ class RingWriter:
             words.write(target, piece)
             target += piece.nbytes
         words.store64(layout.RING_PUBLISHED, position + layout.record_stride(place.size))
-        self._ring_readers()
+        self._notify_readers()
 
-    def _ring_readers(self) -> None:
+    def _notify_readers(self) -> None:
         self._board.progress()
         for reader in self.readers:
-            self._board.ring(reader)
+            self._board.notify(reader)

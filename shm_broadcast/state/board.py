@@ -42,14 +42,14 @@ from shm_broadcast.errors import (
     MemberStatus,
     PeerLostError,
 )
-from shm_broadcast.eventcount import DEFAULT_SPIN_SECONDS, Doorbell, Lookout
-from shm_broadcast.process import DISOWNED, disown_in_children
+from shm_broadcast.eventcount import DEFAULT_SPIN_SECONDS, EventCount, Lookout
+from shm_broadcast.process import IN_FORKED_CHILD, call_in_forked_children
 from shm_broadcast.segment import Segment, SegmentHandle
 from shm_broadcast.state.flight_recorder import forget_totals
 from shm_broadcast.state.stacks import write_stacks_when_asked
-from shm_broadcast.state.status import Outward
+from shm_broadcast.state.status import PublishedStatus
 from shm_broadcast.state.table import (
-    Elsewhere,
+    RemoteMembers,
     Slots,
     first_failure,
     forget_failure,
@@ -71,13 +71,13 @@ class Waiter(Slots):
         super().__init__(segment, ranks, name, member)
         self._closed = False
         self._why_closed = "the group has been closed in this process"
-        self._doorbells = tuple(
-            Doorbell(segment.words, layout.member_slot(index) + layout.MEMBER_DOORBELL)
+        self._eventcounts = tuple(
+            EventCount(segment.words, layout.member_slot(index) + layout.MEMBER_EVENTCOUNT)
             for index in range(self.n_members)
         )
 
     @property
-    def crowded(self) -> bool:
+    def oversubscribed(self) -> bool:
         """Whether it has more members than this process was given cores: some lack one."""
         return self.n_members > len(GIVEN_CORES)
 
@@ -92,26 +92,26 @@ class Waiter(Slots):
         failure = first_failure(self._segment, self.ranks)
         if failure is None:
             return None
-        reporter = self._members.elsewhere.status(self.ranks.index(failure.rank))
+        reporter = self._members.remote.status(self.ranks.index(failure.rank))
         return failure if reporter is None else replace(failure, host=reporter.host)
 
-    def doorbell_offset(self, member: int) -> int:
+    def eventcount_offset(self, member: int) -> int:
         """Where ``member``'s doorbell lies in `words`."""
-        return self._doorbells[self._valid(member)].offset
+        return self._eventcounts[self._valid(member)].offset
 
-    def ring(self, member: int) -> None:
+    def notify(self, member: int) -> None:
         """Wake ``member``, after having changed what it may wait for."""
-        self._doorbells[member].ring()
+        self._eventcounts[member].notify()
 
-    def ring_own(self) -> None:
+    def notify_self(self) -> None:
         """Wake this member: another thread of this process may wait."""
         if self.member is not None:
-            self._doorbells[self.member].ring()
+            self._eventcounts[self.member].notify()
 
-    def ring_all(self) -> None:
+    def notify_all(self) -> None:
         """Wake every member."""
-        for doorbell in self._doorbells:
-            doorbell.ring()
+        for eventcount in self._eventcounts:
+            eventcount.notify()
 
     def check(self, operation: str) -> None:
         """Raise if the group was aborted or this board closed; costs one load otherwise."""
@@ -192,20 +192,20 @@ class Waiter(Slots):
             if now < looked + LIVENESS_SECONDS:
                 return
             looked = now
-            self.tallies.compare()
+            self.fingerprints.compare()
             if not began:
                 began = time.monotonic_ns()
-            elif self._outward is not None:
+            elif self._published is not None:
                 late = [peer for peer in (shown or peers)() if peer != self.member]
                 if late and not entry:
-                    entry = self._outward.begin_wait()
+                    entry = self._published.begin_wait()
                 if entry:
-                    self._outward.say_wait(entry, operation, began, late)
+                    self._published.publish_wait(entry, operation, began, late)
             self.require(operation, peers, ready)
 
-        doorbell = self._doorbells[self._require_member(operation)]
+        eventcount = self._eventcounts[self._require_member(operation)]
         try:
-            in_time = doorbell.wait(
+            in_time = eventcount.wait(
                 *(ready, deadline),
                 slice_seconds=poll,
                 spin_seconds=spin,
@@ -213,16 +213,16 @@ class Waiter(Slots):
                 between_slices=look,
             )
         finally:
-            if entry and self._outward is not None:
-                self._outward.end_wait(entry)
+            if entry and self._published is not None:
+                self._published.end_wait(entry)
         if not in_time:
             late = tuple(self.member_status(peer) for peer in peers())
-            more = "; ".join(filter(None, (detail(), self._members.elsewhere.remark())))
+            more = "; ".join(filter(None, (detail(), self._members.remote.problems())))
             raise GroupTimeoutError(self._titled(operation), deadline.timeout, late, more)
 
-    def hear(self, elsewhere: Elsewhere) -> None:
+    def set_remote_members(self, elsewhere: RemoteMembers) -> None:
         """Learn from ``elsewhere`` what members on other hosts do."""
-        self._members.elsewhere = elsewhere
+        self._members.remote = elsewhere
 
     def suspect(self, members: Iterable[int]) -> Callable[[], bool]:
         """Note that a connection with one of ``members`` broke.
@@ -230,15 +230,15 @@ class Waiter(Slots):
         Returns:
             A function that returns whether by now it is known which of them has gone, if one has.
         """
-        return self._members.elsewhere.suspect(members)
+        return self._members.remote.suspect(members)
 
-    def catch_up(self) -> None:
+    def refresh_remote(self) -> None:
         """Swap news with other hosts, if members are there: a moment, half a second at most."""
-        self._members.elsewhere.swap()
+        self._members.remote.refresh()
 
     def _mark_closed(self) -> None:
         if self.member is not None:
-            self._members.leave(self.member)
+            self._members.mark_left(self.member)
 
     def _check_for(self, operation: str, peers: Callable[[], Iterable[int]]) -> None:
         """As `check`; whoever waits for the member whose loss is the reason, or that has closed its
@@ -261,13 +261,13 @@ class Waiter(Slots):
         if failure.kind != PeerLostError.__name__:
             return None
         culprit = self.ranks.index(failure.culprit)
-        self._members.elsewhere.blame(culprit)
+        self._members.remote.mark_dead(culprit)
         gone = self._members.first_gone([culprit])
         return None if gone is None else self.member_status(gone)
 
     def _require_member(self, operation: str) -> int:
-        if self._why_closed is DISOWNED:
-            raise GroupClosedError(f"{self._titled(operation)}: {DISOWNED}")
+        if self._why_closed is IN_FORKED_CHILD:
+            raise GroupClosedError(f"{self._titled(operation)}: {IN_FORKED_CHILD}")
         return self._refuse(operation) if self.member is None else self.member
 
 
@@ -311,7 +311,7 @@ class Board(Waiter):
         self._given_back = False
         if member is not None:
             self._join(member)
-            disown_in_children(self)
+            call_in_forked_children(self)
 
     @classmethod
     def create(
@@ -395,19 +395,19 @@ class Board(Waiter):
                 else this one.
         """
         member = self._require_member("abort")
-        about = self._lost_by(error, member) if culprit is None else culprit
+        about = self._ended_by(error, member) if culprit is None else culprit
         first = self.aborted is None
         self.report(member, *kind_and_message(error), about)
         if first and self.aborted is not None:
             who = {"rank": self.ranks[about], "group": self.name}
             _log.info("%s was aborted: %s", self.name or "the group", self.aborted, extra=who)
-        self.catch_up()  # other hosts are told before this call does anything else
+        self.refresh_remote()  # other hosts are told before this call does anything else
 
     def report(self, member: int, kind: str, message: str, culprit: int) -> None:
         """Abort with what ``member`` has reported, on this host or on another one."""
         with self._reporting:  # no other thread shows a report that is written just now
             report_failure(self._segment, self.n_members, member, kind, message, culprit)
-        self.ring_all()
+        self.notify_all()
 
     def leave(self) -> None:
         """Leave the group in good order; what stands on the board can be read until `close`.
@@ -417,20 +417,20 @@ class Board(Waiter):
         if not self._closed:
             self._closed = True
             self._mark_closed()
-            self.ring_all()
+            self.notify_all()
 
-    def drop(self) -> None:
+    def mark_lost(self) -> None:
         """Be lost to the others, as if this process had ended, unless the group was left before."""
         if not self._closed and self.member is not None:
             self._closed = True
-            self._members.drop(self.member)
-            self.ring_all()
+            self._members.mark_lost(self.member)
+            self.notify_all()
 
-    def disown(self) -> None:
+    def after_fork_in_child(self) -> None:
         """In a forked child: it is no member, whoever its parent is."""
-        self._closed, self._why_closed = True, DISOWNED
+        self._closed, self._why_closed = True, IN_FORKED_CHILD
         self._reporting = threading.RLock()  # another thread of the parent may have it
-        self._members.disown()
+        self._members.after_fork_in_child()
 
     def close(self) -> None:
         """Leave the group, if that was not done, and give the memory back."""
@@ -452,24 +452,24 @@ class Board(Waiter):
 
     def _join(self, member: int) -> None:
         try:
-            self._members.take(member)
-            self._doorbells[member].reset_sleepers()
+            self._members.claim(member)
+            self._eventcounts[member].reset_waiters()
             forget_failure(self._segment, self.n_members, member)
             forget_totals(self._segment, member, self.n_members)
-            self.tallies.forget(member)
-            self._outward = Outward(self._segment, member, self.n_members)
+            self.fingerprints.forget(member)
+            self._published = PublishedStatus(self._segment, member, self.n_members)
             stacks = write_stacks_when_asked()
             if stacks is not None:
-                self._outward.say_stacks(stacks)
-            self._members.show(member)
+                self._published.publish_stacks(stacks)
+            self._members.publish(member)
         except ValueError:  # another one has it
             raise
         except BaseException:
-            self._members.forgo(member)
+            self._members.rollback_claim(member)
             raise
-        self.ring_all()
+        self.notify_all()
 
-    def _lost_by(self, error: BaseException | str, otherwise: int) -> int:
+    def _ended_by(self, error: BaseException | str, otherwise: int) -> int:
         if isinstance(error, PeerLostError):
             for status in self.status():
                 if (status.rank, status.pid) == (error.rank, error.pid):

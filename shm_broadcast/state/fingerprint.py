@@ -4,10 +4,11 @@ While a group is open, it has an entry for its tally: see `device_comm.divergenc
 closed, the entry says so, and keeps count and checksum until another group takes it; the entry that
 has been free for longest is taken first. `shm_broadcast.layout` has an entry's layout; boards
 without histories have no tallies. Those of members on other hosts come with their beats
-(`Elsewhere`).
+(`RemoteMembers`).
 
 Guarantees: count and digest belong together, and to that group: they are one word, and the entry's
-owner is checked before and after reading it. `Tally.last` may be torn: its user has to verify it.
+owner is checked before and after reading it. `Fingerprint.last` may be torn: its user has to
+verify it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from shm_broadcast.atomics import SharedBytes
 _log = logging.getLogger(__name__)
 
 
-class Tally(msgspec.Struct, array_like=True, frozen=True):
+class Fingerprint(msgspec.Struct, array_like=True, frozen=True):
     """What one member's collectives in one group have come to.
 
     Attributes:
@@ -42,7 +43,7 @@ class Tally(msgspec.Struct, array_like=True, frozen=True):
     closed: bool = False
 
 
-class Tallies:
+class Fingerprints:
     """A member's tallies, and all that is known of the others'. Any thread may use it.
 
     Attributes:
@@ -52,7 +53,7 @@ class Tallies:
     def __init__(
         self,
         memory: SharedBytes,
-        heard: Callable[[int], Sequence[Tally] | None],
+        heard: Callable[[int], Sequence[Fingerprint] | None],
         member: int | None,
         n_members: int,
     ) -> None:
@@ -66,7 +67,7 @@ class Tallies:
         """
         self._memory = memory
         self._words = memory.words
-        self._heard = heard
+        self._remote = heard
         self._n_members = n_members
         # The one that was given back first is used first: a late writer finds it free.
         self._free = deque(() if member is None else self._entries(member))
@@ -76,9 +77,9 @@ class Tallies:
     def forget(self, member: int) -> None:
         """Clear what the last process that was ``member`` has left."""
         for entry in self._entries(member):
-            self._words.write(entry, bytes(layout.TALLY_STRIDE))
+            self._words.write(entry, bytes(layout.FINGERPRINT_STRIDE))
 
-    def take(self, group: int) -> int:
+    def allocate(self, group: int) -> int:
         """An entry for this member's tally of ``group``, until `close`; 0 if all are in use."""
         try:
             entry = self._free.popleft()
@@ -86,38 +87,40 @@ class Tallies:
             if not self._full:
                 self._full = True
                 told = "calls are compared in %d open groups at once; in further ones they are not"
-                _log.warning(told, layout.TALLIES)
+                _log.warning(told, layout.FINGERPRINTS)
             return 0
-        self._words.store64(entry + layout.TALLY_GROUP, 0)  # so that no group is seen to have 0
-        self._words.store64(entry + layout.TALLY_WORD, 0)
-        self._words.store64(entry + layout.TALLY_GROUP, group)
+        self._words.store64(
+            entry + layout.FINGERPRINT_GROUP, 0
+        )  # so that no group is seen to have 0
+        self._words.store64(entry + layout.FINGERPRINT_WORD, 0)
+        self._words.store64(entry + layout.FINGERPRINT_GROUP, group)
         return entry
 
-    def tell(self, entry: int, count: int, digest: int, last: bytes | None) -> None:
+    def publish(self, entry: int, count: int, digest: int, last: bytes | None) -> None:
         """Say what a tally is now.
 
         Args:
-            entry: what `take` gave.
-            count, digest: as of `Tally`; any count.
-            last: as of `Tally`, 48 bytes; None: it is the same as before.
+            entry: what `allocate` gave.
+            count, digest: as of `Fingerprint`; any count.
+            last: as of `Fingerprint`, 48 bytes; None: it is the same as before.
         """
         if last is not None:
-            self._words.write(entry + layout.TALLY_LAST, last)
-        self._words.store64(entry + layout.TALLY_WORD, (count & 0xFFFFFFFF) << 32 | digest)
+            self._words.write(entry + layout.FINGERPRINT_LAST, last)
+        self._words.store64(entry + layout.FINGERPRINT_WORD, (count & 0xFFFFFFFF) << 32 | digest)
 
     def close(self, entry: int) -> None:
-        """Say that this member has closed the group, and give back what `take` gave."""
-        group = self._words.load64(entry + layout.TALLY_GROUP)
-        self._words.store64(entry + layout.TALLY_GROUP, group | layout.TALLY_CLOSED)
+        """Say that this member has closed the group, and give back what `allocate` gave."""
+        group = self._words.load64(entry + layout.FINGERPRINT_GROUP)
+        self._words.store64(entry + layout.FINGERPRINT_GROUP, group | layout.FINGERPRINT_CLOSED)
         self._free.append(entry)
 
     def closed(self, group: int, member: int) -> bool:
         """Whether a member has closed ``group``, as far as it is known."""
-        return any(each.closed for each in self.of(member) if each.group == group)
+        return any(each.closed for each in self.of_member(member) if each.group == group)
 
-    def of(self, member: int) -> Sequence[Tally]:
+    def of_member(self, member: int) -> Sequence[Fingerprint]:
         """The tallies of a member, as last heard if it is on another host."""
-        heard = self._heard(member)
+        heard = self._remote(member)
         return self._here(member) if heard is None else heard
 
     def compare(self) -> None:
@@ -125,23 +128,27 @@ class Tallies:
         for each in tuple(self.comparing):
             each()
 
-    def _here(self, member: int) -> list[Tally]:
+    def _here(self, member: int) -> list[Fingerprint]:
         words, found = self._words, []
         for entry in self._entries(member):
-            said = words.load64(entry + layout.TALLY_GROUP)
+            said = words.load64(entry + layout.FINGERPRINT_GROUP)
             if not said:
                 continue
-            word = words.load64(entry + layout.TALLY_WORD)
-            begin = entry + layout.TALLY_LAST
-            last = bytes(self._memory.memory[begin : begin + layout.TALLY_LAST_BYTES])
-            group, closed = said & ~layout.TALLY_CLOSED, said >= layout.TALLY_CLOSED
-            if (word or closed) and words.load64(entry + layout.TALLY_GROUP) == said:
+            word = words.load64(entry + layout.FINGERPRINT_WORD)
+            begin = entry + layout.FINGERPRINT_LAST
+            last = bytes(self._memory.memory[begin : begin + layout.FINGERPRINT_LAST_BYTES])
+            group, closed = said & ~layout.FINGERPRINT_CLOSED, said >= layout.FINGERPRINT_CLOSED
+            if (word or closed) and words.load64(entry + layout.FINGERPRINT_GROUP) == said:
                 count, digest = word >> 32, word & 0xFFFFFFFF
-                found.append(Tally(group, count, digest, last.rstrip(b"\0"), closed))
+                found.append(Fingerprint(group, count, digest, last.rstrip(b"\0"), closed))
         return found
 
     def _entries(self, member: int) -> range:
         if not self._words.load32(layout.BOARD_HISTORY):
             return range(0)
-        begin = layout.tallies_slot(member, self._n_members)
-        return range(begin, begin + layout.TALLIES * layout.TALLY_STRIDE, layout.TALLY_STRIDE)
+        begin = layout.fingerprints_slot(member, self._n_members)
+        return range(
+            begin,
+            begin + layout.FINGERPRINTS * layout.FINGERPRINT_STRIDE,
+            layout.FINGERPRINT_STRIDE,
+        )

@@ -40,7 +40,7 @@ _ERRORS: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class PastOperation:
+class OperationRecord:
     """An operation of a member.
 
     Attributes:
@@ -77,7 +77,7 @@ def outcome_of(error: BaseException) -> int:
 
 def read_history(
     memory: SharedBytes, member: int, n_members: int, read: Callable[[int, int], bytes]
-) -> tuple[PastOperation, ...]:
+) -> tuple[OperationRecord, ...]:
     """The last operations of a member, the oldest first; () if the board keeps none.
 
     Args:
@@ -113,13 +113,13 @@ def read_history(
     return tuple(found)
 
 
-def _decoded(fields: tuple[int, int, int, int, int, int, int, int, int, bytes]) -> PastOperation:
+def _decoded(fields: tuple[int, int, int, int, int, int, int, int, int, bytes]) -> OperationRecord:
     begin, end, sequence, size, number, peer, verb, dtype, outcome, raw = fields
     group = text_of(raw)
     known = 0 < verb < len(layout.DID_NAMES)
     # The end is stored after the outcome, but may have been copied before it.
     told = outcome if 0 < outcome < len(layout.OUTCOME_NAMES) else layout.OUTCOME_DONE
-    return PastOperation(
+    return OperationRecord(
         verb=layout.DID_NAMES[verb] if known else group,
         group=group if known else "",
         begin=begin,
@@ -146,11 +146,11 @@ class VerbTotal:
 
     Attributes:
         group: the first 23 bytes of its name; ``""`` for queues.
-        verb: as in `PastOperation`.
+        verb: as in `OperationRecord`.
         ended: how many have ended.
         failed: how many of them were not done.
         seconds: from their begin to their end, waiting for others included.
-        size: their bytes, as in `PastOperation`.
+        size: their bytes, as in `OperationRecord`.
     """
 
     group: str

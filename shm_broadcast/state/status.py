@@ -56,37 +56,37 @@ class Membership:
     closed: bool = field(default=False, compare=False)
 
 
-class Outward:
+class PublishedStatus:
     """The outward slot of one member, written by its process only. Any thread may use it."""
 
     def __init__(self, memory: SharedBytes, member: int, n_members: int) -> None:
         """Clear what the slot's last owner has left."""
         self._memory = memory
-        self._slot = layout.outward_slot(member, n_members)
-        memory.words.write(self._slot, bytes(layout.OUTWARD_STRIDE))
-        waits = self._slot + layout.OUTWARD_WAITS
+        self._slot = layout.status_slot(member, n_members)
+        memory.words.write(self._slot, bytes(layout.STATUS_STRIDE))
+        waits = self._slot + layout.STATUS_WAITS
         # Taking and giving back are each one atomic step of a deque: threads need no lock.
         self._free = deque(waits + index * layout.WAIT_STRIDE for index in range(layout.WAITS))
 
-    def say_stacks(self, descriptor: int) -> None:
+    def publish_stacks(self, descriptor: int) -> None:
         """Say to which descriptor this process writes its stacks when it is asked to."""
-        self._memory.words.store32(self._slot + layout.OUTWARD_STACKS, descriptor + 1)
+        self._memory.words.store32(self._slot + layout.STATUS_STACKS, descriptor + 1)
 
-    def add_place(self, group: str, rank: int) -> None:
+    def publish_place(self, group: str, rank: int) -> None:
         """Say that this member is ``rank`` in ``group``, beside what was said before."""
-        at = self._slot + layout.OUTWARD_PLACE
-        said, own = read_text(self._memory, at, layout.OUTWARD_PLACE_BYTES), f"{group} {rank}"
+        at = self._slot + layout.STATUS_PLACE
+        said, own = read_text(self._memory, at, layout.STATUS_PLACE_BYTES), f"{group} {rank}"
         place = f"{said}, {own}" if said else own
-        if own not in said.split(", ") and len(place.encode()) <= layout.OUTWARD_PLACE_BYTES:
-            write_text(self._memory, at, place, layout.OUTWARD_PLACE_BYTES)
+        if own not in said.split(", ") and len(place.encode()) <= layout.STATUS_PLACE_BYTES:
+            write_text(self._memory, at, place, layout.STATUS_PLACE_BYTES)
 
-    def count_group(self, name: str, rank: int, size: int, first: int, more: int) -> None:
+    def publish_group(self, name: str, rank: int, size: int, first: int, more: int) -> None:
         """Say that this member has opened (1 ``more``) or closed (-1) a group, as its ``rank``.
 
         16 groups are said; those that were closed make room.
         """
         said = _MEMBERSHIP.pack(size, rank, first, name.encode(), 0)[:-1]
-        begin, stride = self._slot + layout.OUTWARD_MEMBERSHIPS, layout.MEMBERSHIP_STRIDE
+        begin, stride = self._slot + layout.STATUS_MEMBERSHIPS, layout.MEMBERSHIP_STRIDE
         entries = {
             at: bytes(self._memory.memory[at : at + stride])
             for at in range(begin, begin + layout.MEMBERSHIPS * stride, stride)
@@ -100,13 +100,13 @@ class Outward:
             self._memory.words.write(places[0], said + bytes([n_open]))
 
     def begin_wait(self) -> int:
-        """An entry for `say_wait`, until `end_wait`; 0 if all are in use."""
+        """An entry for `publish_wait`, until `end_wait`; 0 if all are in use."""
         try:
             return self._free.pop()
         except IndexError:
             return 0
 
-    def say_wait(self, entry: int, operation: str, since: int, members: Sequence[int]) -> None:
+    def publish_wait(self, entry: int, operation: str, since: int, members: Sequence[int]) -> None:
         """Say what a thread waits for.
 
         Args:
@@ -125,20 +125,20 @@ class Outward:
         words.store64(entry + layout.WAIT_SINCE, since)
 
     def end_wait(self, entry: int) -> None:
-        """Take back what `say_wait` has said."""
+        """Take back what `publish_wait` has said."""
         self._memory.words.store64(entry + layout.WAIT_SINCE, 0)
         self._free.append(entry)
 
 
 def read_place(memory: SharedBytes, member: int, n_members: int) -> str:
-    """What `Outward.add_place` has said: ``"tp 0, pp 1"``."""
-    at = layout.outward_slot(member, n_members) + layout.OUTWARD_PLACE
-    return read_text(memory, at, layout.OUTWARD_PLACE_BYTES)
+    """What `PublishedStatus.publish_place` has said: ``"tp 0, pp 1"``."""
+    at = layout.status_slot(member, n_members) + layout.STATUS_PLACE
+    return read_text(memory, at, layout.STATUS_PLACE_BYTES)
 
 
 def read_groups(memory: SharedBytes, member: int, n_members: int) -> tuple[Membership, ...]:
-    """What `Outward.count_group` has said."""
-    begin, found = layout.outward_slot(member, n_members) + layout.OUTWARD_MEMBERSHIPS, []
+    """What `PublishedStatus.publish_group` has said."""
+    begin, found = layout.status_slot(member, n_members) + layout.STATUS_MEMBERSHIPS, []
     for entry in range(layout.MEMBERSHIPS):
         size, rank, first, name, n_open = _MEMBERSHIP.unpack_from(
             memory.memory, begin + entry * layout.MEMBERSHIP_STRIDE
@@ -149,15 +149,15 @@ def read_groups(memory: SharedBytes, member: int, n_members: int) -> tuple[Membe
 
 
 def read_stacks_descriptor(memory: SharedBytes, member: int, n_members: int) -> int | None:
-    """What `Outward.say_stacks` has said; None if nothing."""
-    at = layout.outward_slot(member, n_members) + layout.OUTWARD_STACKS
+    """What `PublishedStatus.publish_stacks` has said; None if nothing."""
+    at = layout.status_slot(member, n_members) + layout.STATUS_STACKS
     return memory.words.load32(at) - 1 if memory.words.load32(at) else None
 
 
 def read_waits(memory: SharedBytes, member: int, n_members: int) -> tuple[Wait, ...]:
     """What the threads of a member wait for, the longest wait first."""
     words, found = memory.words, []
-    waits = layout.outward_slot(member, n_members) + layout.OUTWARD_WAITS
+    waits = layout.status_slot(member, n_members) + layout.STATUS_WAITS
     for entry in range(waits, waits + layout.WAITS * layout.WAIT_STRIDE, layout.WAIT_STRIDE):
         since = words.load64(entry + layout.WAIT_SINCE)
         if since:

@@ -3,8 +3,8 @@
 One slot belongs to one process at a time; only its owner writes it. The first member that claims
 the abort word aborts the group.
 
-`Elsewhere` is written by whoever carries news between the boards of hosts. A board that nobody
-carries news to has `OneHost`.
+`RemoteMembers` is written by whoever carries news between the boards of hosts. A board that nobody
+carries news to has `NoRemoteMembers`.
 
 Guarantees: a slot is taken by one process; a second one, even at the same moment, is refused until
 that process has ended or left.
@@ -24,28 +24,28 @@ from shm_broadcast.atomics import SharedBytes, WordsLike, read_text, write_text
 from shm_broadcast.errors import Failure, MemberStatus, name_of
 from shm_broadcast.process import ProcessId, ProcessWatch
 from shm_broadcast.segment import Segment
-from shm_broadcast.state.fingerprint import Tallies, Tally
+from shm_broadcast.state.fingerprint import Fingerprint, Fingerprints
 from shm_broadcast.state.flight_recorder import (
-    PastOperation,
+    OperationRecord,
     VerbTotal,
     outcome_of,
     read_history,
     read_totals,
 )
-from shm_broadcast.state.status import Outward
+from shm_broadcast.state.status import PublishedStatus
 
 _SEEN_WITHIN: Final = 0.5
 """Seconds until a member's end has surely been noticed on its own host; a connection to it breaks
 earlier."""
 
 
-class Elsewhere(Protocol):
+class RemoteMembers(Protocol):
     """What is known in this process about the members that are on other hosts."""
 
     def status(self, member: int) -> MemberStatus | None:
         """What ``member`` was last heard to do; None if it is on this host."""
 
-    def tallies(self, member: int) -> Sequence[Tally] | None:
+    def fingerprints(self, member: int) -> Sequence[Fingerprint] | None:
         """What ``member`` was last heard to have come to; None if it is on this host."""
 
     def gone(self, member: int) -> bool:
@@ -58,23 +58,23 @@ class Elsewhere(Protocol):
             A function that returns whether by now it is known which of them has gone, if one has.
         """
 
-    def blame(self, member: int) -> None:
+    def mark_dead(self, member: int) -> None:
         """Believe that ``member`` has died: somebody has seen it, and aborted the group."""
 
-    def swap(self) -> None:
+    def refresh(self) -> None:
         """Send this host's news and take in the others', now."""
 
-    def remark(self) -> str:
+    def problems(self) -> str:
         """What is wrong with the hosts themselves, for messages; ``""`` if nothing is."""
 
 
-class OneHost:
+class NoRemoteMembers:
     """No member is on another host."""
 
     def status(self, member: int) -> None:
         """None: every member is on this host."""
 
-    def tallies(self, member: int) -> None:
+    def fingerprints(self, member: int) -> None:
         """None: every member is on this host."""
 
     def gone(self, member: int) -> bool:  # noqa: ARG002
@@ -86,13 +86,13 @@ class OneHost:
         until = time.monotonic() + _SEEN_WITHIN
         return lambda: time.monotonic() >= until
 
-    def blame(self, member: int) -> None:
+    def mark_dead(self, member: int) -> None:
         """Nothing to note: whether its process runs is looked up."""
 
-    def swap(self) -> None:
+    def refresh(self) -> None:
         """There is nobody to swap with."""
 
-    def remark(self) -> str:
+    def problems(self) -> str:
         """There is nothing to say."""
         return ""
 
@@ -150,7 +150,7 @@ class Members:
     """One process's view of the slots. Close it to let go of the processes it watches.
 
     Attributes:
-        elsewhere: knows the members on other hosts.
+        remote: knows the members on other hosts.
     """
 
     def __init__(
@@ -168,14 +168,14 @@ class Members:
         self._words = segment.words
         self._ranks = ranks
         self._name = name
-        self.elsewhere: Elsewhere = OneHost()
+        self.remote: RemoteMembers = NoRemoteMembers()
         self._closed = False
-        self._told = runs
+        self._logged = runs
         self._watches: dict[int, ProcessWatch] = {}
         self._lock = threading.RLock()
 
-    def take(self, member: int) -> None:
-        """Keep ``member``'s slot for this process; nobody sees it before `show`.
+    def claim(self, member: int) -> None:
+        """Keep ``member``'s slot for this process; nobody sees it before `publish`.
 
         Raises:
             ValueError: a living process has the slot.
@@ -186,7 +186,7 @@ class Members:
             words.store64(slot + layout.MEMBER_JOINING, 0)
             self._refuse(member, words.load32(slot + layout.MEMBER_PID))
 
-    def show(self, member: int) -> None:
+    def publish(self, member: int) -> None:
         """Let the others see that this process has taken ``member``'s slot."""
         me, words, slot = ProcessId.current(), self._words, layout.member_slot(member)
         words.store64(slot + layout.MEMBER_START_TIME, me.start_time)
@@ -197,21 +197,21 @@ class Members:
         words.progress(slot, layout.STATE_IDLE)
         words.store64(slot + layout.MEMBER_JOINING, 0)
 
-    def forgo(self, member: int) -> None:
-        """Take back a `take` that is not shown, if there was one; who was lost before is lost."""
+    def rollback_claim(self, member: int) -> None:
+        """Take back a `claim` that is not shown, if there was one; who was lost before is lost."""
         slot = layout.member_slot(member)
         holder = ProcessId.from_word(self._words.load64(slot + layout.MEMBER_JOINING))
         if holder.pid == os.getpid():
             self._words.compare_and_swap32(slot + layout.MEMBER_PID, os.getpid(), 0)
             self._words.store64(slot + layout.MEMBER_JOINING, 0)
 
-    def leave(self, member: int) -> None:
+    def mark_left(self, member: int) -> None:
         """Say that ``member`` left in good order, unless the slot is a successor's by now."""
         slot = layout.member_slot(member)
         if self._words.load32(slot + layout.MEMBER_PID) == os.getpid():
             self._words.progress(slot, layout.STATE_CLOSED)
 
-    def drop(self, member: int) -> None:
+    def mark_lost(self, member: int) -> None:
         """Say that ``member`` is lost, unless the slot is a successor's by now."""
         slot = layout.member_slot(member)
         if self._words.load32(slot + layout.MEMBER_PID) == os.getpid():
@@ -243,7 +243,7 @@ class Members:
         state = layout.STATE_NAMES[code]
         return "lost" if state in ("idle", "busy") and not self._alive(member) else state
 
-    def runs(self, member: int, pid: int) -> bool:
+    def is_running(self, member: int, pid: int) -> bool:
         """Whether process ``pid`` has ``member``'s slot, or had it last, and has not ended."""
         slot = layout.member_slot(member)
         return self._words.load32(slot + layout.MEMBER_PID) == pid and self._alive(member)
@@ -251,13 +251,13 @@ class Members:
     def first_gone(self, members: Iterable[int]) -> int | None:
         """The first one that has died or left; one that has not joined yet is not gone."""
         for member in members:
-            if self.state(member) in ("lost", "closed") or self.elsewhere.gone(member):
+            if self.state(member) in ("lost", "closed") or self.remote.gone(member):
                 return member
         return None
 
     def status(self, member: int) -> MemberStatus:
         """What ``member`` was last seen doing, or heard to do if it is on another host."""
-        heard = self.elsewhere.status(member)
+        heard = self.remote.status(member)
         if heard is not None:
             return heard
         words, slot = self._words, layout.member_slot(member)
@@ -276,7 +276,7 @@ class Members:
             collective=words.load64(slot + layout.MEMBER_COLLECTIVE) if known else 0,
         )
 
-    def disown(self) -> None:
+    def after_fork_in_child(self) -> None:
         """In a forked child: the thread that has the lock is its parent's."""
         self._lock = threading.RLock()
 
@@ -294,7 +294,7 @@ class Members:
         if not words.compare_and_swap64(lock, 0, me):
             other = words.load64(lock)
             holder = ProcessId.from_word(other)
-            died_joining = other != 0 and not holder.runs()
+            died_joining = other != 0 and not holder.is_running()
             if not (died_joining and words.compare_and_swap64(lock, other, me)):
                 self._refuse(member, holder.pid)
 
@@ -309,11 +309,11 @@ class Members:
             self._words.load32(slot + layout.MEMBER_PID),
             self._words.load64(slot + layout.MEMBER_START_TIME),
         )
-        if self._told is not None:
-            return self._told(holder)
+        if self._logged is not None:
+            return self._logged(holder)
         with self._lock:
             if self._closed:
-                return holder.runs()
+                return holder.is_running()
             watch = self._watches.get(member)
             if watch is None or watch.process != holder:
                 if watch is not None:
@@ -335,11 +335,11 @@ class Slots:
         self.name = name
         self.member = None if member is None else self._valid(member)
         members = self._members = Members(segment, ranks, name)
-        self.tallies = Tallies(
-            segment, lambda each: members.elsewhere.tallies(each), member, n_members
+        self.fingerprints = Fingerprints(
+            segment, lambda each: members.remote.fingerprints(each), member, n_members
         )
         self._slot = 0 if member is None else layout.member_slot(member)
-        self._outward: Outward | None = None
+        self._published: PublishedStatus | None = None
         self.history = 0
         if member is not None and self.words.load32(layout.BOARD_HISTORY):
             self.history = layout.history_slot(member, n_members)
@@ -348,7 +348,7 @@ class Slots:
         """Where ``member``'s slot begins in `words`."""
         return layout.member_slot(self._valid(member))
 
-    def stamp(
+    def record_begin(
         self,
         operation: str,
         group: str = "",
@@ -360,7 +360,7 @@ class Slots:
     ) -> int:
         """Say "I begin ``operation``"; returns its number among this member's operations.
 
-        The other arguments are for the history: see `PastOperation`; verb and dtype are codes.
+        The other arguments are for the history: see `OperationRecord`; verb and dtype are codes.
         """
         return self.words.stamp(
             self._slot or self._refuse("stamp"),
@@ -375,7 +375,7 @@ class Slots:
             dtype,
         )
 
-    def ended(
+    def record_end(
         self,
         sequence: int,
         error: BaseException | None = None,
@@ -405,29 +405,29 @@ class Slots:
         slot = self._slot or self._refuse("progress")
         self.words.store64(slot + layout.MEMBER_PROGRESS, time.monotonic_ns())
 
-    def add_place(self, group: str, rank: int) -> None:
+    def publish_place(self, group: str, rank: int) -> None:
         """Say that this member is ``rank`` in ``group``, for whoever looks on from outside."""
-        if self._outward is not None:
-            self._outward.add_place(group, rank)
+        if self._published is not None:
+            self._published.publish_place(group, rank)
 
     def add_group(self, name: str, rank: int, ranks: Sequence[int]) -> None:
         """Say that this member is ``rank`` in a group of ``ranks``, for whoever looks on."""
-        if self._outward is not None:
-            self._outward.count_group(name, rank, len(ranks), ranks[0], 1)
+        if self._published is not None:
+            self._published.publish_group(name, rank, len(ranks), ranks[0], 1)
 
     def close_group(self, name: str, rank: int, ranks: Sequence[int]) -> None:
         """Say that this member has closed a group that `add_group` was called for."""
-        if self._outward is not None:
-            self._outward.count_group(name, rank, len(ranks), ranks[0], -1)
+        if self._published is not None:
+            self._published.publish_group(name, rank, len(ranks), ranks[0], -1)
 
     @contextmanager
-    def showing_wait(self, operation: str) -> Iterator[Callable[[Iterable[int]], None]]:
+    def published_wait(self, operation: str) -> Iterator[Callable[[Iterable[int]], None]]:
         """Inside, whoever looks on sees that this member waits in ``operation``.
 
         For waits that are none on the board. What this gives is called with the members that are
         waited for, again when they are others; while they are none, nothing is seen.
         """
-        since, entry, outward = time.monotonic_ns(), 0, self._outward
+        since, entry, outward = time.monotonic_ns(), 0, self._published
 
         def say(members: Iterable[int]) -> None:
             nonlocal entry
@@ -437,7 +437,7 @@ class Slots:
             if late:
                 entry = entry or outward.begin_wait()
             if entry and late:
-                outward.say_wait(entry, operation, since, late)
+                outward.publish_wait(entry, operation, since, late)
             elif entry:
                 ended, entry = entry, 0
                 outward.end_wait(ended)
@@ -447,7 +447,7 @@ class Slots:
         finally:
             say(())
 
-    def past(self, member: int) -> tuple[PastOperation, ...]:
+    def recorded(self, member: int) -> tuple[OperationRecord, ...]:
         """The last operations of a member on this host, about 2,000, the oldest first.
 
         They can be read when its process has ended, until another one takes its slot.
@@ -468,9 +468,9 @@ class Slots:
         """Whether a process has taken ``member``'s slot."""
         return self._members.joined(self._valid(member))
 
-    def runs(self, member: int, pid: int) -> bool:
+    def is_running(self, member: int, pid: int) -> bool:
         """Whether process ``pid`` has ``member``'s slot, or had it last, and has not ended."""
-        return self._members.runs(self._valid(member), pid)
+        return self._members.is_running(self._valid(member), pid)
 
     def lost(self) -> list[int]:
         """The members whose process has ended without closing its board."""

@@ -12,7 +12,7 @@ import torch
 from benchmarks import gpu_first, gpu_soak
 from benchmarks.gpu_fit import GRACE, LONGEST, TimeLeft, fits
 from benchmarks.gpu_pace import AHEAD
-from device_comm.cuda.agree import swap_over
+from device_comm.cuda.agree import all_gather_bytes_over
 from shm_broadcast import Board, BoardHandle
 from tests.device_comm.shm_ranks import make_comm
 from tests.ranks import NEW_BOARD, run_ranks
@@ -40,7 +40,7 @@ class HostRank:
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
         self.rank, self.n = comm.rank, comm.world_size
-        self.swap = swap_over(comm)
+        self.swap = all_gather_bytes_over(comm)
 
     def capture(self, call: Callable[[], object]) -> NoGraph:
         call()

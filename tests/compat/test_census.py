@@ -122,7 +122,7 @@ def test_groups_and_queues_have_what_users_take(name: str) -> None:
         over_a_store = ours(engine, "stateless_coordinator", "StatelessGroupCoordinator")
     with coordinator.init(rank=0) as groups:
         there = {
-            "group": ours(engine, "parallel_state", "GroupCoordinator").over(groups.world),
+            "group": ours(engine, "parallel_state", "GroupCoordinator").wrap(groups.world),
             "queue": ours(engine, "device_communicators.shm_broadcast", "MessageQueue")(1, 1),
         }
         missing = {

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from coordinator.compat import sglang
 from coordinator.compat.sglang.communication_tags import P2PTag
 from coordinator.compat.sglang.device_communicators.shm_broadcast import MessageQueue
-from coordinator.compat.sglang.group import TaggedMail, Widths
+from coordinator.compat.sglang.group import ParallelSizes, TaggedMessages
 from tests.ranks import init_gloo, run_ranks
 
 # --- helpers ------------------------------------------------------------------------------
@@ -57,7 +57,7 @@ def test_groups_of_sizes() -> None:
 
 def test_the_cuts_of_a_stage() -> None:
     """SGLang's own example: eight ranks, attention 2 x 4, experts 2 x 4."""
-    kinds = Widths(tp=8, attn_cp=2, moe_dp=2, moe_ep=4).kinds()
+    kinds = ParallelSizes(tp=8, attn_cp=2, moe_dp=2, moe_ep=4).kinds()
     assert kinds["tp"] == [[0, 1, 2, 3, 4, 5, 6, 7]]
     assert kinds["attn_cp"] == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert kinds["attn_tp"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -68,17 +68,17 @@ def test_the_cuts_of_a_stage() -> None:
 
 
 def test_the_cuts_of_stages() -> None:
-    kinds = Widths(tp=4, pp=2, attn_dp=2, moe_ep=2, dcp=2, shared_experts_tp=2).kinds()
+    kinds = ParallelSizes(tp=4, pp=2, attn_dp=2, moe_ep=2, dcp=2, shared_experts_tp=2).kinds()
     assert kinds["pp"] == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert kinds["attn_tp"] == kinds["dcp"] == kinds["shared_experts_tp"]
     assert kinds["attn_tp"] == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert kinds["moe_ep"] == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert kinds["moe_tp"] == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert kinds["self_pp"] == [[rank] for rank in range(8)]
-    shared = Widths(tp=4, attn_cp=4, moe_dp=2).kinds()
+    shared = ParallelSizes(tp=4, attn_cp=4, moe_dp=2).kinds()
     assert shared["moe_dp"] == shared["attn_cp"] == [[0, 1, 2, 3]]
     with pytest.raises(AssertionError, match="4 is not divisible by 3"):
-        Widths(tp=4, attn_dp=3).kinds()
+        ParallelSizes(tp=4, attn_dp=3).kinds()
 
 
 # --- groups -------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ def test_the_cuts_of_stages() -> None:
 
 def start(rank: int, n: int, path: str, **cut: int) -> sglang.GroupCoordinator:
     sglang.init_distributed_environment(n, rank, f"file://{path}", rank, "gloo", timeout=60)
-    sglang.initialize_model_parallel(widths=Widths(**cut), duplicate_tp_group=True)
+    sglang.initialize_model_parallel(widths=ParallelSizes(**cut), duplicate_tp_group=True)
     return sglang.get_tp_group()
 
 
@@ -275,7 +275,7 @@ def test_before_and_after(store_path: str) -> None:
     sglang.init_distributed_environment(1, 0, f"file://{store_path}", 0, "gloo")
     try:
         with pytest.raises(ValueError, match="takes 2 ranks, not 1"):
-            sglang.initialize_model_parallel(widths=Widths(tp=2))
+            sglang.initialize_model_parallel(widths=ParallelSizes(tp=2))
         with pytest.raises(ValueError, match="resized"):
             sglang.initialize_model_parallel(rank_offset=1)
         sglang.initialize_model_parallel()
@@ -296,6 +296,6 @@ def test_before_and_after(store_path: str) -> None:
 def test_nothing_is_kept_of_a_tag_whose_messages_were_taken() -> None:
     come = iter([(7, "seventh"), (3, "third")])
     group: Any = SimpleNamespace(recv_object=lambda _: next(come))
-    mail = TaggedMail(group)
+    mail = TaggedMessages(group)
     assert [mail.recv(0, 3), mail.recv(0, 7)] == ["third", "seventh"]
     assert mail._senders[0].kept == {}

@@ -13,7 +13,7 @@ from functools import partial
 
 import pytest
 
-from coordinator.daemon_threads import Apart, begin_apart, is_done_within
+from coordinator.daemon_threads import SingleThreadExecutor, is_done_within, submit_in_thread
 from shm_broadcast import NEVER, Deadline
 from tests.forked import in_a_child
 from tests.patience import PATIENCE_SECONDS, until
@@ -27,7 +27,7 @@ def n_threads() -> int:
 
 
 def test_calls_are_made_in_order_in_one_thread() -> None:
-    apart, made = Apart(NAME), list[tuple[int, str]]()
+    apart, made = SingleThreadExecutor(NAME), list[tuple[int, str]]()
 
     def note(number: int) -> int:
         made.append((number, threading.current_thread().name))
@@ -42,7 +42,7 @@ def test_calls_are_made_in_order_in_one_thread() -> None:
 
 
 def test_many_threads_may_ask() -> None:
-    apart, total = Apart(NAME, idle=0.0), [0]
+    apart, total = SingleThreadExecutor(NAME, idle=0.0), [0]
 
     def add() -> None:
         before = total[0]
@@ -62,7 +62,7 @@ def test_many_threads_may_ask() -> None:
 
 
 def test_the_thread_ends_when_nothing_is_asked_and_another_begins() -> None:
-    apart = Apart(NAME, idle=0.01)
+    apart = SingleThreadExecutor(NAME, idle=0.01)
     for number in range(3):
         assert apart.begin(partial(abs, number)).result(PATIENCE_SECONDS) == number
         until(lambda: n_threads() == 0)
@@ -75,11 +75,11 @@ def test_an_error_is_that_of_the_call_and_keeps_nothing_alive() -> None:
 
     kept = Kept()
     gone = weakref.ref(kept)
-    future = begin_apart(kept.fail, NAME)
+    future = submit_in_thread(kept.fail, NAME)
     until(partial(is_done_within, future, NEVER))
     with pytest.raises(TimeoutError, match="no"):
         future.result()
-    assert begin_apart(lambda: 1, NAME).result(PATIENCE_SECONDS) == 1
+    assert submit_in_thread(lambda: 1, NAME).result(PATIENCE_SECONDS) == 1
     del kept
     assert future.done()
     del future
@@ -87,7 +87,7 @@ def test_an_error_is_that_of_the_call_and_keeps_nothing_alive() -> None:
 
 
 def test_what_waits_can_be_cancelled_and_what_is_under_way_cannot() -> None:
-    apart, go_on, made = Apart(NAME), threading.Event(), list[str]()
+    apart, go_on, made = SingleThreadExecutor(NAME), threading.Event(), list[str]()
     under_way = apart.begin(go_on.wait)
     until(under_way.running)
     waits = apart.begin(lambda: made.append("waits"))
@@ -115,7 +115,7 @@ def test_a_signal_handler_s_time_out_is_no_future_s() -> None:
 
 
 def test_a_forked_child_begins_anew() -> None:
-    apart, go_on = Apart(NAME), threading.Event()
+    apart, go_on = SingleThreadExecutor(NAME), threading.Event()
     under_way = apart.begin(go_on.wait)
     until(under_way.running)
     in_a_child(lambda: apart.begin(lambda: 1).result(PATIENCE_SECONDS))
@@ -126,7 +126,7 @@ def test_a_forked_child_begins_anew() -> None:
 ENDS = """
 import os, time
 import coordinator.daemon_threads
-from coordinator.daemon_threads import begin_apart
+from coordinator.daemon_threads import submit_in_thread
 
 coordinator.daemon_threads._ENDING_SECONDS = 60.0  # "soon", on a busy machine
 
@@ -134,7 +134,7 @@ def call():
     time.sleep(0.1)
     os.write(1, b"came back")
 
-begin_apart(call, "apart")
+submit_in_thread(call, "apart")
 """
 
 
@@ -144,7 +144,7 @@ def test_a_call_that_comes_back_soon_is_waited_for_at_the_end() -> None:
 
 
 def test_a_call_for_which_there_was_no_thread_is_not_made_before_the_next() -> None:
-    apart, made = Apart(NAME), list[str]()
+    apart, made = SingleThreadExecutor(NAME), list[str]()
     with refusing_threads(NAME), pytest.raises(RuntimeError, match="new thread"):
         apart.begin(lambda: made.append("refused"))
     apart.begin(lambda: made.append("next")).result(PATIENCE_SECONDS)

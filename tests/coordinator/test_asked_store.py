@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch.distributed import DistStoreError, PrefixStore, ProcessGroup
 
-from coordinator.key_values import MAX_BYTES, Answer, Get, KeyValues, Question, Set
-from coordinator.rendezvous import Exchange
-from coordinator.store_client import AskedStore
+from coordinator.key_values import MAX_BYTES, Get, InMemoryStore, Set, StoreRequest, StoreResponse
+from coordinator.rendezvous import Rendezvous
+from coordinator.store_client import ProxyStore
 from coordinator.torch_groups import SocketChoice, connect_process_group, destroy
 from shm_broadcast import Deadline, GroupClosedError, GroupTimeoutError
 
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def values() -> KeyValues:
-    return KeyValues()
+def values() -> InMemoryStore:
+    return InMemoryStore()
 
 
 @pytest.fixture
-def store(values: KeyValues) -> Iterator[AskedStore]:
-    store = AskedStore(lambda question, _: values.answer(question), 10.0)
+def store(values: InMemoryStore) -> Iterator[ProxyStore]:
+    store = ProxyStore(lambda question, _: values.answer(question), 10.0)
     yield store
     store.close()
 
 
-def test_values(store: AskedStore) -> None:
+def test_values(store: ProxyStore) -> None:
     store.set("bytes", b"\x00\xff")
     store.set("text", "é")
     assert store.multi_get(["bytes", "text"]) == [b"\x00\xff", "é".encode()]
@@ -53,7 +53,7 @@ def test_values(store: AskedStore) -> None:
     assert store.multi_get(["a", "b"]) == [b"1", b"2"]
 
 
-def test_a_wrong_question_changes_nothing(store: AskedStore) -> None:
+def test_a_wrong_question_changes_nothing(store: ProxyStore) -> None:
     store.set("key", b"x" * MAX_BYTES)
     for wrong in (
         lambda: store.set("key", b"y" * (MAX_BYTES + 1)),
@@ -68,15 +68,15 @@ def test_a_wrong_question_changes_nothing(store: AskedStore) -> None:
     assert store.get("key") == b"x" * MAX_BYTES
 
 
-def test_many_keys_are_asked_in_questions_that_fit_a_frame(values: KeyValues) -> None:
+def test_many_keys_are_asked_in_questions_that_fit_a_frame(values: InMemoryStore) -> None:
     longest = 0
 
-    def answer(question: Question, _: Deadline) -> Answer:
+    def answer(question: StoreRequest, _: Deadline) -> StoreResponse:
         nonlocal longest
         longest = max(longest, len(msgspec.msgpack.encode(question)))
         return values.answer(question)
 
-    store = AskedStore(answer, 10.0)
+    store = ProxyStore(answer, 10.0)
     keys = [f"{number:04}" + "\N{EURO SIGN}" * 700 for number in range(300)]
     store.multi_set(keys, [str(number) for number in range(300)])
     assert store.check(keys)
@@ -87,14 +87,14 @@ def test_many_keys_are_asked_in_questions_that_fit_a_frame(values: KeyValues) ->
     store.close()
 
 
-def test_sums_are_those_of_torch(store: AskedStore) -> None:
+def test_sums_are_those_of_torch(store: ProxyStore) -> None:
     assert store.add("n", (1 << 63) - 1) == (1 << 63) - 1
     with pytest.raises(ValueError, match=r"n may be -9223372036854775808 to .*; it would be 922"):
         store.add("n", 1)
     assert store.add("n", -(1 << 63)) == -1
 
 
-def test_an_answer_fits_a_sockets_buffer(values: KeyValues, store: AskedStore) -> None:
+def test_an_answer_fits_a_sockets_buffer(values: InMemoryStore, store: ProxyStore) -> None:
     long = b"x" * MAX_BYTES
     keys = [f"key {n}" for n in range(5)]
     for number, key in enumerate(keys):
@@ -108,13 +108,13 @@ def test_an_answer_fits_a_sockets_buffer(values: KeyValues, store: AskedStore) -
     ]
 
 
-def test_a_key_that_does_not_come_is_named(store: AskedStore) -> None:
+def test_a_key_that_does_not_come_is_named(store: ProxyStore) -> None:
     store.set("there", b"")
     with pytest.raises(DistStoreError, match=r"after 0.01 s, keys: none"):
         store.wait(["there", "none"], timedelta(seconds=0.01))
 
 
-def test_nothing_is_asked_after_the_end(store: AskedStore) -> None:
+def test_nothing_is_asked_after_the_end(store: ProxyStore) -> None:
     store.close()
     store.close()
     with pytest.raises(GroupClosedError):
@@ -122,11 +122,11 @@ def test_nothing_is_asked_after_the_end(store: AskedStore) -> None:
 
 
 def test_a_silent_host_ends_a_wait() -> None:
-    def silent(question: Question, deadline: Deadline) -> Answer:
+    def silent(question: StoreRequest, deadline: Deadline) -> StoreResponse:
         assert deadline.remaining() <= 3.0
         raise TimeoutError
 
-    store = AskedStore(silent, 3.0)
+    store = ProxyStore(silent, 3.0)
     with pytest.raises(TimeoutError):
         store.add("n", 1)
     store.close()
@@ -135,12 +135,12 @@ def test_a_silent_host_ends_a_wait() -> None:
 def test_a_silent_host_does_not_outlast_the_timeout_of_a_wait() -> None:
     given: list[float | None] = []
 
-    def silent(question: Question, deadline: Deadline) -> Answer:
+    def silent(question: StoreRequest, deadline: Deadline) -> StoreResponse:
         given.append(deadline.timeout)
         time.sleep(deadline.remaining(at_most=1))
         raise GroupTimeoutError("store", deadline.timeout)
 
-    store = AskedStore(silent, 60.0)
+    store = ProxyStore(silent, 60.0)
     with pytest.raises(DistStoreError, match=r"after 0\.2 s, keys: a, b.*does not answer"):
         store.wait(["a", "b"], timedelta(seconds=0.2))
     with pytest.raises(GroupTimeoutError):
@@ -154,16 +154,16 @@ def test_a_silent_host_does_not_outlast_the_timeout_of_a_wait() -> None:
 
 
 def test_another_thread_s_question_does_not_outlast_the_timeout_of_a_wait(
-    values: KeyValues,
+    values: InMemoryStore,
 ) -> None:
     asked, answered = threading.Event(), threading.Event()
 
-    def slow(question: Question, _: Deadline) -> Answer:
+    def slow(question: StoreRequest, _: Deadline) -> StoreResponse:
         asked.set()
         assert answered.wait(60)
         return values.answer(question)
 
-    store = AskedStore(slow, 60.0)
+    store = ProxyStore(slow, 60.0)
     with ThreadPoolExecutor(1) as threads:
         first = threads.submit(store.add, "n", 1)
         assert asked.wait(60)
@@ -181,25 +181,25 @@ def test_another_thread_s_question_does_not_outlast_the_timeout_of_a_wait(
     store.close()
 
 
-def test_a_key_that_comes_at_the_last_moment(values: KeyValues) -> None:
-    def late(question: Question, deadline: Deadline) -> Answer:
+def test_a_key_that_comes_at_the_last_moment(values: InMemoryStore) -> None:
+    def late(question: StoreRequest, deadline: Deadline) -> StoreResponse:
         answer = values.answer(question)
         time.sleep(deadline.remaining(at_most=0.1))
         values.answer(Set(0, "key", b""))
         return answer
 
-    store = AskedStore(late, 10.0)
+    store = ProxyStore(late, 10.0)
     store.wait(["key"], timedelta(seconds=0.05))
     store.close()
 
 
-def test_torch_meets_in_it(values: KeyValues) -> None:
+def test_torch_meets_in_it(values: InMemoryStore) -> None:
     """Also where nobody here holds more than a prefix of the store."""
 
     def meet(rank: int) -> ProcessGroup:
-        store = PrefixStore("p", AskedStore(lambda question, _: values.answer(question), 10.0))
+        store = PrefixStore("p", ProxyStore(lambda question, _: values.answer(question), 10.0))
         gc.collect()
-        exchange = Exchange(store, rank, 2, "pair", Deadline.after(10)).visit("here")
+        exchange = Rendezvous(store, rank, 2, "pair", Deadline.after(10)).begin_round("here")
         assert exchange.all_gather("ranks", b"%d" % rank) == [b"0", b"1"]
         loopback = SocketChoice(address="127.0.0.1")
         return connect_process_group(exchange.store, "pair", [0, 1], rank, "gloo", loopback, None)
@@ -214,10 +214,10 @@ def test_torch_meets_in_it(values: KeyValues) -> None:
 
 
 def test_a_signal_handler_cannot_ask_in_the_question_that_it_interrupts() -> None:
-    def answer(_: Question, __: Deadline) -> NoReturn:
+    def answer(_: StoreRequest, __: Deadline) -> NoReturn:
         asking.set("key", "within")
         raise AssertionError
 
-    asking = AskedStore(answer, None)
+    asking = ProxyStore(answer, None)
     with closing(asking), pytest.raises(RuntimeError, match="it would wait for itself"):
         asking.set("key", "value")

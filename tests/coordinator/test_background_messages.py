@@ -10,7 +10,7 @@ import torch
 import coordinator
 from coordinator import GroupCoordinator
 from coordinator.messages.transport import COPIED_BYTES
-from device_comm.shm.channel import AHEAD_BYTES
+from device_comm.shm.channel import EAGER_BYTES
 from tests.coordinator.sent import agree
 from tests.ranks import run_ranks
 from tests.shared_store import SharedStore
@@ -87,7 +87,7 @@ def several_asked_for(group: GroupCoordinator) -> None:
 
 
 def more_than_shared_memory_takes(group: GroupCoordinator) -> None:
-    half = torch.ones(AHEAD_BYTES // 4 * 3, dtype=torch.uint8)
+    half = torch.ones(EAGER_BYTES // 4 * 3, dtype=torch.uint8)
 
     def send() -> Any:
         group.isend_tensor_dict({"half": half}, RECEIVER)

@@ -11,7 +11,7 @@ import torch
 
 from coordinator.cuda_candidates import select, try_together
 from device_comm import Communicator, LoopbackBackend
-from device_comm.cuda.agree import agree, swap_over
+from device_comm.cuda.agree import all_gather_bytes_over, unanimous
 from device_comm.cuda.driver import IpcUnavailableError
 from device_comm.measuring import Key, TableCache
 from device_comm.selection import Candidate
@@ -36,7 +36,7 @@ def refuse() -> bytes:
 
 def build_some(rank: int, n: int, path: str, handle: BoardHandle) -> list[str]:
     with Board.attach(handle, rank) as board, make_comm(rank, board, path) as over:
-        swap = swap_over(over)
+        swap = all_gather_bytes_over(over)
         built: list[Backend] = []
 
         def build(number: int) -> Backend:
@@ -56,7 +56,7 @@ def build_some(rank: int, n: int, path: str, handle: BoardHandle) -> list[str]:
             assert first.backend is built[0]
             assert all(each.closed for each in built[1:])
         assert built[0].closed
-        return [each.refused for each in (first, second, third)]
+        return [each.unavailable for each in (first, second, third)]
 
 
 def test_what_one_member_cannot_do_is_refused_on_all(store_path: str) -> None:
@@ -67,7 +67,7 @@ def test_what_one_member_cannot_do_is_refused_on_all(store_path: str) -> None:
 def choose(rank: int, n: int, path: str, handle: BoardHandle, folder: str) -> list[str]:
     cache = TableCache(Path(folder) if rank == 0 else None)
     with Board.attach(handle, rank) as board, make_comm(rank, board, path) as over:
-        swap = swap_over(over)
+        swap = all_gather_bytes_over(over)
         ways = [make_comm(rank, board, f"{path}-{name}", name=name).backend for name in "ab"]
         candidates = [Candidate("a", ways[0]), Candidate("b", ways[1])]
         candidates.append(Candidate("c", None, "rank 1: not here"))
@@ -106,12 +106,12 @@ def test_a_lone_candidate_needs_no_table() -> None:
 
 def swap_much(rank: int, n: int, path: str, handle: BoardHandle) -> list[int]:
     with Board.attach(handle, rank) as board, make_comm(rank, board, path) as over:
-        swap = swap_over(over)
+        swap = all_gather_bytes_over(over)
         payloads = swap(bytes([rank]) * (rank * 100_000))
         assert payloads == [bytes([r]) * (r * 100_000) for r in range(n)]
-        assert agree(swap, lambda: b"made") == [b"made"] * n
+        assert unanimous(swap, lambda: b"made") == [b"made"] * n
         with pytest.raises(IpcUnavailableError, match="not here") as caught:
-            agree(swap, lambda: refuse() if rank == 2 else b"")
+            unanimous(swap, lambda: refuse() if rank == 2 else b"")
         assert isinstance(caught.value.__cause__, RefusalError) == (rank == 2)
         return [caught.value.rank]
 

@@ -83,7 +83,7 @@ class Machine:
         self._driver = folder / "version"
         patch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(folder))
         patch.setattr(cuda_candidates, "_DRIVER", self._driver)
-        patch.setattr(cuda_candidates, "swap_over", lambda *_: self._swap)
+        patch.setattr(cuda_candidates, "all_gather_bytes_over", lambda *_: self._swap)
         patch.setattr(cuda_candidates, "select", self._select)
         patch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="GPU-0"))
         patch.setattr(torch.cuda, "get_device_name", lambda _: "Some Card")
@@ -169,7 +169,7 @@ def test_on_a_shared_device_the_way_through_the_host_takes_part(machine: Machine
     assert isinstance(host, HostStaging)
     assert (host.device, host.capabilities.backend) == (DEVICE, "host")
     assert key.candidates.endswith(" host")
-    refused = {each.name: each.refused for each in candidates if each.backend is None}
+    refused = {each.name: each.unavailable for each in candidates if each.backend is None}
     assert refused == {
         "nccl": "rank 0: 2 members share 1 device",
         "nccl window": "rank 0: there is no NCCL between the members",

@@ -17,9 +17,9 @@ from torch.distributed import HashStore, PrefixStore, Store
 
 import coordinator
 from coordinator import curve_store
-from coordinator.curve_store import StoreGuest, StoreHost
+from coordinator.curve_store import StoreGuestClient, StoreServer
 from coordinator.key_values import Add, CompareSet, StoreAddress
-from coordinator.rendezvous import Exchange, authenticated
+from coordinator.rendezvous import Rendezvous, authenticated
 from shm_broadcast import (
     CoordinatorError,
     Deadline,
@@ -41,14 +41,14 @@ KEY = "group-coordinator/world/0/1/address of the authenticated store/0"
 
 
 @pytest.fixture
-def host() -> Iterator[StoreHost]:
-    host = StoreHost(range(2), "127.0.0.1", SECRET)
+def host() -> Iterator[StoreServer]:
+    host = StoreServer(range(2), "127.0.0.1", SECRET)
     yield host
     host.close()
     host.close()
 
 
-def ask(guest: StoreGuest, number: int, seconds: float = STALL_SECONDS) -> int:
+def ask(guest: StoreGuestClient, number: int, seconds: float = STALL_SECONDS) -> int:
     return guest.ask(Add(number, "n", 1), Deadline.after(seconds)).count
 
 
@@ -58,8 +58,8 @@ def hosts() -> int:
 
 def test_the_host_stays_until_all_members_have_left() -> None:
     before = hosts()
-    host = StoreHost(range(2), "127.0.0.1", SECRET)
-    first, second = (StoreGuest(host.at, rank, SECRET) for rank in range(2))
+    host = StoreServer(range(2), "127.0.0.1", SECRET)
+    first, second = (StoreGuestClient(host.at, rank, SECRET) for rank in range(2))
     assert ask(first, 1) == 1
     first.close()
     host.close()
@@ -72,8 +72,8 @@ def test_the_host_stays_until_all_members_have_left() -> None:
 def test_the_host_ends_at_once_when_the_last_member_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(curve_store, "_LOOK_SECONDS", 1000.0)
     before = hosts()
-    host = StoreHost([0], "127.0.0.1", SECRET)
-    guest = StoreGuest(host.at, 0, SECRET)
+    host = StoreServer([0], "127.0.0.1", SECRET)
+    guest = StoreGuestClient(host.at, 0, SECRET)
     ask(guest, 1)
     host.close(stay=1000.0)
     ask(guest, 2)  # by then the host sleeps again
@@ -84,38 +84,38 @@ def test_the_host_ends_at_once_when_the_last_member_leaves(monkeypatch: pytest.M
 def test_a_guest_that_was_answered_says_that_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if zmq's own event about the connection has not come yet."""
     before = hosts()
-    host = StoreHost(range(1), "127.0.0.1", SECRET)
-    guest = StoreGuest(host.at, 0, SECRET)
-    monkeypatch.setattr(guest._connection, "look", lambda: None)
+    host = StoreServer(range(1), "127.0.0.1", SECRET)
+    guest = StoreGuestClient(host.at, 0, SECRET)
+    monkeypatch.setattr(guest._connection, "poll", lambda: None)
     assert ask(guest, 1) == 1
     guest.close()
     host.close()
     until(lambda: hosts() == before)
 
 
-def test_a_closed_guest_asks_nothing(host: StoreHost) -> None:
-    with StoreGuest(host.at, 0, SECRET) as guest:
+def test_a_closed_guest_asks_nothing(host: StoreServer) -> None:
+    with StoreGuestClient(host.at, 0, SECRET) as guest:
         assert ask(guest, 1) == 1
     with pytest.raises(GroupClosedError):
         ask(guest, 2)
 
 
-def test_without_the_secret_nothing_is_answered(host: StoreHost) -> None:
+def test_without_the_secret_nothing_is_answered(host: StoreServer) -> None:
     with (
-        StoreGuest(host.at, 0, b"not what the members know") as guest,
+        StoreGuestClient(host.at, 0, b"not what the members know") as guest,
         pytest.raises(GroupTimeoutError, match="handshakes failed: is the secret the same"),
     ):
         ask(guest, 1, 2.0)
-    with StoreGuest(host.at, 0, SECRET) as guest:
+    with StoreGuestClient(host.at, 0, SECRET) as guest:
         assert ask(guest, 1) == 1
 
 
-def test_a_rank_that_is_no_member_is_not_admitted(host: StoreHost) -> None:
-    with StoreGuest(host.at, 2, SECRET) as guest, pytest.raises(PeerProtocolError):
+def test_a_rank_that_is_no_member_is_not_admitted(host: StoreServer) -> None:
+    with StoreGuestClient(host.at, 2, SECRET) as guest, pytest.raises(PeerProtocolError):
         ask(guest, 1)
 
 
-def test_bytes_of_strangers_do_no_harm(host: StoreHost) -> None:
+def test_bytes_of_strangers_do_no_harm(host: StoreServer) -> None:
     context = zmq.Context()
     for kind in (zmq.DEALER, zmq.STREAM):
         socket = context.socket(kind)
@@ -126,14 +126,14 @@ def test_bytes_of_strangers_do_no_harm(host: StoreHost) -> None:
                 with suppress(zmq.Again):  # the host has refused it by then
                     socket.send(msgspec.msgpack.encode(Add(1, "n", 1)), zmq.NOBLOCK)
         socket.close()
-    with StoreGuest(host.at, 0, SECRET) as guest:
+    with StoreGuestClient(host.at, 0, SECRET) as guest:
         assert ask(guest, 1) == 1
     context.term()
 
 
-def test_what_no_frame_holds_is_refused_and_the_store_goes_on(host: StoreHost) -> None:
+def test_what_no_frame_holds_is_refused_and_the_store_goes_on(host: StoreServer) -> None:
     with ExitStack() as closing:
-        guest = StoreGuest(host.at, 0, SECRET)
+        guest = StoreGuestClient(host.at, 0, SECRET)
         closing.callback(guest.close)
         assert ask(guest, 1) == 1
         with pytest.raises(ValueError, match=r"may have 131072 bytes; got 200\d{3}$"):
@@ -143,17 +143,17 @@ def test_what_no_frame_holds_is_refused_and_the_store_goes_on(host: StoreHost) -
         assert ask(guest, 4) == 2
 
 
-def test_the_end_of_the_host_is_noticed(host: StoreHost) -> None:
+def test_the_end_of_the_host_is_noticed(host: StoreServer) -> None:
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
-        other = StoreHost(range(2), "127.0.0.1", SECRET)
+        other = StoreServer(range(2), "127.0.0.1", SECRET)
         os.write(writing, msgspec.msgpack.encode(other.at))
         signal.pause()
     at = msgspec.msgpack.decode(os.read(reading, 4096), type=StoreAddress)
     os.close(reading)
     os.close(writing)
-    with StoreGuest(at, 1, SECRET) as guest:
+    with StoreGuestClient(at, 1, SECRET) as guest:
         assert ask(guest, 1) == 1
         os.kill(pid, signal.SIGSTOP)
         os.waitpid(pid, os.WUNTRACED)  # it has stopped
@@ -168,13 +168,13 @@ def test_the_end_of_the_host_is_noticed(host: StoreHost) -> None:
 @pytest.mark.parametrize("address", ["ipc:///tmp/x", "inproc://x", "tcp://", "nonsense"])
 def test_what_is_no_address_is_refused(address: str) -> None:
     with pytest.raises(ValueError, match="is no address of a store"):
-        StoreGuest(StoreAddress(address, bytes(32)), 0, SECRET)
+        StoreGuestClient(StoreAddress(address, bytes(32)), 0, SECRET)
 
 
 @pytest.mark.parametrize("told", [b"", b"\xff", msgspec.msgpack.encode({"address": 1})])
 def test_nonsense_in_the_first_store_is_a_typed_error(told: bytes) -> None:
     store = HashStore()
-    exchange = Exchange(PrefixStore("x", store), 1, 2, "world", Deadline.after(5))
+    exchange = Rendezvous(PrefixStore("x", store), 1, 2, "world", Deadline.after(5))
     exchange._put("address of the authenticated store/0", told)
     named = r"'address of the authenticated store/0' .* of type StoreAddress: "
     with ExitStack() as closing, pytest.raises(PeerProtocolError, match=named):
@@ -224,7 +224,7 @@ class Tampered(PythonStore):
 
 def meet_elsewhere(rank: int, n: int, store: Store) -> str:
     if rank == 1:
-        impostor = StoreHost(range(2), "127.0.0.1", b"what the attacker has")
+        impostor = StoreServer(range(2), "127.0.0.1", b"what the attacker has")
         store = Tampered(store, msgspec.msgpack.encode(impostor.at))
     try:
         coordinator.init(tp=2, rank=rank, store=store, secret=SECRET, timeout=3.0, backend="gloo")
@@ -256,10 +256,10 @@ def test_groups_over_torch_s_own_meet_with_the_secret(tmp_path: object) -> None:
     assert run_ranks(2, wrap_default_group, f"{tmp_path}/store") == [2.0, 2.0]
 
 
-def test_what_is_authenticated_already_stays(host: StoreHost) -> None:
+def test_what_is_authenticated_already_stays(host: StoreServer) -> None:
     store: Store = HashStore()
     with ExitStack() as closing:
-        exchange = Exchange(store, 0, 1, "one", Deadline.after(30))
+        exchange = Rendezvous(store, 0, 1, "one", Deadline.after(30))
         assert authenticated(exchange, None, closing) is exchange
         inner = authenticated(exchange, SECRET, closing)
         assert inner.all_gather("names", b"me") == [b"me"]
@@ -271,5 +271,5 @@ def test_what_is_authenticated_already_stays(host: StoreHost) -> None:
 def test_a_host_that_has_no_thread_leaves_nothing() -> None:
     before = {*threading.enumerate()}
     with refusing_threads("store-host"), pytest.raises(RuntimeError, match="new thread"):
-        StoreHost(range(2), "127.0.0.1", SECRET)
+        StoreServer(range(2), "127.0.0.1", SECRET)
     until(lambda: {*threading.enumerate()} <= before)

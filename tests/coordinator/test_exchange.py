@@ -15,8 +15,8 @@ import pytest
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from coordinator import store_client
-from coordinator.curve_store import StoreHost
-from coordinator.rendezvous import LEFT_FOR_NEXT, Exchange, _digest, authenticated
+from coordinator.curve_store import StoreServer
+from coordinator.rendezvous import LEFT_ROUND, Rendezvous, _digest, authenticated
 from shm_broadcast import (
     Board,
     Deadline,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 def members(
     n: int,
-    body: Callable[[Exchange], object],
+    body: Callable[[Rendezvous], object],
     timeout: float = 10,
     store: Store | None = None,
     present: Sequence[int] | None = None,
@@ -45,7 +45,7 @@ def members(
     store = store or HashStore()
     with ThreadPoolExecutor(n) as threads:
         calls = [
-            threads.submit(body, Exchange(store, rank, n, "group", Deadline.after(timeout)))
+            threads.submit(body, Rendezvous(store, rank, n, "group", Deadline.after(timeout)))
             for rank in (range(n) if present is None else present)
         ]
         return [call.result(timeout + 10) for call in calls]
@@ -55,7 +55,7 @@ def members(
 def test_all_gather_is_by_rank(prefixed: bool) -> None:
     store: Store = PrefixStore("p", HashStore()) if prefixed else HashStore()
 
-    def body(exchange: Exchange) -> list[bytes]:
+    def body(exchange: Rendezvous) -> list[bytes]:
         time.sleep(0.01 * (3 - exchange.rank))
         return exchange.all_gather("letters", b"abc\0"[exchange.rank :])
 
@@ -63,7 +63,7 @@ def test_all_gather_is_by_rank(prefixed: bool) -> None:
 
 
 def test_broadcast_from_any_member() -> None:
-    def body(exchange: Exchange) -> bytes:
+    def body(exchange: Rendezvous) -> bytes:
         return exchange.broadcast("word", b"x" if exchange.rank == 2 else None, src=2)
 
     assert members(3, body) == [b"x"] * 3
@@ -80,7 +80,7 @@ def test_whoever_looks_on_sees_who_has_not_come(monkeypatch: pytest.MonkeyPatch)
 
     def come(rank: int) -> list[bytes]:
         here = (board, (5, 2, 4)) if rank == 0 else None
-        exchange = Exchange(store, rank, 3, "tp", Deadline.after(60))
+        exchange = Rendezvous(store, rank, 3, "tp", Deadline.after(60))
         return replace(exchange, seen_on=here).all_gather("members")
 
     def seen() -> list[tuple[str, tuple[int, ...]]]:
@@ -128,8 +128,8 @@ def test_of_many_members_few_questions_tell_who_is_absent() -> None:
     """Each member that waits asks every second, and one process answers them all."""
     store: Any = Asked()
     for came in range(255):
-        Exchange(store, came, 256, "group", Deadline.after(60))._come("hello", b"")
-    last = Exchange(store, 255, 256, "group", Deadline.after(60))
+        Rendezvous(store, came, 256, "group", Deadline.after(60))._publish("hello", b"")
+    last = Rendezvous(store, 255, 256, "group", Deadline.after(60))
     assert last._payloads("hello").keys() == {*range(255)}
     assert store.n_checks <= 2 * 8 + 1
 
@@ -140,7 +140,7 @@ def test_an_absent_source_is_named() -> None:
 
 
 def test_subgroups_do_not_meet() -> None:
-    def body(exchange: Exchange) -> list[bytes]:
+    def body(exchange: Rendezvous) -> list[bytes]:
         ranks = [0, 2] if exchange.rank in (0, 2) else [3, 1]
         sub = exchange.sub("half", ranks)
         assert sub.size == 2
@@ -157,7 +157,7 @@ def test_members_that_were_told_different_numbers_say_so_in_time(told: tuple[int
 
     def meet(rank: int) -> str:
         time.sleep(0.02 * rank)
-        exchange = Exchange(store, rank, told[rank], "group", Deadline.after(1))
+        exchange = Rendezvous(store, rank, told[rank], "group", Deadline.after(1))
         with pytest.raises((ValueError, GroupTimeoutError)) as caught:
             exchange.all_gather("hosts", b"x")
         return str(caught.value)
@@ -174,7 +174,7 @@ def test_a_store_that_has_gone_is_an_error_of_ours() -> None:
     hosts = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
     port = hosts[0].port
     guest = TCPStore("127.0.0.1", port, is_master=False)
-    exchange = Exchange(guest, 1, 2, "tp", Deadline.after(30), f"127.0.0.1:{port}", 0)
+    exchange = Rendezvous(guest, 1, 2, "tp", Deadline.after(30), f"127.0.0.1:{port}", 0)
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(exchange.all_gather, "hosts", b"x")
         until(lambda: hosts[0].check(["hosts/1"]))
@@ -188,7 +188,7 @@ def test_a_store_that_has_gone_is_an_error_of_ours() -> None:
 def test_what_is_no_value_of_a_member_is_a_typed_error() -> None:
     store = HashStore()
     store.set("hosts/1", "rubbish")
-    exchange = Exchange(store, 0, 2, "tp", Deadline.after(0.1), called=(4, 6))
+    exchange = Rendezvous(store, 0, 2, "tp", Deadline.after(0.1), called=(4, 6))
     with pytest.raises(PeerProtocolError, match=r"tp.* 6.*'hosts/1' .* a number of members"):
         exchange.all_gather("hosts", b"x")
     with pytest.raises(PeerProtocolError, match=r"tp.* 6.*'hosts/1' .* of type int: "):
@@ -199,7 +199,7 @@ def test_groups_of_other_members_meet_elsewhere_under_the_same_name() -> None:
     store = HashStore()
 
     def meet(ranks: tuple[int, ...], rank: int) -> list[bytes]:
-        at = Exchange(store, rank, 2, "tp", Deadline.after(30), called=ranks).visit("tp")
+        at = Rendezvous(store, rank, 2, "tp", Deadline.after(30), called=ranks).begin_round("tp")
         return at.all_gather("ranks", b"%d" % ranks[rank])
 
     with ThreadPoolExecutor(4) as threads:
@@ -216,7 +216,7 @@ def test_groups_of_other_members_meet_elsewhere_under_the_same_name() -> None:
 def test_a_member_that_came_to_another_group_is_said_to_have(
     name: str, ranks: tuple[int, ...]
 ) -> None:
-    world = Exchange(HashStore(), 0, 3, "world", Deadline.after(30))
+    world = Rendezvous(HashStore(), 0, 3, "world", Deadline.after(30))
     groups = {0: ("tp", (0, 1)), 1: (name, ranks)}
 
     def come(rank: int) -> str:
@@ -236,7 +236,7 @@ def test_the_log_says_for_whom_a_set_up_waits_long_before_its_time_is_over(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_client, "_TELL_SECONDS", 0.2)
-    world = Exchange(HashStore(), 0, 4, "world", Deadline.after(60))
+    world = Rendezvous(HashStore(), 0, 4, "world", Deadline.after(60))
     replace(world, rank=1).sub("pp", (1, 3))
 
     def told() -> list[str]:
@@ -254,8 +254,8 @@ def test_the_log_says_for_whom_a_set_up_waits_long_before_its_time_is_over(
 
 def test_a_member_that_is_late_is_not_said_to_be_elsewhere() -> None:
     store = HashStore()
-    there = Exchange(store, 0, 2, "tp", Deadline.after(0.2), called=(4, 6)).visit("tp")
-    Exchange(store, 1, 2, "tp", Deadline.after(0.2), called=(4, 6)).visit("tp")
+    there = Rendezvous(store, 0, 2, "tp", Deadline.after(0.2), called=(4, 6)).begin_round("tp")
+    Rendezvous(store, 1, 2, "tp", Deadline.after(0.2), called=(4, 6)).begin_round("tp")
     with pytest.raises(GroupTimeoutError, match=r"rank 6 \(never joined\)$"):
         there.all_gather("hosts")
 
@@ -263,9 +263,9 @@ def test_a_member_that_is_late_is_not_said_to_be_elsewhere() -> None:
 def test_a_member_that_is_late_is_not_said_to_be_where_all_were_before() -> None:
     store = HashStore()
 
-    def come(name: str, rank: int) -> Exchange:
-        exchange = Exchange(store, rank, 2, name, Deadline.after(0.2), called=(4, 6))
-        return exchange.visit(name)
+    def come(name: str, rank: int) -> Rendezvous:
+        exchange = Rendezvous(store, rank, 2, name, Deadline.after(0.2), called=(4, 6))
+        return exchange.begin_round(name)
 
     for rank in range(2):
         come("kv", rank)
@@ -278,7 +278,7 @@ def test_a_member_that_is_late_is_not_said_to_be_where_all_were_before() -> None
 
 def visit(store: Store, rank: int, seconds: float) -> list[bytes]:
     """One member's set-up, of two."""
-    exchange = Exchange(store, rank, 2, "world", Deadline.after(seconds)).visit("world")
+    exchange = Rendezvous(store, rank, 2, "world", Deadline.after(seconds)).begin_round("world")
     return exchange.all_gather("hosts", b"%d" % rank)
 
 
@@ -314,9 +314,9 @@ def test_who_comes_late_meets_those_that_take_the_place_of_killed_ones(killed: i
     """Who is killed while it waits gives nothing up; what it has put is not taken for another's."""
     store = HashStore()
     for _ in range(killed):
-        left = Exchange(store, 0, 2, "world", Deadline.after(30)).visit("world")
-        left._come("hosts", b"of a killed one")
-    again = Exchange(store, 0, 2, "world", Deadline.after(30)).visit("world")
+        left = Rendezvous(store, 0, 2, "world", Deadline.after(30)).begin_round("world")
+        left._publish("hosts", b"of a killed one")
+    again = Rendezvous(store, 0, 2, "world", Deadline.after(30)).begin_round("world")
     with ThreadPoolExecutor(1) as threads:
         late = threads.submit(visit, store, 1, 30)
         assert again.all_gather("hosts", b"0") == late.result(60) == [b"0", b"1"]
@@ -324,23 +324,23 @@ def test_who_comes_late_meets_those_that_take_the_place_of_killed_ones(killed: i
 
 
 def enter(store: Store, rank: int, n: int = 3, seconds: float = 30) -> list[bytes]:
-    exchange = Exchange(store, rank, n, "world", Deadline.after(seconds))
-    return exchange.enter("world", "terms", b"%d" % rank)[1]
+    exchange = Rendezvous(store, rank, n, "world", Deadline.after(seconds))
+    return exchange.all_gather_round("world", "terms", b"%d" % rank)[1]
 
 
 @pytest.mark.parametrize("had_put", [False, True])
 def test_those_that_wait_meet_one_that_takes_the_place_of_a_killed_one(had_put: bool) -> None:
     """They are in the killed one's visit, and follow it into its next one."""
     store = HashStore()
-    killed = Exchange(store, 2, 3, "world", Deadline.after(30)).visit("world")
+    killed = Rendezvous(store, 2, 3, "world", Deadline.after(30)).begin_round("world")
     if had_put:
-        killed._come("terms", b"of a killed one")
+        killed._publish("terms", b"of a killed one")
     with ThreadPoolExecutor(3) as threads:
         early = threads.submit(enter, store, 0)
         until(lambda: store.check(["group-coordinator/world/1/terms/0"]))
         again = threads.submit(enter, store, 2)
         # If all were there before, the others would go on with what the killed one has put.
-        until(lambda: store.check([f"group-coordinator/world/1/{LEFT_FOR_NEXT}"]))
+        until(lambda: store.check([f"group-coordinator/world/1/{LEFT_ROUND}"]))
         late = threads.submit(enter, store, 1)
         for each in (early, again, late):
             assert each.result(60) == [b"0", b"1", b"2"]
@@ -361,28 +361,31 @@ def test_whether_all_had_come_before_one_went_on_is_the_same_for_all() -> None:
     """Whoever looks late, after a member has gone on to another set-up in the same place."""
     store = HashStore()
     inside = [
-        Exchange(store, rank, 2, "world", Deadline.after(30)).visit("world") for rank in (0, 1)
+        Rendezvous(store, rank, 2, "world", Deadline.after(30)).begin_round("world")
+        for rank in (0, 1)
     ]
     for rank, each in enumerate(inside):
-        each._come("terms", b"%d" % rank)
-    Exchange(store, 1, 2, "world", Deadline.after(30)).visit("world")
+        each._publish("terms", b"%d" % rank)
+    Rendezvous(store, 1, 2, "world", Deadline.after(30)).begin_round("world")
     assert [each._put_by_all("terms") for each in inside] == [[b"0", b"1"]] * 2
 
 
 def test_the_last_to_come_to_a_visit_that_others_have_left_follows_them() -> None:
     store = HashStore()
     deadline = Deadline.after(30)
-    first, last = (Exchange(store, rank, 2, "world", deadline).visit("world") for rank in (0, 1))
-    first._come("terms", b"0")
-    first.store.set(LEFT_FOR_NEXT, "")
+    first, last = (
+        Rendezvous(store, rank, 2, "world", deadline).begin_round("world") for rank in (0, 1)
+    )
+    first._publish("terms", b"0")
+    first.store.set(LEFT_ROUND, "")
     assert first._put_by_all("terms") is None
-    last._come("terms", b"1")
+    last._publish("terms", b"1")
     assert first._put_by_all("terms") is last._put_by_all("terms") is None
 
 
 def test_the_last_to_come_may_be_killed_before_it_says_that_all_are_there() -> None:
     store = HashStore()
-    killed = Exchange(store, 1, 2, "world", Deadline.after(30)).visit("world")
+    killed = Rendezvous(store, 1, 2, "world", Deadline.after(30)).begin_round("world")
     killed._put("terms/1", b"2 of a killed one")
     with ThreadPoolExecutor(2) as threads:
         waiting = threads.submit(enter, store, 0, 2)
@@ -391,10 +394,10 @@ def test_the_last_to_come_may_be_killed_before_it_says_that_all_are_there() -> N
         assert waiting.result(60) == again.result(60) == [b"0", b"1"]
 
 
-def set_up(store: Store, rank: int, n: int = 3) -> Exchange:
+def set_up(store: Store, rank: int, n: int = 3) -> Rendezvous:
     """One member's part in a set-up, up to its second step."""
-    exchange = Exchange(store, rank, n, "world", Deadline.after(30), called=(4, 6, 9)[:n])
-    return exchange.enter("world", "terms", b"%d" % rank)[0]
+    exchange = Rendezvous(store, rank, n, "world", Deadline.after(30), called=(4, 6, 9)[:n])
+    return exchange.all_gather_round("world", "terms", b"%d" % rank)[0]
 
 
 @pytest.mark.parametrize("step", ["gather", "count", "broadcast"])
@@ -402,7 +405,7 @@ def test_who_waits_for_a_killed_one_is_told_once_it_has_begun_anew(step: str) ->
     """In whichever step, and also if it had put what it is to put."""
     store = HashStore()
 
-    def wait(exchange: Exchange) -> int:
+    def wait(exchange: Rendezvous) -> int:
         gather, broadcast = partial(exchange.all_gather, "hosts"), partial(exchange.broadcast, "at")
         with pytest.raises(GroupAbortedError, match="rank 9 has begun this set-up anew") as caught:
             broadcast(None, 2) if step == "broadcast" else gather()
@@ -437,12 +440,12 @@ def test_who_has_set_its_group_up_may_come_again_while_others_wait_for_each_othe
     with ThreadPoolExecutor(3) as threads:
         inside = list(threads.map(partial(set_up, store), range(3)))
         with inside[2].setting_up():
-            inside[2]._come("hosts", b"2")
+            inside[2]._publish("hosts", b"2")
         waiting = threads.submit(inside[0].all_gather, "hosts", b"0")
         until(lambda: inside[0].store.check(["hosts/0"]))
         again = threads.submit(set_up, store, 2)
         until(lambda: store.check([f"group-coordinator/world{_digest((4, 6, 9))}/2/terms/2"]))
-        assert not inside[0].store.check([store_client.GIVEN_UP])
+        assert not inside[0].store.check([store_client.ABORTED_KEY])
         assert inside[1].all_gather("hosts", b"1") == waiting.result(60) == [b"0", b"1", b"2"]
         others = [threads.submit(set_up, store, rank) for rank in range(2)]
         for each in (again, *others):
@@ -479,15 +482,15 @@ def test_the_first_that_gives_up_is_the_one_that_all_are_told_of() -> None:
     store = HashStore()
     with ThreadPoolExecutor(3) as threads:
         inside = list(threads.map(partial(set_up, store), range(3)))
-    inside[2].give_up(ValueError("no memory"))
-    inside[1].give_up(ValueError("another"))
+    inside[2].abort(ValueError("no memory"))
+    inside[1].abort(ValueError("another"))
     with pytest.raises(GroupAbortedError, match="rank 9 reported: ValueError: no memory"):
         inside[0].all_gather("hosts")
 
 
 def test_what_is_no_reason_of_a_member_is_a_typed_error() -> None:
-    exchange = Exchange(HashStore(), 0, 2, "world", Deadline.after(30)).visit("world")
-    exchange.store.set(store_client.GIVEN_UP, "rubbish")
+    exchange = Rendezvous(HashStore(), 0, 2, "world", Deadline.after(30)).begin_round("world")
+    exchange.store.set(store_client.ABORTED_KEY, "rubbish")
     with pytest.raises(TransportError, match="'given up' in the store must be of type Failure"):
         exchange.all_gather("hosts")
 
@@ -505,7 +508,7 @@ def test_a_visit_is_given_up_where_a_member_is_seen_to_have_ended(seen: Exceptio
         raise seen
 
     store = HashStore()
-    exchange = Exchange(store, 0, 2, "world", Deadline.after(30)).visit("world")
+    exchange = Rendezvous(store, 0, 2, "world", Deadline.after(30)).begin_round("world")
     with pytest.raises(type(seen)):
         replace(exchange, watch=see).all_gather("hosts")
     all_meet(store, visit)
@@ -518,7 +521,7 @@ def authenticate(store: Store, rank: int, seconds: float, n: int = 2) -> list[by
     """One member's set-up, of ``n`` that have a secret."""
     deadline = Deadline.after(seconds)
     with ExitStack() as closing:
-        exchange = Exchange(store, rank, n, "world", deadline).visit("world")
+        exchange = Rendezvous(store, rank, n, "world", deadline).begin_round("world")
         return authenticated(exchange, SECRET, closing).all_gather("hosts", b"%d" % rank)
 
 
@@ -533,9 +536,9 @@ def test_who_comes_late_meets_those_that_try_again_with_a_secret() -> None:
 def test_an_address_at_which_nobody_answers_is_given_up() -> None:
     """Member 0 was killed, member 1 has asked there in vain, and member 2 need not."""
     store = HashStore()
-    host = StoreHost(range(3), "127.0.0.1", SECRET)
+    host = StoreServer(range(3), "127.0.0.1", SECRET)
     host.close(0.0)
-    killed = Exchange(store, 0, 3, "world", Deadline.after(30)).visit("world")
+    killed = Rendezvous(store, 0, 3, "world", Deadline.after(30)).begin_round("world")
     killed.broadcast("address of the authenticated store", msgspec.msgpack.encode(host.at))
     with pytest.raises(GroupTimeoutError):
         authenticate(store, 1, 0.3, 3)

@@ -11,7 +11,7 @@ from torch import nn
 import coordinator
 from coordinator import GroupCoordinator
 from coordinator.compat.vllm import group as vllm
-from coordinator.verbs import UNDER_WAY, Dispatches
+from coordinator.verbs import UNDER_WAY, DispatchSizes
 from shm_broadcast import GroupAbortedError, GroupClosedError, GroupTimeoutError
 from shm_broadcast.deadline import Deadline
 from tests.patience import all_here
@@ -62,7 +62,7 @@ def there_and_back(group: GroupCoordinator, rank: int, *, known: bool) -> None:
 
 def extra_tensors_are_kept(native: GroupCoordinator, rank: int) -> None:
     """In vLLM's words."""
-    group = vllm.GroupCoordinator.over(native)
+    group = vllm.GroupCoordinator.wrap(native)
     rows = torch.full((rank + 1, 2), float(rank))
     extra = [rows[:, 0].to(torch.int8), rows.bool()]
     hidden, logits, more = group.dispatch_router_logits(rows, rows * 2, extra_tensors=extra)
@@ -128,7 +128,7 @@ def test_two_dispatches_under_way() -> None:
 
 def test_what_is_never_combined_is_given_up() -> None:
     """By hand: as [1, 2] once, and then as [2, 1], each combined at once."""
-    dispatches = Dispatches()
+    dispatches = DispatchSizes()
     dispatches.add([1, 2])
     refused = []
     for _ in range(2 * UNDER_WAY):
@@ -243,7 +243,7 @@ def test_alone_nothing_is_dropped() -> None:
     """vLLM's group without a communicator drops the extra tensors."""
     with coordinator.init(rank=0) as groups:
         x, extra = torch.ones(2, 1), torch.zeros(2)
-        face = vllm.GroupCoordinator.over(groups.dp)
+        face = vllm.GroupCoordinator.wrap(groups.dp)
         hidden, weights, ids, more = face.dispatch(x, x, x, extra_tensors=[extra])
         assert hidden is weights is ids is x
         assert more[0] is extra
@@ -255,6 +255,6 @@ def test_modules_are_prepared_once() -> None:
     other = Expert()
     model = nn.Sequential(shared, nn.Linear(1, 1), nn.Sequential(shared, other))
     with coordinator.init(rank=0) as groups:
-        face = vllm.GroupCoordinator.over(groups.ep)
+        face = vllm.GroupCoordinator.wrap(groups.ep)
         face.prepare_communication_buffer_for_model(model)
         assert shared.groups == other.groups == [face]

@@ -34,12 +34,12 @@ def test_groups_on_one_host(store_path: str) -> None:
         ("shm", "all members share a host")
     }
     why = "all members share a host: shared memory is quicker than sockets"
-    assert shm.refused[0][0] in ("writing through the caches", "writing past the caches")
-    assert shm.refused[0][1].startswith("not measured yet; by Linux ")
-    assert shm.refused[1:] == (("gloo", why),)
+    assert shm.unavailable[0][0] in ("writing through the caches", "writing past the caches")
+    assert shm.unavailable[0][1].startswith("not measured yet; by Linux ")
+    assert shm.unavailable[1:] == (("gloo", why),)
     assert shm.backend("all_reduce", 1 << 30) == "shm"
     assert gloo.backend("all_reduce", 4) == "gloo"
-    assert gloo.refused == (("shm", "told to use torch's process groups"),)
+    assert gloo.unavailable == (("shm", "told to use torch's process groups"),)
 
 
 def test_a_group_of_one() -> None:
@@ -58,15 +58,15 @@ def link(device: Any, hosts: int) -> Any:
 
 def test_members_on_several_hosts() -> None:
     told = explain(link(Communicator(LoopbackBackend("cpu")), 2))
-    assert told.refused == (("shm", "the members are on 2 hosts"),)
+    assert told.unavailable == (("shm", "the members are on 2 hosts"),)
 
 
 def test_devices_tell_what_was_refused() -> None:
-    refused = Candidate("nccl", None, "2 members share 1 devices")
+    unavailable = Candidate("nccl", None, "2 members share 1 devices")
     able = Candidate("ipc", LoopbackBackend("meta"))
-    comm = Communicator(SelectingBackend(Selection([able, refused])))
+    comm = Communicator(SelectingBackend(Selection([able, unavailable])))
     comm.device = torch.device("cuda", 0)
     told = explain(link(comm, 1))
     assert told.group == "tp: 2 members on cuda"
-    assert told.refused == (("nccl", "2 members share 1 devices"),)
+    assert told.unavailable == (("nccl", "2 members share 1 devices"),)
     assert {choice.reason for choice in told.choices} == {"the only one"}

@@ -11,7 +11,7 @@ import torch
 
 import coordinator
 from shm_broadcast import GroupClosedError
-from shm_broadcast.process import DISOWNED
+from shm_broadcast.process import IN_FORKED_CHILD
 from tests.forked import in_a_child
 from tests.patience import all_here, until
 from tests.ranks import run_ranks
@@ -32,7 +32,7 @@ def meddle(under_way: Work[Any], folder: Path) -> None:
         (folder / "stopped").touch()
         until((folder / "sent").exists, "rank 1 has sent nothing")
         under_way.is_completed()
-        with pytest.raises(GroupClosedError, match=DISOWNED):
+        with pytest.raises(GroupClosedError, match=IN_FORKED_CHILD):
             under_way.wait()
     finally:
         os.kill(os.getppid(), signal.SIGCONT)
@@ -50,7 +50,7 @@ def pretend(groups: coordinator.ParallelGroups) -> None:
         lambda: tp.broadcast_object("a child's"),
         lambda: tp.abort("a child's"),
     ):
-        with pytest.raises(GroupClosedError, match=DISOWNED):
+        with pytest.raises(GroupClosedError, match=IN_FORKED_CHILD):
             call()
     groups.close()
 

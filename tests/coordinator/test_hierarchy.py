@@ -11,7 +11,7 @@ import torch
 import coordinator
 import coordinator.groups
 from coordinator import ParallelGroups, ReduceOp
-from coordinator.hosts import Nodes, find_nodes
+from coordinator.hosts import HostTopology, find_nodes
 from tests.ranks import run_ranks
 from tests.shared_store import SharedStore
 
@@ -23,7 +23,7 @@ def init_on_nodes(rank: int, n: int, store: Store, node_of: tuple[int, ...]) -> 
     """All ranks share a board, and are told that they are on nodes."""
     found = find_nodes
 
-    def pretended(*arguments: object) -> Nodes:
+    def pretended(*arguments: object) -> HostTopology:
         real = found(*arguments)
         return replace(real, node_of=node_of)
 

@@ -242,7 +242,7 @@ def test_an_abort_reaches_all_hosts_with_its_cause(verb: str, tmp_path: Path) ->
 # --- a member is slow, stopped, or leaves -------------------------------------------------
 
 
-def watched(rank: int, n: int, folder: str, hosts: Hosts) -> list[MemberStatus]:
+def with_liveness(rank: int, n: int, folder: str, hosts: Hosts) -> list[MemberStatus]:
     store = beside(folder, n)
     with groups_over(rank, n, folder, hosts) as groups:
         warm_up(groups.tp)
@@ -255,7 +255,7 @@ def watched(rank: int, n: int, folder: str, hosts: Hosts) -> list[MemberStatus]:
 
 def test_healthy_members_are_seen_from_everywhere(tmp_path: Path) -> None:
     with two_hosts("IPv6") as hosts:
-        seen = run_ranks(4, watched, str(tmp_path), hosts)
+        seen = run_ranks(4, with_liveness, str(tmp_path), hosts)
     pids = [status.pid for status in seen[0]]
     for rank, found in enumerate(seen):
         assert [status.rank for status in found] == [0, 1, 2, 3]
@@ -285,7 +285,7 @@ def one_is_stopped(rank: int, n: int, folder: str, hosts: Hosts) -> Any:
             until(ready.exists)
             os.kill(int(store.get("pid")), signal.SIGSTOP)
         time.sleep(2.0)
-        groups.tp.board.stamp("an operation")
+        groups.tp.board.record_begin("an operation")
         stamped = [status_of(groups.tp, other) for other in (2, 3)]
         until(lambda: status_of(groups.tp, 3).operation == "an operation")
         all_here(store, n - 1, "seen")

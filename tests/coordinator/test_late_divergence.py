@@ -176,7 +176,7 @@ def correct(rank: int, n: int, folder: str, hosts: Any, seed: int, room: int | N
     """Everything at random, in groups that stay, and in two of one name that are made again."""
     divergence.LOOK_SECONDS = 0.0  # type: ignore[misc] # in every call
     if room is not None:
-        layout.TALLIES = room  # type: ignore[misc]
+        layout.FINGERPRINTS = room  # type: ignore[misc]
     done = 0
     with groups_over(
         rank, n, folder, hosts, torch_only=hosts is None, tp=2, pp=1, axes={"outer": 2}
@@ -196,7 +196,7 @@ def correct(rank: int, n: int, folder: str, hosts: Any, seed: int, room: int | N
                 group.all_gatherv([], 0)
                 group.all_gatherv(torch.ones(me, 2), 0, range(group.world_size))
             again = [
-                GroupCoordinator.from_link(world._link.part("again", list(range(n))))
+                GroupCoordinator.from_context(world._context.subgroup("again", list(range(n))))
                 for _ in range(2)
             ]
             with again[0], again[1]:

@@ -10,9 +10,9 @@ import torch
 
 import coordinator
 from coordinator import GroupCoordinator
-from coordinator.messages.incoming import IncomingDict
+from coordinator.messages.incoming import TensorDictReceiver
 from coordinator.messages.transport import OUTSTANDING_BYTES
-from device_comm.shm.channel import AHEAD_BYTES
+from device_comm.shm.channel import EAGER_BYTES
 from shm_broadcast import GroupAbortedError, GroupTimeoutError
 from tests.ranks import run_ranks
 from tests.shared_store import SharedStore
@@ -55,7 +55,7 @@ def nobody_takes_it(rank: int, n: int, store: Store, torch_only: bool) -> None:
         pp=2, rank=rank, store=store, timeout=30, torch_only=torch_only
     ) as groups:
         if rank == 0:
-            x = torch.zeros(OUTSTANDING_BYTES + AHEAD_BYTES, dtype=torch.uint8)
+            x = torch.zeros(OUTSTANDING_BYTES + EAGER_BYTES, dtype=torch.uint8)
             with pytest.raises(GroupTimeoutError):
                 send_again_and_again(groups.pp, x)
             store.set("gave up", "")
@@ -71,7 +71,7 @@ def test_a_send_that_gives_up_ends_the_group(torch_only: bool) -> None:
 
 
 def one_stalls(rank: int, n: int, store: Store) -> None:
-    make_room = IncomingDict._make_room
+    make_room = TensorDictReceiver._make_room
 
     def stall(*what: Any) -> Any:
         store.get("gave up")
@@ -85,7 +85,7 @@ def one_stalls(rank: int, n: int, store: Store) -> None:
             store.set("gave up", "")
         else:
             with (
-                patch.object(IncomingDict, "_make_room", stall),
+                patch.object(TensorDictReceiver, "_make_room", stall),
                 pytest.raises(GroupAbortedError, match="GroupTimeoutError"),
             ):
                 groups.tp.broadcast_tensor_dict()

@@ -11,7 +11,7 @@ import torch
 
 import coordinator
 from coordinator.messages.transport import OUTSTANDING_BYTES, AnotherThreadError
-from device_comm.shm.channel import AHEAD_BYTES
+from device_comm.shm.channel import EAGER_BYTES
 from tests.coordinator.sent import agree
 from tests.patience import until
 from tests.ranks import run_ranks
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 def second_sender(rank: int, n: int, store: Store, secret: bytes | None) -> None:
     """While a thread waits in a send, another one is refused; what was sent is all there."""
-    part = {"part": torch.zeros((OUTSTANDING_BYTES + AHEAD_BYTES) // 5, dtype=torch.uint8)}
-    large = {"large": torch.ones(OUTSTANDING_BYTES + AHEAD_BYTES, dtype=torch.uint8)}
+    part = {"part": torch.zeros((OUTSTANDING_BYTES + EAGER_BYTES) // 5, dtype=torch.uint8)}
+    large = {"large": torch.ones(OUTSTANDING_BYTES + EAGER_BYTES, dtype=torch.uint8)}
     torch_only = secret is not None  # so that messages are numbered, and sealed
     parts = 1 if torch_only else 4  # which do not wait by themselves
     with coordinator.init(

@@ -16,7 +16,7 @@ import torch
 import coordinator
 from coordinator import GroupCoordinator
 from coordinator.messages.transport import OUTSTANDING_BYTES
-from device_comm.shm.channel import AHEAD_BYTES
+from device_comm.shm.channel import EAGER_BYTES
 from shm_broadcast import (
     DivergenceError,
     GroupAbortedError,
@@ -109,8 +109,8 @@ def many_crossed_sends(group: GroupCoordinator, me: int, other: int) -> None:
 def many_sends_ahead(group: GroupCoordinator, me: int, other: int) -> None:
     """The sender goes ahead up to the limit, then waits for its receiver."""
     limit = OUTSTANDING_BYTES
-    if group._messenger.cpu.capabilities.sends_ahead:
-        limit += AHEAD_BYTES
+    if group._messenger.cpu.capabilities.eager_sends:
+        limit += EAGER_BYTES
     part = {"part": torch.zeros(limit // 20)}  # a fifth of the limit each
     if me == 0:
         for _ in range(4):

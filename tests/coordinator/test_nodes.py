@@ -8,17 +8,17 @@ import pytest
 from torch.distributed import HashStore
 
 import coordinator.hosts
-from coordinator.hosts import Heartbeat, Nodes, find_nodes
-from coordinator.rendezvous import Exchange, host_store
+from coordinator.hosts import Heartbeat, HostTopology, find_nodes
+from coordinator.rendezvous import Rendezvous, host_store
 from shm_broadcast import Board, Deadline, PeerProtocolError, SharedMemoryError
-from shm_broadcast.executor import Progress
+from shm_broadcast.executor import ProgressEngine
 from tests.coordinator.test_exchange import members
 from tests.refused_threads import refusing_threads
 
 
 def close(found: list[object]) -> None:
     for each in found:
-        assert isinstance(each, Nodes)
+        assert isinstance(each, HostTopology)
         each.close()
 
 
@@ -60,7 +60,7 @@ def test_a_given_board_is_used() -> None:
     first, second = Board.create(4, 0), Board.create(4, 2)
     boards = [first, Board.attach(first.handle(), 1), second, Board.attach(second.handle(), 3)]
 
-    def body(exchange: Exchange) -> Nodes:
+    def body(exchange: Rendezvous) -> HostTopology:
         return find_nodes(exchange, boards[exchange.rank])
 
     found = members(4, body)
@@ -71,7 +71,9 @@ def test_a_given_board_is_used() -> None:
 
 def test_nodes_of_a_subgroup() -> None:
     with Board.create(6) as board:
-        world = Nodes(board, (0, 1, 2, 3, 4, 5), (0, 0, 2, 2, 2, 5), Progress(board), ExitStack())
+        world = HostTopology(
+            board, (0, 1, 2, 3, 4, 5), (0, 0, 2, 2, 2, 5), ProgressEngine(board), ExitStack()
+        )
         some = world.sub([5, 3, 1, 2])
         assert some.members == (5, 3, 1, 2)
         assert some.node_of == (0, 1, 2, 1)
@@ -84,7 +86,7 @@ def test_a_board_that_is_none_blames_whoever_offered_it() -> None:
     for what, said in (("host", boot_id), ("boards", b"\xc1")):
         store.set(f"{what}/0", b"2 " + said)
         store.add(f"{what}/count", 1)
-    exchange = Exchange(store, 1, 2, "world", Deadline.after(30))
+    exchange = Rendezvous(store, 1, 2, "world", Deadline.after(30))
     with pytest.raises(PeerProtocolError, match=r"world.* 0"):
         find_nodes(exchange)
 
@@ -92,8 +94,8 @@ def test_a_board_that_is_none_blames_whoever_offered_it() -> None:
 def test_a_heartbeat_that_has_no_thread_says_so_and_can_be_closed() -> None:
     with Board.create(2, 0) as board:
         hosts = {"a": [0], "b": [1]}
-        exchange = Exchange(host_store(), 0, 2, "world", Deadline.after(30))
-        beat = Heartbeat(exchange, board, hosts, "a")
+        exchange = Rendezvous(host_store(), 0, 2, "world", Deadline.after(30))
+        heartbeat = Heartbeat(exchange, board, hosts, "a")
         with refusing_threads("heartbeat"), pytest.raises(RuntimeError, match="new thread"):
-            beat.start()
-        beat.close()
+            heartbeat.start()
+        heartbeat.close()

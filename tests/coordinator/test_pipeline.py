@@ -13,7 +13,7 @@ import torch.distributed as dist
 import coordinator
 from coordinator import ParallelGroups
 from coordinator.pipeline import Exchanged, Stage
-from coordinator.pipeline.pipeline_end import Inflow
+from coordinator.pipeline.pipeline_end import TaggedReceive
 from shm_broadcast import (
     Deadline,
     GroupAbortedError,
@@ -311,9 +311,9 @@ def test_two_stages(store_path: str) -> None:
 def both_arrive_while_one_waits(rank: int, n: int, path: str) -> None:
     """The message asked for comes when the one before it was seen, and nothing waits again."""
     store = dist.FileStore(path + "-beside", n)
-    settle = Inflow.settle
+    settle = TaggedReceive.settle
 
-    def settle_and_dawdle(inflow: Inflow, deadline: Deadline) -> None:
+    def settle_and_dawdle(inflow: TaggedReceive, deadline: Deadline) -> None:
         settle(inflow, deadline)
         all_here(store, n, "the first was seen")
         all_here(store, n, "the second is there")
@@ -330,7 +330,7 @@ def both_arrive_while_one_waits(rank: int, n: int, path: str) -> None:
             wanted = stage.exchange(recv_next=True, async_op=True)
             all_here(store, n, "nothing is there")
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(Inflow, "settle", settle_and_dawdle)
+                patch.setattr(TaggedReceive, "settle", settle_and_dawdle)
                 assert wanted.wait().from_next.item() == 2
             assert stage.recv_forward().item() == 1
         stage.pp.barrier(timeout=120)

@@ -10,14 +10,14 @@ import pytest
 
 from coordinator import remote_boards
 from coordinator.hosts import _named
-from coordinator.remote_boards import RemoteBoards, compose, number_of
+from coordinator.remote_boards import RemoteBoards, encode_heartbeat, number_of
 from shm_broadcast import Board
-from shm_broadcast.state.fingerprint import Tally
+from shm_broadcast.state.fingerprint import Fingerprint
 
 SILENCE, SUSPECT = remote_boards.SILENCE_SECONDS, remote_boards.SUSPECT_SECONDS
 
 
-class Elsewhere:
+class RemoteMembers:
     """Ranks 2 and 3 on host-b, 4 on host-c, seen from the host of 0 and 1; rank 4 keeps the store.
 
     Attributes:
@@ -38,44 +38,44 @@ class Elsewhere:
             swap=self._swap,
             clock=lambda: self.now,
         )
-        self.last = {host: self.beat(members, 1) for host, members in self.members.items()}
+        self.last = {host: self.heartbeat(members, 1) for host, members in self.members.items()}
 
     members: ClassVar = {"b": [2, 3], "c": [4]}
 
     def _swap(self) -> None:
         self.swaps += 1
 
-    def beat(self, members: list[int], number: int) -> bytes:
-        return compose(self.there, members, number)
+    def heartbeat(self, members: list[int], number: int) -> bytes:
+        return encode_heartbeat(self.there, members, number)
 
-    def turn(self, *hosts: str) -> list[remote_boards.FailureBeat]:
+    def turn(self, *hosts: str) -> list[remote_boards.FailureHeartbeat]:
         """The store answers, with new beats of ``hosts``."""
         for host in hosts:
             number = number_of(self.last[host]) + 1
-            self.last[host] = self.beat(self.members[host], number)
-        return self.boards.hear(self.last.values())
+            self.last[host] = self.heartbeat(self.members[host], number)
+        return self.boards.receive(self.last.values())
 
     def text(self, member: int) -> str:
         return str(self.boards.status(member))
 
 
 @pytest.fixture
-def elsewhere() -> Elsewhere:
-    return Elsewhere()
+def elsewhere() -> RemoteMembers:
+    return RemoteMembers()
 
 
-def test_members_of_this_host_are_not_known_here(elsewhere: Elsewhere) -> None:
+def test_members_of_this_host_are_not_known_here(elsewhere: RemoteMembers) -> None:
     assert elsewhere.boards.status(1) is None
     assert not elsewhere.boards.gone(1)
 
 
-def test_before_the_first_beat_nothing_is_claimed(elsewhere: Elsewhere) -> None:
+def test_before_the_first_beat_nothing_is_claimed(elsewhere: RemoteMembers) -> None:
     assert elsewhere.text(2) == "rank 2 (on another host, host-b, not visible from here)"
     assert not elsewhere.boards.gone(2)
 
 
-def test_a_member_is_described_as_on_its_board(elsewhere: Elsewhere) -> None:
-    elsewhere.there.stamp("tp send")
+def test_a_member_is_described_as_on_its_board(elsewhere: RemoteMembers) -> None:
+    elsewhere.there.record_begin("tp send")
     elsewhere.turn("b")
     elsewhere.now += 0.5
     status = elsewhere.boards.status(2)
@@ -86,7 +86,7 @@ def test_a_member_is_described_as_on_its_board(elsewhere: Elsewhere) -> None:
     assert elsewhere.text(2).endswith("on host-b), last seen in tp send #1, 0.5 s ago")
 
 
-def test_a_member_that_left_is_gone_and_not_silent(elsewhere: Elsewhere) -> None:
+def test_a_member_that_left_is_gone_and_not_silent(elsewhere: RemoteMembers) -> None:
     elsewhere.there.leave()
     elsewhere.turn("b")
     elsewhere.now += 100
@@ -95,22 +95,22 @@ def test_a_member_that_left_is_gone_and_not_silent(elsewhere: Elsewhere) -> None
     assert "on host-b) has left, has begun no operation" in elsewhere.text(2)
 
 
-def test_a_beat_that_comes_late_changes_nothing(elsewhere: Elsewhere) -> None:
+def test_a_beat_that_comes_late_changes_nothing(elsewhere: RemoteMembers) -> None:
     old = elsewhere.last["b"]
     elsewhere.there.leave()
     elsewhere.turn("b")
-    elsewhere.boards.hear([old, elsewhere.last["c"]])
+    elsewhere.boards.receive([old, elsewhere.last["c"]])
     assert elsewhere.boards.gone(2)
 
 
-def test_a_silent_host_is_named_first_and_given_up_later(elsewhere: Elsewhere) -> None:
+def test_a_silent_host_is_named_first_and_given_up_later(elsewhere: RemoteMembers) -> None:
     elsewhere.turn("b", "c")
     elsewhere.now += 2.1
     elsewhere.turn("c")
     status = elsewhere.boards.status(2)
     assert status is not None
     assert status.silence == pytest.approx(2.1)
-    assert elsewhere.boards.remark() == "host-b (ranks 2, 3) not heard of for 2.1 s"
+    assert elsewhere.boards.problems() == "host-b (ranks 2, 3) not heard of for 2.1 s"
     assert not elsewhere.boards.gone(2)
     elsewhere.now += SILENCE - 2
     elsewhere.turn("c")
@@ -119,7 +119,7 @@ def test_a_silent_host_is_named_first_and_given_up_later(elsewhere: Elsewhere) -
 
 
 def test_the_loss_of_a_host_is_logged_once(
-    elsewhere: Elsewhere, caplog: pytest.LogCaptureFixture
+    elsewhere: RemoteMembers, caplog: pytest.LogCaptureFixture
 ) -> None:
     elsewhere.turn("b", "c")
     elsewhere.now += SILENCE + 0.1
@@ -131,7 +131,7 @@ def test_the_loss_of_a_host_is_logged_once(
     assert line.__dict__["host"] == "host-b"
 
 
-def test_a_broken_connection_makes_silence_tell_sooner(elsewhere: Elsewhere) -> None:
+def test_a_broken_connection_makes_silence_tell_sooner(elsewhere: RemoteMembers) -> None:
     elsewhere.turn("b", "c")
     elsewhere.boards.suspect([1, 2, 4])
     elsewhere.now += SUSPECT + 0.1
@@ -145,7 +145,9 @@ def test_a_broken_connection_makes_silence_tell_sooner(elsewhere: Elsewhere) -> 
     assert not elsewhere.boards.gone(2)
 
 
-def test_whether_a_host_is_gone_is_known_when_the_store_has_answered(elsewhere: Elsewhere) -> None:
+def test_whether_a_host_is_gone_is_known_when_the_store_has_answered(
+    elsewhere: RemoteMembers,
+) -> None:
     elsewhere.turn("b", "c")
     known = elsewhere.boards.suspect([2])
     elsewhere.now += 3
@@ -155,7 +157,7 @@ def test_whether_a_host_is_gone_is_known_when_the_store_has_answered(elsewhere: 
     assert elsewhere.boards.gone(2)
 
 
-def test_a_host_that_is_heard_after_its_connection_broke_is_there(elsewhere: Elsewhere) -> None:
+def test_a_host_that_is_heard_after_its_connection_broke_is_there(elsewhere: RemoteMembers) -> None:
     known = elsewhere.boards.suspect([2])
     for _ in range(4):
         elsewhere.now += 0.5
@@ -165,7 +167,7 @@ def test_a_host_that_is_heard_after_its_connection_broke_is_there(elsewhere: Els
     assert not elsewhere.boards.gone(2)
 
 
-def test_a_store_that_is_silent_is_not_waited_for(elsewhere: Elsewhere) -> None:
+def test_a_store_that_is_silent_is_not_waited_for(elsewhere: RemoteMembers) -> None:
     known = elsewhere.boards.suspect([2])
     elsewhere.now += SILENCE - 0.1
     assert not known()
@@ -173,7 +175,7 @@ def test_a_store_that_is_silent_is_not_waited_for(elsewhere: Elsewhere) -> None:
     assert known()
 
 
-def test_a_store_that_has_ended_is_not_waited_for(elsewhere: Elsewhere) -> None:
+def test_a_store_that_has_ended_is_not_waited_for(elsewhere: RemoteMembers) -> None:
     elsewhere.boards.store_ended("its connection broke")
     known = elsewhere.boards.suspect([2])
     elsewhere.now += SUSPECT
@@ -182,7 +184,9 @@ def test_a_store_that_has_ended_is_not_waited_for(elsewhere: Elsewhere) -> None:
     assert known()
 
 
-def test_a_process_that_was_stopped_itself_takes_nobody_for_silent(elsewhere: Elsewhere) -> None:
+def test_a_process_that_was_stopped_itself_takes_nobody_for_silent(
+    elsewhere: RemoteMembers,
+) -> None:
     elsewhere.turn("b", "c")
     elsewhere.now += 1000
     assert not elsewhere.boards.gone(2)
@@ -190,15 +194,15 @@ def test_a_process_that_was_stopped_itself_takes_nobody_for_silent(elsewhere: El
     elsewhere.now += 0.1
     elsewhere.turn("b", "c")
     assert not elsewhere.boards.gone(4)
-    assert elsewhere.boards.remark() == ""
+    assert elsewhere.boards.problems() == ""
 
 
 def test_a_store_that_does_not_answer_is_named_and_its_keeper_given_up(
-    elsewhere: Elsewhere,
+    elsewhere: RemoteMembers,
 ) -> None:
     elsewhere.turn("b", "c")
     elsewhere.now += 3.0
-    assert elsewhere.boards.remark() == (
+    assert elsewhere.boards.problems() == (
         "other hosts are not heard: the store at store:1, kept by rank 4, has not answered for "
         "3.0 s"
     )
@@ -210,33 +214,33 @@ def test_a_store_that_does_not_answer_is_named_and_its_keeper_given_up(
     assert not elsewhere.boards.gone(2)
 
 
-def test_the_end_of_the_store_is_the_end_of_its_keeper(elsewhere: Elsewhere) -> None:
+def test_the_end_of_the_store_is_the_end_of_its_keeper(elsewhere: RemoteMembers) -> None:
     elsewhere.turn("b", "c")
     elsewhere.boards.store_ended("Connection was closed")
     assert elsewhere.boards.gone(4)
     assert not elsewhere.boards.gone(2)
     elsewhere.now += 100
     assert not elsewhere.boards.gone(2)
-    assert elsewhere.boards.remark() == (
+    assert elsewhere.boards.problems() == (
         "other hosts are not heard any more: Connection was closed"
     )
 
 
 def test_the_end_of_a_store_that_no_member_keeps_ends_nobody() -> None:
-    elsewhere = Elsewhere(keeper=None)
+    elsewhere = RemoteMembers(keeper=None)
     elsewhere.turn("b", "c")
     elsewhere.boards.store_ended("Connection was closed")
     assert not elsewhere.boards.gone(4)
 
 
-def test_a_failure_travels_and_its_culprit_is_believed_dead(elsewhere: Elsewhere) -> None:
+def test_a_failure_travels_and_its_culprit_is_believed_dead(elsewhere: RemoteMembers) -> None:
     elsewhere.there.abort("why", culprit=3)
     failures = elsewhere.turn("b")
     assert [(each.member, each.kind, each.message, each.culprit) for each in failures] == [
         (2, "Abort", "why", 3)
     ]
-    elsewhere.boards.blame(3)
-    elsewhere.boards.blame(3)
+    elsewhere.boards.mark_dead(3)
+    elsewhere.boards.mark_dead(3)
     assert elsewhere.swaps == 1
     assert elsewhere.boards.gone(3)
 
@@ -253,9 +257,9 @@ def test_a_failure_travels_and_its_culprit_is_believed_dead(elsewhere: Elsewhere
         msgspec.msgpack.encode((9, [(2, 1, "lost", "", 0, None, 0, [(1, 2, "no", b"")])], None)),
     ],
 )
-def test_what_is_no_beat_of_that_host_is_not_heard(forged: bytes, elsewhere: Elsewhere) -> None:
+def test_what_is_no_beat_of_that_host_is_not_heard(forged: bytes, elsewhere: RemoteMembers) -> None:
     elsewhere.turn("b", "c")
-    assert elsewhere.boards.hear([forged, elsewhere.last["c"]]) == []
+    assert elsewhere.boards.receive([forged, elsewhere.last["c"]]) == []
     assert not elsewhere.boards.gone(4)
     assert elsewhere.text(2).startswith("rank 2 (pid")
 
@@ -274,24 +278,26 @@ def test_hosts_have_names_of_their_own(
     assert _named(told, node_of) == names
 
 
-def test_tallies_travel_with_the_beats(elsewhere: Elsewhere) -> None:
-    tallies = elsewhere.there.tallies
-    assert elsewhere.boards.tallies(1) is None
-    assert elsewhere.boards.tallies(2) == ()
-    entry = tallies.take((1 << 63) - 1)
-    tallies.tell(entry, 3, (1 << 32) - 1, b"last".ljust(48, b"\0"))
+def test_tallies_travel_with_the_beats(elsewhere: RemoteMembers) -> None:
+    fingerprints = elsewhere.there.fingerprints
+    assert elsewhere.boards.fingerprints(1) is None
+    assert elsewhere.boards.fingerprints(2) == ()
+    entry = fingerprints.allocate((1 << 63) - 1)
+    fingerprints.publish(entry, 3, (1 << 32) - 1, b"last".ljust(48, b"\0"))
     elsewhere.turn("b", "c")
-    told = Tally((1 << 63) - 1, 3, (1 << 32) - 1, b"last")
-    assert elsewhere.boards.tallies(2) == (told,)
-    assert elsewhere.boards.tallies(3) == ()
-    tallies.close(entry)
+    told = Fingerprint((1 << 63) - 1, 3, (1 << 32) - 1, b"last")
+    assert elsewhere.boards.fingerprints(2) == (told,)
+    assert elsewhere.boards.fingerprints(3) == ()
+    fingerprints.close(entry)
     elsewhere.turn("b", "c")
-    assert elsewhere.boards.tallies(2) == (Tally(told.group, 3, told.digest, b"last", True),)
+    assert elsewhere.boards.fingerprints(2) == (
+        Fingerprint(told.group, 3, told.digest, b"last", True),
+    )
 
 
-def test_a_beat_without_tallies_is_one(elsewhere: Elsewhere) -> None:
+def test_a_beat_without_tallies_is_one(elsewhere: RemoteMembers) -> None:
     """As hosts say it that have none yet."""
     said = (2, 4242, "busy", "tp send", 1, 0.0, 0)
-    elsewhere.boards.hear([msgspec.msgpack.encode((9, [said], None)), elsewhere.last["c"]])
+    elsewhere.boards.receive([msgspec.msgpack.encode((9, [said], None)), elsewhere.last["c"]])
     assert elsewhere.text(2).startswith("rank 2 (pid 4242")
-    assert elsewhere.boards.tallies(2) == ()
+    assert elsewhere.boards.fingerprints(2) == ()

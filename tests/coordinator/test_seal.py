@@ -21,9 +21,9 @@ from coordinator.messages.wire import (
     Kind,
     Message,
     Seal,
-    agree_on_wire,
     decode_plain,
     encode_plain,
+    negotiate_codec,
 )
 from coordinator.pipeline.pipeline_end import PipelineEnd
 from coordinator.secret import SecretError
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store
 
-    from coordinator.rendezvous import Exchange
+    from coordinator.rendezvous import Rendezvous
 
 SECRET = b"sixteen bytes or more"
 NONCES = [b"a" * 16, b"b" * 16]
@@ -162,7 +162,7 @@ def attack_with(group: GroupCoordinator, attack: str, bomb: Path) -> None:
         frames = [mail.wire.message(Kind.OBJECT, pickle.dumps("once"), 1)] * 2
     else:
         forged = Message(Kind.BROADCAST_OBJECT, pickle.dumps(Bomb(bomb)))
-        group._link.cpu.broadcast_(forged.first, src=0)
+        group._context.cpu.broadcast_(forged.first, src=0)
     for frame in frames:
         mail.cpu.send(frame.first, 1)
     with pytest.raises(GroupAbortedError, match="MessageSealError"):
@@ -332,11 +332,11 @@ def test_a_secret_is_for_all_or_for_none() -> None:
     told = mock.Mock(rank=0, called=(0, 1), global_rank=lambda rank: rank)
     told.name = "tp"
     told.all_gather.side_effect = lambda _, payload: [payload, b"\0" + b"n" * 16]
-    exchange = cast("Exchange", told)
+    exchange = cast("Rendezvous", told)
     with pytest.raises(SecretError, match=r"tp: ranks \[1\] were given no secret"):
-        agree_on_wire(exchange, SECRET, only_members_write=False)
-    assert not agree_on_wire(exchange, None, only_members_write=False).pickles
-    assert agree_on_wire(exchange, None, only_members_write=True).pickles
+        negotiate_codec(exchange, SECRET, only_members_write=False)
+    assert not negotiate_codec(exchange, None, only_members_write=False).pickles
+    assert negotiate_codec(exchange, None, only_members_write=True).pickles
 
 
 # --- plain data ---------------------------------------------------------------------------

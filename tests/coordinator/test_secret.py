@@ -79,8 +79,8 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
 
 def test_groups_are_built_with_the_secret(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with coordinator.init(rank=0, secret=SECRET) as groups:
-        assert groups.world._link.settings.secret == SECRET
+        assert groups.world._context.settings.secret == SECRET
     monkeypatch.setenv(SECRET_FILE, str(file))
     for rank in (0, None):
         with coordinator.init(rank=rank) as groups:
-            assert groups.world._link.settings.secret == SECRET
+            assert groups.world._context.settings.secret == SECRET

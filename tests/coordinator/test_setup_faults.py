@@ -16,8 +16,8 @@ import coordinator
 from coordinator import StatelessGroupCoordinator, context, hosts, torch_groups
 from coordinator.compat.vllm.parallel_state import init_distributed_environment
 from coordinator.groups import Topology
-from coordinator.messages.wire import Wire
-from coordinator.rendezvous import Exchange
+from coordinator.messages.wire import MessageCodec
+from coordinator.rendezvous import Rendezvous
 from shm_broadcast import (
     CoordinatorError,
     GroupAbortedError,
@@ -61,7 +61,7 @@ def build(rank: int, n: int, store: Store, timeout: float, torch_only: bool = Fa
 def one_ends(rank: int, n: int, store: Store, dies: bool) -> None:
     """Once all share a board."""
     if rank == 1:
-        instead("agree_on_wire", die if dies else give_up)
+        instead("negotiate_codec", die if dies else give_up)
     began = time.monotonic()
     with pytest.raises(CoordinatorError if rank != 1 else ValueError) as caught:
         build(rank, n, store, LIMIT)
@@ -82,12 +82,12 @@ def test_one_that_ends_on_the_way_is_named_at_once(dies: bool) -> None:
 
 def what_is_said_of_altered(rank: int, n: int, store: Store, key: str, value: bytes) -> str:
     """The error, where a value in the store is altered as soon as rank 0 has put it."""
-    put = Exchange._put
+    put = Rendezvous._put
 
-    def put_altered(self: Exchange, at: str, said: bytes) -> None:
+    def put_altered(self: Rendezvous, at: str, said: bytes) -> None:
         put(self, at, value if at == key else said)
 
-    Exchange._put = put_altered if rank == 0 else put
+    Rendezvous._put = put_altered if rank == 0 else put
     with pytest.raises(PeerProtocolError if rank == 1 else CoordinatorError) as caught:
         build(rank, n, store, LIMIT if rank == 1 else 5.0)
     return str(caught.value)
@@ -115,7 +115,7 @@ def one_is_replaced(process: int, _: int, store: Store) -> float:
     """Process 2 is killed where it was to meet the others; process 3 takes its place as rank 2."""
     rank = min(process, 2)
     if process == 2:
-        Exchange._gather = die
+        Rendezvous._gather = die
     if process == 3:
         wait = [f"group-coordinator/world/0/1/rendezvous/{rank}" for rank in (0, 1)]
         until(lambda: store.check([*wait, "group-coordinator/world/0/visits/2"]))
@@ -129,16 +129,16 @@ def test_those_that_wait_meet_one_that_takes_the_place_of_a_killed_one() -> None
 
 def at_swap(what: str, do: Callable[..., object]) -> None:
     """Have this rank do something else where it would take part in a swap of a group's set-up."""
-    gather, broadcast = Exchange.all_gather, Exchange.broadcast
+    gather, broadcast = Rendezvous.all_gather, Rendezvous.broadcast
 
-    def all_gather(self: Exchange, name: str, *args: Any) -> Any:
+    def all_gather(self: Rendezvous, name: str, *args: Any) -> Any:
         return do() if f"{self.name} {name}" == what else gather(self, name, *args)
 
-    def broadcast_(self: Exchange, name: str, *args: Any) -> Any:
+    def broadcast_(self: Rendezvous, name: str, *args: Any) -> Any:
         return do() if f"{self.name} {name}" == what else broadcast(self, name, *args)
 
-    Exchange.all_gather = all_gather
-    Exchange.broadcast = broadcast_
+    Rendezvous.all_gather = all_gather
+    Rendezvous.broadcast = broadcast_
 
 
 def isolate(rank: int, how: str) -> None:
@@ -233,7 +233,7 @@ def test_one_that_cannot_make_the_queue_of_a_group_tells_why() -> None:
 
 def one_gives_up_by_names_of_vllm(rank: int, n: int, path: str) -> None:
     if rank == 1:
-        instead("agree_on_wire", give_up)
+        instead("negotiate_codec", give_up)
     with pytest.raises(GroupAbortedError if rank != 1 else ValueError, match="no such thing here"):
         init_distributed_environment(n, rank, f"file://{path}", rank, "gloo")
 
@@ -278,15 +278,15 @@ def test_one_that_ends_while_gloo_connects_is_named() -> None:
     run_ranks(3, one_does_not_connect, SharedStore(), may_die=[1])
 
 
-def agree_late(*_: object, **__: object) -> Wire:
+def agree_late(*_: object, **__: object) -> MessageCodec:
     time.sleep(4)
-    return Wire()
+    return MessageCodec()
 
 
 def one_hangs(rank: int, n: int, store: Store) -> None:
     """Whoever is first out of time leaves, and is not taken for the culprit."""
     if rank == 1:
-        instead("agree_on_wire", agree_late)
+        instead("negotiate_codec", agree_late)
         with pytest.raises(CoordinatorError):
             build(rank, n, store, LIMIT)
         return

@@ -17,7 +17,7 @@ import pytest
 
 import coordinator
 from coordinator import connect_store
-from coordinator.rendezvous import Exchange
+from coordinator.rendezvous import Rendezvous
 from coordinator.torch_groups import SocketChoice, connect_process_group
 from shm_broadcast import (
     CoordinatorError,
@@ -70,10 +70,12 @@ def in_time(seconds: float = SECONDS) -> Iterator[None]:
     assert time.monotonic() - began < seconds + STALL_SECONDS
 
 
-def visit(standing: StandingStore, seconds: float, size: int = 2) -> Exchange:
+def visit(standing: StandingStore, seconds: float, size: int = 2) -> Rendezvous:
     store = connect_store("127.0.0.1", standing.port)
     where = f"127.0.0.1:{standing.port}"
-    return Exchange(store, 1, size, "world", Deadline.after(seconds), where, 0).visit("world")
+    return Rendezvous(store, 1, size, "world", Deadline.after(seconds), where, 0).begin_round(
+        "world"
+    )
 
 
 def silent(standing: StandingStore) -> str:
@@ -91,7 +93,7 @@ def silent(standing: StandingStore) -> str:
     ids=["gather", "wait", "look", "visit"],
 )
 def test_it_is_said_that_the_store_does_not_answer(
-    standing: StandingStore, ask: Callable[[Exchange], object]
+    standing: StandingStore, ask: Callable[[Rendezvous], object]
 ) -> None:
     exchange = visit(standing, SECONDS)
     standing.stop()
@@ -117,7 +119,9 @@ def outcome_of(standing: StandingStore, rank: int, payload: bytes) -> list[bytes
     """What ``rank`` gathers in a new visit."""
     store = connect_store("127.0.0.1", standing.port)
     where = Deadline.after(LIMIT)
-    return Exchange(store, rank, 2, "world", where).visit("world").all_gather("hosts", payload)
+    return (
+        Rendezvous(store, rank, 2, "world", where).begin_round("world").all_gather("hosts", payload)
+    )
 
 
 @pytest.mark.parametrize("stalled", ["gather", "visit"])
@@ -129,7 +133,7 @@ def test_who_comes_again_after_a_stall_is_not_taken_for_who_came_before(
     with pytest.raises(GroupTimeoutError, match="does not answer"):
         exchange.all_gather("hosts", b"first") if stalled == "gather" else visit(standing, 1.0)
     if stalled == "visit":
-        exchange.give_up(ValueError("no such thing here"))
+        exchange.abort(ValueError("no such thing here"))
     standing.go_on()
     until(lambda: not any(thread.name == "ask-store" for thread in threading.enumerate()))
     with ThreadPoolExecutor(2) as threads:
@@ -202,7 +206,7 @@ def host_stops(rank: int, n: int, port: int, folder: Path) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
             raise ValueError("is awake again")
 
-        instead("agree_on_wire", stop)
+        instead("negotiate_codec", stop)
         with pytest.raises((ValueError, CoordinatorError)):
             coordinator.init(n, rank=0, world_size=n, master_port=port, timeout=LIMIT)
         return

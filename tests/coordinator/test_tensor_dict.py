@@ -26,7 +26,7 @@ from coordinator.messages.tensor_dict import (
     to_payload,
     unpack,
 )
-from coordinator.messages.wire import Wire
+from coordinator.messages.wire import MessageCodec
 from shm_broadcast import MessageDecodeError
 from tests.device_comm.cases_named import Wrapping
 
@@ -240,7 +240,7 @@ def test_every_dtype_within_a_value(dtype: torch.dtype) -> None:
 
 def test_of_a_view_within_a_value_only_its_elements_are_sent() -> None:
     view = torch.zeros(1 << 20)[:4]
-    assert len(Wire().dump([view])) < 1000
+    assert len(MessageCodec().dump([view])) < 1000
 
 
 shapes = st.lists(st.integers(0, 5), max_size=3)
@@ -350,7 +350,7 @@ def test_values_that_msgpack_has_no_room_for(monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(TypeError, match="of 4, where 3 is the limit"):
             plain_data.encode_plain(large)
     with pytest.raises(TypeError, match="the value of 'b': text or bytes of 4, where 3"):
-        pack(values, wire=Wire(pickles=False))
+        pack(values, wire=MessageCodec(pickles=False))
 
 
 @pytest.mark.parametrize("cut", [1, 100])

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from coordinator.messages.incoming import Turn
+from coordinator.messages.incoming import OrderedReceive
 from device_comm import Work
 from shm_broadcast import Deadline, GroupTimeoutError
 
@@ -35,15 +35,15 @@ class Receives:
         self.steps: list[str] = []
         self.on_cpu: list[Arrival] = []
         self.on_device: list[Arrival] = []
-        self.last: Turn | None = None
+        self.last: OrderedReceive | None = None
 
-    def add(self, *, on_cpu: bool = True) -> Turn:
+    def add(self, *, on_cpu: bool = True) -> OrderedReceive:
         number = len(self.on_device)
         self.on_cpu.append(Arrival())
         self.on_device.append(Arrival())
         begin = partial(self._step, "begin", number, self.on_cpu[-1]) if on_cpu else None
         ask = partial(self._step, "ask", number, self.on_device[-1])
-        self.last = Turn(self.last, begin, lambda: [ask()])
+        self.last = OrderedReceive(self.last, begin, lambda: [ask()])
         return self.last
 
     def _step(self, what: str, number: int, arrival: Arrival) -> Work[Any]:

@@ -15,7 +15,7 @@ from tests.patience import until
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from shm_broadcast.executor import Progress
+    from shm_broadcast.executor import ProgressEngine
 
 
 def share_through(path: str) -> Callable[[bytes | None], bytes]:
@@ -41,7 +41,7 @@ def make_comm(
     members: Sequence[int] | None = None,
     name: str = "tp",
     timeout: float | None = 20.0,
-    progress: Progress | None = None,
+    progress: ProgressEngine | None = None,
     use_native: bool = True,
 ) -> Communicator:
     """This rank's end of a group of all members of ``board``, or of some."""

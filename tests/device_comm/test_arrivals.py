@@ -29,7 +29,7 @@ class Group:
         ]
 
     def begin(self, rank: int, verb: str) -> Arrival:
-        self.boards[rank].stamp(f"{self.name} {verb}")
+        self.boards[rank].record_begin(f"{self.name} {verb}")
         return self.arrivals[rank].begin()
 
     def behind(self, arrival: Arrival) -> list[int]:
@@ -66,7 +66,7 @@ def test_who_is_further_has_come(group: Group) -> None:
 def test_who_is_in_an_operation_that_is_not_counted_may_be_behind(group: Group) -> None:
     arrival = group.begin(0, "barrier")
     group.begin(1, "barrier")
-    group.boards[1].stamp(f"{group.name} send")
+    group.boards[1].record_begin(f"{group.name} send")
     assert group.behind(arrival) == [1, 2]
 
 

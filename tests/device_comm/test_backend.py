@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import device_comm
 from device_comm import ALL_VERBS, Backend, Capabilities, Communicator, Identity, Operation
 from device_comm.operation import NO_TENSOR
-from device_comm.verbs.checks import landing_pieces, pieces_first, resized
+from device_comm.verbs.checks import output_pieces, pack_pieces, resized
 from shm_broadcast import CoordinatorError, GroupAbortedError, GroupTimeoutError
 
 
@@ -237,14 +237,14 @@ def test_pieces_and_their_landing_undo_each_other(
     dim = data.draw(st.integers(0, len(shape) - 1))
     shape[dim] *= count
     x = torch.arange(torch.Size(shape).numel()).reshape(shape)
-    pieces = pieces_first(x, dim, count)
+    pieces = pack_pieces(x, dim, count)
     expected = torch.cat([part.reshape(-1) for part in x.chunk(count, dim)])
     if x.numel():
         assert pieces.is_contiguous()
         assert pieces.view(-1).tolist() == expected.tolist()
     for out in (None, torch.zeros_like(x), torch.zeros(*shape, 2, dtype=x.dtype)[..., 0]):
         empty = record()[0].runner.new
-        buffer, finish = landing_pieces(empty, out, x.shape, dim, count, x, x)
+        buffer, finish = output_pieces(empty, out, x.shape, dim, count, x, x)
         if x.numel():
             buffer.view(-1).copy_(pieces.reshape(-1))
         result = buffer if finish is None else finish()

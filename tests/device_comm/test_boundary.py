@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from device_comm import torch_waiting
-from device_comm.torch_waiting import Boundary
+from device_comm.torch_waiting import ErrorTranslator
 from device_comm.watch import LoneWatch
 from shm_broadcast import Deadline, GroupTimeoutError, MemberStatus, PeerLostError
 from shm_broadcast.errors import TransportError
@@ -44,7 +44,7 @@ class SlowNews(LoneWatch):
 
 
 def translated(watch: SlowNews, timeout: float) -> Exception:
-    return Boundary(watch).translate(BROKE, "tp recv", [1], Deadline.after(timeout))
+    return ErrorTranslator(watch).translate(BROKE, "tp recv", [1], Deadline.after(timeout))
 
 
 def test_the_cause_is_waited_for_however_long_its_news_takes(

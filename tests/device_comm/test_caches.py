@@ -185,7 +185,7 @@ def measure_ways(rank: int, _: int, path: str, board: BoardHandle) -> list[bool]
             backend = comm.backend
             assert isinstance(backend, ShmBackend) and backend._native is not None
             past, plain_cost, past_cost = backend._native.way
-            name, why = comm.explain().refused[-1]
+            name, why = comm.explain().unavailable[-1]
         taken, other = (past_cost, plain_cost) if past else (plain_cost, past_cost)
         right.append(taken > 0 and 0.9 * taken < other)
         assert name == f"writing {'through' if past else 'past'} the caches"

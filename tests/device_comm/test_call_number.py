@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from device_comm import Communicator, ReduceOp
-from device_comm.call_number import BEGUN_KEPT, Begun, call_number, did_of, set_call_number
+from device_comm.call_number import (
+    BEGUN_KEPT,
+    OperationCounts,
+    call_number,
+    did_of,
+    set_call_number,
+)
 from device_comm.shm.signature import sign, with_chunk
 from shm_broadcast import BoardHandle, DivergenceError, GroupAbortedError
 from tests.calls import in_call
@@ -42,7 +48,7 @@ def test_numbers_have_32_bits() -> None:
 
 
 def test_what_is_begun_outside_of_calls_does_not_count() -> None:
-    begun = Begun(N)
+    begun = OperationCounts(N)
     begun.add(sign("all_reduce"))
     begun.count_sent(1)
     assert begun.take() == b""
@@ -58,7 +64,7 @@ def test_what_is_begun_outside_of_calls_does_not_count() -> None:
 
 
 def test_the_last_collectives_are_kept_in_order() -> None:
-    begun = Begun(N)
+    begun = OperationCounts(N)
     signatures = [sign("all_reduce", torch.float32, (n,)) for n in range(20)]
     with in_call(1):
         for signature in signatures:
@@ -77,7 +83,7 @@ def test_the_checksum_of_two_barriers() -> None:
     hashed = 0
     for word in (0xFF00, 0, 0, 0, 0, 0, 0):  # verb 0, no reduction
         hashed = mixed(hashed, word)
-    begun = Begun(N)
+    begun = OperationCounts(N)
     with in_call(1):
         begun.add(sign("barrier"))
         begun.add(sign("barrier"))
@@ -111,7 +117,7 @@ def _begun(rank: int, _n: int, handle: BoardHandle, path: str, use_native: bool)
 
 def test_every_collective_counts_once_each_way(tmp_path: Path) -> None:
     """The short way through C, and the one through Python, make the same fingerprint."""
-    expected = Begun(N)
+    expected = OperationCounts(N)
     shape, dtype = (4,), torch.float32
     with in_call(5):
         expected.add(sign("all_reduce", dtype, shape, ReduceOp.SUM))

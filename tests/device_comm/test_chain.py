@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from device_comm import ReduceOp
-from device_comm.divergence import KEPT, Chain, Slip, first_difference
+from device_comm.divergence import KEPT, Mismatch, RollingChecksum, first_difference
 from device_comm.shm.signature import sign
-from shm_broadcast.state.fingerprint import Tally
-from shm_broadcast.state.flight_recorder import PastOperation
+from shm_broadcast.state.fingerprint import Fingerprint
+from shm_broadcast.state.flight_recorder import OperationRecord
 
 SUM = sign("all_reduce", torch.float32, (4,), ReduceOp.SUM)
 MAX = sign("all_reduce", torch.float32, (4,), ReduceOp.MAX)
@@ -21,21 +21,21 @@ DOUBLE = sign("all_reduce", torch.float64, (4,), ReduceOp.SUM)
 BARRIER = sign("barrier")
 
 
-def chain_of(*signatures: bytes) -> Chain:
-    chain = Chain(3)
+def chain_of(*signatures: bytes) -> RollingChecksum:
+    chain = RollingChecksum(3)
     for each in signatures:
         chain.add(each)
     return chain
 
 
-def told(chain: Chain, last: bytes = b"") -> Tally:
+def told(chain: RollingChecksum, last: bytes = b"") -> Fingerprint:
     digest = chain.digest(chain.count)
     assert digest is not None
-    return Tally(7, chain.count & 0xFFFFFFFF, digest, last.rstrip(b"\0"))
+    return Fingerprint(7, chain.count & 0xFFFFFFFF, digest, last.rstrip(b"\0"))
 
 
 def test_a_digest_is_the_checksum_of_all_signatures() -> None:
-    chain = Chain(2)
+    chain = RollingChecksum(2)
     assert [chain.add(each) for each in (SUM, BARRIER)] == [crc32(SUM), crc32(SUM + BARRIER)]
     assert [chain.digest(n) for n in range(4)] == [0, crc32(SUM), crc32(SUM + BARRIER), None]
     assert chain.digest(-1) is None
@@ -48,15 +48,15 @@ def test_ranks_that_call_the_same_agree_whoever_is_further() -> None:
 
 
 def test_who_has_called_nothing_says_nothing() -> None:
-    assert chain_of(SUM).compare(1, Tally(7, 0, 0, b"")) is None
-    assert Chain(3).compare(1, told(chain_of(SUM))) is None
-    assert chain_of(SUM).compare(1, Tally(7, 0, 99, b"")) is None  # as nobody says it
+    assert chain_of(SUM).compare(1, Fingerprint(7, 0, 0, b"")) is None
+    assert RollingChecksum(3).compare(1, told(chain_of(SUM))) is None
+    assert chain_of(SUM).compare(1, Fingerprint(7, 0, 99, b"")) is None  # as nobody says it
 
 
 @pytest.mark.parametrize("theirs", [MAX, DOUBLE, BARRIER])
 def test_the_first_other_call_is_shown_with_both_signatures(theirs: bytes) -> None:
     ours = chain_of(BARRIER, SUM, SUM)
-    assert ours.compare(1, told(chain_of(BARRIER, theirs), theirs)) == Slip(2, 2, SUM, theirs)
+    assert ours.compare(1, told(chain_of(BARRIER, theirs), theirs)) == Mismatch(2, 2, SUM, theirs)
 
 
 def test_ranks_that_have_differed_once_differ_for_good() -> None:
@@ -74,21 +74,21 @@ def test_of_a_later_difference_it_is_known_since_when_it_may_be() -> None:
     for called in (MAX, SUM, SUM):
         ours.add(SUM)
         theirs.add(called)
-    assert ours.compare(1, told(theirs, SUM)) == Slip(3, 5, SUM, b"")
-    assert ours.compare(2, told(theirs, SUM)) == Slip(1, 5, SUM, b"")  # told of the first time
+    assert ours.compare(1, told(theirs, SUM)) == Mismatch(3, 5, SUM, b"")
+    assert ours.compare(2, told(theirs, SUM)) == Mismatch(1, 5, SUM, b"")  # told of the first time
 
 
 def test_one_collective_less_is_a_difference_as_soon_as_another_follows() -> None:
     ours = chain_of(SUM, SUM, BARRIER)
     assert ours.compare(1, told(chain_of(SUM))) is None
     slip = ours.compare(1, told(chain_of(SUM, BARRIER), BARRIER))
-    assert slip == Slip(2, 2, SUM, BARRIER)
+    assert slip == Mismatch(2, 2, SUM, BARRIER)
 
 
 @pytest.mark.parametrize("last", [b"", b"\1", MAX[:30] + SUM[30:], b"x" * 100, SUM])
 def test_a_torn_signature_is_not_shown(last: bytes) -> None:
     slip = chain_of(SUM).compare(1, told(chain_of(DOUBLE), last))
-    assert slip == Slip(1, 1, SUM, b"")
+    assert slip == Mismatch(1, 1, SUM, b"")
 
 
 def test_what_is_too_long_ago_says_nothing() -> None:
@@ -101,7 +101,7 @@ def test_what_is_too_long_ago_says_nothing() -> None:
 
 
 def test_counts_begin_anew_after_32_bits() -> None:
-    ours, theirs = Chain(2), Chain(2)
+    ours, theirs = RollingChecksum(2), RollingChecksum(2)
     for chain in (ours, theirs):
         chain.count = (1 << 32) - 3
     for called in (SUM, BARRIER, SUM, MAX, SUM):
@@ -112,7 +112,7 @@ def test_counts_begin_anew_after_32_bits() -> None:
     ours.add(SUM)
     theirs.add(MAX)
     assert told(theirs).count == 3
-    assert ours.compare(1, told(theirs, MAX)) == Slip(ours.count, ours.count, SUM, MAX)
+    assert ours.compare(1, told(theirs, MAX)) == Mismatch(ours.count, ours.count, SUM, MAX)
 
 
 def test_whatever_is_told_when_only_what_differs_is_found() -> None:
@@ -125,7 +125,7 @@ def test_whatever_is_told_when_only_what_differs_is_found() -> None:
         other = list(called)
         if slip_at is not None:
             other[slip_at] = rng.choice([each for each in kinds if each != called[slip_at]])
-        ours, theirs = Chain(2), Chain(2)
+        ours, theirs = RollingChecksum(2), RollingChecksum(2)
         news = [told(theirs)]
         while ours.count < 60 or theirs.count < 60:
             if ours.count < 60 and rng.random() < 0.5:
@@ -141,14 +141,14 @@ def test_whatever_is_told_when_only_what_differs_is_found() -> None:
                 assert slip.first <= slip_at + 1 <= slip.last
                 if slip.theirs:
                     number = slip_at + 1
-                    assert slip == Slip(number, number, called[slip_at], other[slip_at])
+                    assert slip == Mismatch(number, number, called[slip_at], other[slip_at])
 
 
 # --- histories ------------------------------------------------------------------------------
 
 
-def past(number: int, verb: str = "all_reduce", **other: object) -> PastOperation:
-    plain = PastOperation(verb, "tp", number, None, "done", number, number, 16, None, "float32")
+def past(number: int, verb: str = "all_reduce", **other: object) -> OperationRecord:
+    plain = OperationRecord(verb, "tp", number, None, "done", number, number, 16, None, "float32")
     return replace(plain, **other)
 
 
@@ -160,7 +160,7 @@ def past(number: int, verb: str = "all_reduce", **other: object) -> PastOperatio
         past(3, size=8),
     ],
 )
-def test_histories_show_the_first_call_that_differs(other: PastOperation) -> None:
+def test_histories_show_the_first_call_that_differs(other: OperationRecord) -> None:
     ours, theirs = [past(n) for n in range(1, 6)], [past(n) for n in range(2, 9)]
     assert first_difference(ours, theirs, "tp", 1) is None
     theirs[1] = other

@@ -7,7 +7,7 @@ import weakref
 import pytest
 
 from device_comm import LoneWatch
-from device_comm.torch_waiting import Boundary, Guard
+from device_comm.torch_waiting import BlockingCallWatchdog, ErrorTranslator
 from shm_broadcast import NEVER, Deadline, GroupAbortedError, GroupTimeoutError
 from tests.patience import until
 from tests.shm_broadcast.queues import Running
@@ -33,7 +33,7 @@ class Call:
 
 def test_an_abort_ends_the_call_and_is_what_it_raises() -> None:
     watch, call = LoneWatch(0), Call()
-    guard = Guard("guard-test", Boundary(watch), call.end)
+    guard = BlockingCallWatchdog("guard-test", ErrorTranslator(watch), call.end)
     threading.Timer(0.1, watch.abort, (KeyError("why"),)).start()
     with pytest.raises(GroupAbortedError, match="why") as caught:
         guard.call(call, "receiving", [1], NEVER)
@@ -42,7 +42,7 @@ def test_an_abort_ends_the_call_and_is_what_it_raises() -> None:
 
 def test_a_deadline_ends_the_call_and_is_what_it_raises() -> None:
     call = Call()
-    guard = Guard("guard-test", Boundary(LoneWatch(0)), call.end)
+    guard = BlockingCallWatchdog("guard-test", ErrorTranslator(LoneWatch(0)), call.end)
     with pytest.raises(GroupTimeoutError, match=r"receiving: timed out after 0\.1 s"):
         guard.call(call, "receiving", [1], Deadline.after(0.1))
 
@@ -50,20 +50,20 @@ def test_a_deadline_ends_the_call_and_is_what_it_raises() -> None:
 def test_what_the_call_raises_by_itself_is_left_alone() -> None:
     call = Call()
     call.ended.set()
-    guard = Guard("guard-test", Boundary(LoneWatch(0)), call.end)
+    guard = BlockingCallWatchdog("guard-test", ErrorTranslator(LoneWatch(0)), call.end)
     with pytest.raises(RuntimeError, match="ended"):
         guard.call(call, "receiving", [1], NEVER)
 
 
 def test_a_call_that_cannot_be_watched_over_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    boundary, call = Boundary(LoneWatch(0)), Call()
+    boundary, call = ErrorTranslator(LoneWatch(0)), Call()
 
     def refuse(*_: object, **__: object) -> None:
         raise OSError(24, "Too many open files")
 
     with monkeypatch.context() as patch:
         patch.setattr(boundary, "wait", refuse)
-        guard = Guard("guard-test", boundary, call.end)
+        guard = BlockingCallWatchdog("guard-test", boundary, call.end)
         with pytest.raises(OSError, match="Too many open files"):
             guard.call(call, "receiving", [1], NEVER)
     guard.call(int, "receiving", [1], NEVER)
@@ -71,7 +71,7 @@ def test_a_call_that_cannot_be_watched_over_is_ended(monkeypatch: pytest.MonkeyP
 
 def test_one_thread_for_many_calls_that_leaves_when_there_are_none() -> None:
     before = len(threads())
-    guard = Guard("guard-test", Boundary(LoneWatch(0)), id)
+    guard = BlockingCallWatchdog("guard-test", ErrorTranslator(LoneWatch(0)), id)
     for _ in range(100):
         guard.call(int, "receiving", [1], NEVER)
     assert len(threads()) <= before + 1
@@ -82,7 +82,7 @@ def test_one_thread_for_many_calls_that_leaves_when_there_are_none() -> None:
 
 
 def test_the_thread_of_a_closed_guard_ends() -> None:
-    guard = Guard("guard-closed", Boundary(LoneWatch(0)), id)
+    guard = BlockingCallWatchdog("guard-closed", ErrorTranslator(LoneWatch(0)), id)
     guard.call(int, "receiving", [1], NEVER)
     for _ in range(2):
         guard.close()
@@ -91,7 +91,7 @@ def test_the_thread_of_a_closed_guard_ends() -> None:
 
 def test_a_guard_that_is_closed_watches_over_the_call_that_is_under_way() -> None:
     watch, call = LoneWatch(0), Call()
-    guard = Guard("guard-test", Boundary(watch), call.end)
+    guard = BlockingCallWatchdog("guard-test", ErrorTranslator(watch), call.end)
     calling = Running(guard.call, call, "receiving", [1], NEVER)
     until(threads)
     guard.close()
@@ -103,7 +103,7 @@ def test_a_guard_that_is_closed_watches_over_the_call_that_is_under_way() -> Non
 
 def test_a_call_that_was_ended_leaves_nothing_of_the_guard() -> None:
     watch, call = LoneWatch(0), Call()
-    guard = Guard("guard-test", Boundary(watch), call.end)
+    guard = BlockingCallWatchdog("guard-test", ErrorTranslator(watch), call.end)
     watch.abort(KeyError("why"))
     gc.disable()
     try:

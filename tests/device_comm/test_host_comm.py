@@ -55,7 +55,7 @@ def goes_ahead_as_the_host(rank: int, n: int, path: str, board: BoardHandle) -> 
     ):
         peer, x = 1 - rank, torch.ones(1)
         sent = 0
-        while comm.goes_ahead(peer, x.nbytes):
+        while comm.sends_eagerly(peer, x.nbytes):
             comm.send(x, peer)
             sent += 1
         comm.barrier()

@@ -18,15 +18,15 @@ from device_comm import (
     ReduceOp,
     divergence,
 )
-from device_comm.divergence import LateBackend
+from device_comm.divergence import FingerprintBackend
 from shm_broadcast import Board, Deadline, DivergenceError, GroupAbortedError, GroupClosedError
-from shm_broadcast.state.table import OneHost
+from shm_broadcast.state.table import NoRemoteMembers
 from tests.pages.blocks import block_of, without_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from shm_broadcast.state.fingerprint import Tally
+    from shm_broadcast.state.fingerprint import Fingerprint
 
 RANKS = (4, 6, 9)
 """The members' global ranks."""
@@ -60,7 +60,7 @@ class Group:
         self.boards = [first, *(stack.enter_context(each) for each in others)]
         self.inner = [Still(board, rank) for rank, board in enumerate(self.boards)]
         self.comms = [
-            Communicator(LateBackend(inner, board, token))
+            Communicator(FingerprintBackend(inner, board, token))
             for inner, board, token in zip(self.inner, self.boards, tokens, strict=True)
         ]
         for comm in self.comms:
@@ -92,7 +92,7 @@ def have_look(comm: Communicator) -> None:
     """The time has come to compare."""
     backend: Any = comm.backend
     backend._compare_at = 0.0
-    backend.look()
+    backend.poll()
 
 
 @pytest.mark.usefixtures("at_once")
@@ -234,18 +234,18 @@ def test_groups_are_not_compared_with_others_and_closed_ones_do_not_compare() ->
         group.comms[2].barrier()
         group.all_reduce(0, 1)
         group.comms[1].close()
-        assert not group.boards[1].tallies.comparing
-        told = [group.boards[0].tallies.of(member) for member in range(3)]
+        assert not group.boards[1].fingerprints.comparing
+        told = [group.boards[0].fingerprints.of_member(member) for member in range(3)]
         assert [[each.closed for each in of] for of in told] == [[False], [True], [False]]
 
 
 def test_a_rank_explains_where_its_calls_are_not_compared(group: Group) -> None:
     board, comms = group.boards[0], group.comms
     assert not any("not used" in str(comm.explain()) for comm in comms)
-    while board.tallies.take(1):
+    while board.fingerprints.allocate(1):
         pass
-    with Communicator(LateBackend(Still(board, 0), board, b"another")) as comm:
-        (refused,) = comm.explain().refused
+    with Communicator(FingerprintBackend(Still(board, 0), board, b"another")) as comm:
+        (refused,) = comm.explain().unavailable
     assert refused[0] == "comparison"
     assert refused[1].startswith("this rank has 32 other open groups in which calls are compared")
 
@@ -260,19 +260,19 @@ def test_a_group_outlives_its_board() -> None:
 def test_what_is_heard_of_other_hosts_is_compared(group: Group) -> None:
     there = group.boards[1]
 
-    class Heard(OneHost):
+    class Heard(NoRemoteMembers):
         """Of member 1, nothing yet, and then what it told some time ago."""
 
-        told: Sequence[Tally] = ()
+        told: Sequence[Fingerprint] = ()
 
-        def tallies(self, member: int) -> Any:
+        def fingerprints(self, member: int) -> Any:
             return self.told if member == 1 else None
 
     heard = Heard()
-    group.boards[0].hear(heard)
+    group.boards[0].set_remote_members(heard)
     group.comms[1].barrier()
     group.all_reduce(0)
-    heard.told = there.tallies.of(1)
+    heard.told = there.fingerprints.of_member(1)
     group.comms[1].close()
     with pytest.raises(DivergenceError, match="rank 6 issued barrier where this rank issued all_r"):
         group.all_reduce(0)

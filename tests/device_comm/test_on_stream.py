@@ -28,19 +28,19 @@ class Log:
         self.done = self.captures = False
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
+    def as_current(self) -> Iterator[None]:
         self.said.append("enter")
         yield
         self.said.append("leave")
 
-    def follow(self) -> None:
+    def stream_wait(self) -> None:
         self.said.append("follow")
 
     def mark(self) -> Callable[[], bool]:
         self._refuse_captures()
         return self._is_done
 
-    def captured(self) -> bool:
+    def is_capturing(self) -> bool:
         return self.captures
 
     def _is_done(self) -> bool:

@@ -39,11 +39,11 @@ def test_the_buffer_of_a_broadcast_is_what_is_given_or_what_is_got() -> None:
 def test_what_stands_for_an_operation_ends_with_it() -> None:
     x, y = torch.zeros(6), torch.ones(6)
     first = Operation("scatter", x, y, peer=2, background=True, timeout=5, name="tp scatter")
-    same = first.instead(y, x)
+    same = first.replace(y, x)
     assert (same.verb, same.source, same.output) == ("scatter", y, x)
     assert (same.peer, same.background, same.name) == (2, True, "tp scatter")
     assert same.deadline is first.deadline
-    other = Operation("all_to_all", x, y, source_sizes=(1, 5, 0)).instead(y, x, verb="all_gather")
+    other = Operation("all_to_all", x, y, source_sizes=(1, 5, 0)).replace(y, x, verb="all_gather")
     assert (other.verb, other.source_sizes) == ("all_gather", None)
 
 

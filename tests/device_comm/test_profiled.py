@@ -55,7 +55,7 @@ def assert_ranges(native: bool, path: Path) -> None:
                 "group-coordinator barrier tp 0 B": 1,
             }
             assert documented <= ranges.keys()
-            past = board.past(rank)
+            past = board.recorded(rank)
             assert len(past) == 3 * 6
             assert {each.outcome for each in past} == {"done"}
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from device_comm import Operation
-    from shm_broadcast.state.flight_recorder import PastOperation
+    from shm_broadcast.state.flight_recorder import OperationRecord
 
 N = 2
 FLOATS = 6
@@ -88,7 +88,7 @@ def test_every_verb_is_written_down(native: list[bool], tmp_path: Path) -> None:
     with Board.create(N, None) as board:
         run_ranks(N, call_every_verb, board.handle(), str(tmp_path / "group"), native)
         for rank in range(N):
-            past = board.past(rank)
+            past = board.recorded(rank)
             assert len(past) == 2 * len(EXPECTED)
             for each, wanted in zip(past, EXPECTED * 2, strict=True):
                 verb, size, peer = (w[rank] if isinstance(w, tuple) else w for w in wanted)
@@ -103,13 +103,13 @@ def test_every_verb_is_written_down(native: list[bool], tmp_path: Path) -> None:
             assert transfers == [1, 1, 2, 2]
             ends = [each.end for each in past]
             assert ends == sorted(ends, key=lambda end: end or 0)
-        mine, theirs = board.past(0), board.past(1)
+        mine, theirs = board.recorded(0), board.recorded(1)
         assert len(overlapping(mine, theirs)) == len(overlapping(theirs, mine)) == 2
 
 
 def overlapping(
-    mine: tuple[PastOperation, ...], theirs: tuple[PastOperation, ...]
-) -> list[PastOperation]:
+    mine: tuple[OperationRecord, ...], theirs: tuple[OperationRecord, ...]
+) -> list[OperationRecord]:
     """My all-reduces that overlap in time with the other rank's of the same number."""
     other = {each.number: each for each in theirs if each.verb == "all_reduce"}
     return [
@@ -133,7 +133,7 @@ def test_the_same_all_reduce_of_two_ranks_overlaps(tmp_path: Path) -> None:
     times = 60_000
     with Board.create(N, None) as board:
         run_ranks(N, reduce_often, board.handle(), str(tmp_path / "group"), times)
-        mine, theirs = board.past(0), board.past(1)
+        mine, theirs = board.recorded(0), board.recorded(1)
         kept = layout.HISTORY_ENTRIES - 1
         assert [each.number for each in mine] == [*range(times - kept + 1, times + 1)]
         assert len(overlapping(mine, theirs)) == len(overlapping(theirs, mine)) == kept
@@ -160,7 +160,7 @@ def test_what_goes_on_in_the_background_ends_there(tmp_path: Path) -> None:
     with Board.create(N, None) as board:
         run_ranks(N, go_on_by_itself, board.handle(), str(tmp_path / "group"))
         for rank in range(N):
-            past = board.past(rank)
+            past = board.recorded(rank)
             verbs = [*["all_reduce"] * 3, ("send", "recv")[rank], "all_reduce", "barrier"]
             assert [each.verb for each in past] == verbs
             assert {each.outcome for each in past} == {"done"}
@@ -204,7 +204,7 @@ def test_what_fails_says_how(
     with Board.create(N, None) as board:
         run_ranks(N, fail, board.handle(), str(tmp_path / "group"), how, native, may_die=[1])
         for rank, outcome in enumerate(outcomes):
-            past = board.past(rank)
+            past = board.recorded(rank)
             assert past[0].outcome == "done"
             assert [each.outcome for each in past[1:]] == ([outcome] if outcome else [])
 
@@ -225,10 +225,10 @@ def test_the_parent_reads_what_a_killed_rank_was_in(native: bool, tmp_path: Path
     with Board.create(N, None) as board:
         args = board.handle(), str(tmp_path / "group"), native
         ranks = Running(lambda: run_ranks(N, wait_for_ever, *args, may_die=[1]))
-        until(lambda: len(board.past(1)) == 2)
+        until(lambda: len(board.recorded(1)) == 2)
         os.kill(board.member_status(1).pid, signal.SIGKILL)
         ranks.result()
-        first, last = board.past(1)
+        first, last = board.recorded(1)
         assert (first.verb, first.number, first.outcome) == ("all_reduce", 1, "done")
         assert (last.verb, last.number, last.size) == ("all_reduce", 2, BYTES)
         assert (last.end, last.outcome) == (None, "under way")
@@ -249,5 +249,5 @@ def test_an_interrupted_operation_has_failed() -> None:
     with Board.create(2, 0) as board:
         with pytest.raises(KeyboardInterrupt):
             Communicator(Broken(board)).all_reduce(torch.ones(3))
-        (past,) = board.past(0)
+        (past,) = board.recorded(0)
         assert (past.verb, past.outcome) == ("all_reduce", "failed")

@@ -153,11 +153,11 @@ def test_choices_say_why() -> None:
     small, large, recv, send = selection.choices()
     assert (small.above, small.up_to, small.backend) == (-1, 4 * KIB, "ipc")
     others = (("nccl", "slower"), ("window", "slower"))
-    assert (small.reason, small.refused) == ("1.0 us at 1 KiB", others)
+    assert (small.reason, small.unavailable) == ("1.0 us at 1 KiB", others)
     assert (large.above, large.up_to, large.backend) == (4 * KIB, None, "nccl")
-    assert large.refused == (("ipc", "slower"), ("window", "takes up to 1 KiB"))
-    assert (recv.reason, recv.refused) == ("the only one", (("nccl", "has no recv"),))
-    assert (send.reason, send.refused) == ("the only one", (("ipc", "has no send"),))
+    assert large.unavailable == (("ipc", "slower"), ("window", "takes up to 1 KiB"))
+    assert (recv.reason, recv.unavailable) == ("the only one", (("nccl", "has no recv"),))
+    assert (send.reason, send.unavailable) == ("the only one", (("ipc", "has no send"),))
     explained = Explanation("tp:0", tuple(selection.choices()), (("multimem", "no multicast"),))
     assert explained.backend("all_reduce", 4 * KIB) == "ipc"
     assert explained.backend("all_reduce", 4 * KIB + 1) == "nccl"

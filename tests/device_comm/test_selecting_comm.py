@@ -15,7 +15,7 @@ from device_comm import (
     ReduceOp,
     TorchBackend,
 )
-from device_comm.cuda.agree import swap_over
+from device_comm.cuda.agree import all_gather_bytes_over
 from device_comm.measuring import measure_candidates
 from device_comm.selection import Candidate, Measured, SelectingBackend, Selection, Table
 from shm_broadcast import Board, BoardHandle, GroupAbortedError, GroupClosedError
@@ -163,7 +163,7 @@ def measured(rank: int, n: int, path: str, handle: BoardHandle) -> dict[str, lis
         shm = selection_of(comm).candidates[0].backend
         assert shm is not None
         found = measure_candidates(
-            selection_of(comm).candidates, {}, swap_over(Communicator(shm)), sizes
+            selection_of(comm).candidates, {}, all_gather_bytes_over(Communicator(shm)), sizes
         )
         assert found.sound()
         assert all(
@@ -189,7 +189,7 @@ def test_what_cannot_be_selected_from() -> None:
 def test_refused_candidates_are_explained() -> None:
     refused = Candidate("ipc", None, "rank 1: no peer access")
     comm = SelectingBackend(Selection([refused, Candidate("loopback", LoopbackBackend("cpu"))]))
-    assert comm.explain().refused == (("ipc", "rank 1: no peer access"),)
+    assert comm.explain().unavailable == (("ipc", "rank 1: no peer access"),)
     assert comm.explain().backend("all_reduce", 1) == "loopback"
 
 

@@ -57,7 +57,7 @@ def test_table_on_groups_that_do_not_start_at_rank_0(store_path: str) -> None:
 def touches(rank: int, n: int, path: str, board: BoardHandle) -> list[tuple[str, Any]]:
     """What this rank touches of the group's memory until the group is made, in order."""
     group, events = GroupLayout.for_ranks(n), []
-    settle, touch = Segment.settle, Segment.touch
+    settle, touch = Segment.first_touch, Segment.prefault
 
     def settle_noted(segment: Segment, begin: int, end: int) -> None:
         events.append(("settles", (begin, end)))
@@ -70,8 +70,8 @@ def touches(rank: int, n: int, path: str, board: BoardHandle) -> list[tuple[str,
         touch(segment)
 
     with (
-        patch.object(Segment, "settle", settle_noted),
-        patch.object(Segment, "touch", touch_noted),
+        patch.object(Segment, "first_touch", settle_noted),
+        patch.object(Segment, "prefault", touch_noted),
         make_comm(rank, board, path) as comm,
     ):
         made = [*events]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from device_comm.shm.direct import DirectCalls
+from device_comm.shm.direct import FastPathCalls
 from shm_broadcast.errors import DivergenceError, GroupAbortedError, GroupClosedError
 from shm_broadcast.ring.buffers import RECYCLED_BYTES
 from tests.device_comm.meeting import wait_for_abort
@@ -80,7 +80,7 @@ def refuse(*_: object, **__: object) -> None:
 def only_short(comm: Communicator) -> None:
     """Refuse the long way, and to wait for the rest of a message."""
     comm.runner.run = refuse
-    shm_of(comm).shortcut._go_on = refuse
+    shm_of(comm).fast_path._go_on = refuse
 
 
 def short_and_long(rank: int, n: int, path: str, board: BoardHandle, late: int) -> None:
@@ -116,7 +116,7 @@ def messages(rank: int, n: int, path: str, board: BoardHandle) -> None:
             comm.send(torch.tensor([0.0]))
         else:
             assert comm.recv((1,), torch.float32) == 0
-        long_way, go_on = comm.runner.run, shm_of(comm).shortcut._go_on
+        long_way, go_on = comm.runner.run, shm_of(comm).fast_path._go_on
         for count in (1, 1_000, 16_000, 1_000_000):
             for late in range(2):
                 x = torch.arange(count, dtype=torch.float32) + late
@@ -136,7 +136,7 @@ def messages(rank: int, n: int, path: str, board: BoardHandle) -> None:
                     out = torch.zeros(count)
                     assert comm.recv(out=out, src=0) is out
                     same(out, x)
-                comm.runner.run, shm_of(comm).shortcut._go_on = long_way, go_on
+                comm.runner.run, shm_of(comm).fast_path._go_on = long_way, go_on
         comm.barrier()
 
 
@@ -295,8 +295,8 @@ def test_a_result_without_memory_has_not_begun(store_path: str) -> None:
 
 def interrupt_when_it_returns(comm: Communicator, verb: str, patch: pytest.MonkeyPatch) -> None:
     """Raise as soon as the extension comes back from ``verb``, as a signal handler may."""
-    shortcut = shm_of(comm).shortcut
-    assert isinstance(shortcut, DirectCalls)
+    shortcut = shm_of(comm).fast_path
+    assert isinstance(shortcut, FastPathCalls)
     native, call = shortcut._native, getattr(shortcut._native, verb)
 
     class Interrupted:

@@ -26,7 +26,7 @@ from shm_broadcast import (
     GroupTimeoutError,
     PeerLostError,
 )
-from shm_broadcast.layout import DOORBELL_SLEEPERS
+from shm_broadcast.layout import EVENTCOUNT_WAITERS
 from tests.device_comm.meeting import die, meet, moment_of_death, wait_for_abort, wait_twice
 from tests.device_comm.shm_ranks import make_comm, share_through, shm_of
 from tests.patience import NAMED_WITHIN, failure_of, quickest, until
@@ -317,8 +317,8 @@ def interrupted(rank: int, n: int, path: str, board: BoardHandle) -> str:
     if rank == 1:
         wait_until_others_wait(comm)
         mine = shm_of(comm).board
-        words, bell = mine.words, mine.doorbell_offset(0)
-        until(lambda: words.load32(bell + DOORBELL_SLEEPERS) > 0)
+        words, bell = mine.words, mine.eventcount_offset(0)
+        until(lambda: words.load32(bell + EVENTCOUNT_WAITERS) > 0)
         os.kill(mine.member_status(0).pid, signal.SIGINT)
         wait_for_abort(comm.watch)
         return failure_of(lambda: comm.barrier())[0].failure.kind

@@ -75,7 +75,7 @@ def aborted(
 ) -> tuple[type[Exception], list[bool]]:
     """Rank 0's handler aborts the group; whether its collective was under way then."""
     with make_comm(rank, board, path) as comm:
-        native = shm_of(comm).shortcut._native
+        native = shm_of(comm).fast_path._native
         under_way: list[bool] = []
 
         def abort(*_: object) -> None:

@@ -11,18 +11,18 @@ import torch
 
 from device_comm import _native
 from device_comm.shm.channel import (
-    AHEAD_BYTES,
+    EAGER_BYTES,
     HEADER_BYTES,
     KEPT_ROOM,
+    OVERFLOW_KEPT_BYTES,
     PIECE_BYTES,
     RESERVED_BYTES,
     RING_BYTES,
     SMALL_BYTES,
-    SPILL_KEPT_BYTES,
+    OverflowPool,
     PythonMover,
-    SpillPool,
 )
-from device_comm.shm.collectives import Attendance
+from device_comm.shm.collectives import GroupMembership
 from device_comm.shm.layout import GroupLayout
 from device_comm.shm.transfers import PeerPipes, ReceiveTask, SendTask
 from shm_broadcast import (
@@ -51,8 +51,8 @@ N = 2
 def mover(board: Board, native: bool) -> MakeMover:
     def make(segment: Segment, peer: int) -> Mover:
         if native:
-            return _native.Pipe(segment.memory, board.memory, board.doorbell_offset(peer))
-        return PythonMover(segment, lambda: board.ring(peer))
+            return _native.Pipe(segment.memory, board.memory, board.eventcount_offset(peer))
+        return PythonMover(segment, lambda: board.notify(peer))
 
     return make
 
@@ -64,7 +64,7 @@ def pipes(request: pytest.FixtureRequest) -> Iterator[list[PeerPipes]]:
         both = [
             PeerPipes(
                 board,
-                Attendance(board, range(N), rank, segment, group),
+                GroupMembership(board, range(N), rank, segment, group),
                 rank,
                 segment,
                 group,
@@ -188,7 +188,7 @@ def test_small_messages_take_no_spill_when_room_comes_late(pipes: list[PeerPipes
     end.mover = LateRoom()
     assert last.advance(0)
     assert pushed == [0, 8]
-    assert pipes[0].spills.size == 0
+    assert pipes[0].overflows.size == 0
 
 
 def test_large_messages_leave_room_for_others(pipes: list[PeerPipes]) -> None:
@@ -257,7 +257,7 @@ def test_a_sender_that_closes(pipes: list[PeerPipes]) -> None:
     receiving = receive(pipes, out, "tp recv")
     assert send(pipes, torch.ones(3)).advance(0)
     assert receiving.ready()
-    pipes[0].attendance.leave()
+    pipes[0].membership.mark_left()
     pipes[0].close()
     assert receiving.advance(0), "what was sent can be received"
     again = receive(pipes, out, "tp recv")
@@ -270,7 +270,7 @@ def test_a_sender_that_closes(pipes: list[PeerPipes]) -> None:
 def test_a_sender_that_closes_before_it_has_sent(pipes: list[PeerPipes]) -> None:
     receiving = receive(pipes, torch.zeros(3))
     assert not receiving.advance(0)
-    pipes[0].attendance.leave()
+    pipes[0].membership.mark_left()
     assert receiving.ready()
     with pytest.raises(GroupClosedError, match="recv: rank 0 has closed the group"):
         receiving.advance(0)
@@ -278,7 +278,7 @@ def test_a_sender_that_closes_before_it_has_sent(pipes: list[PeerPipes]) -> None
 
 def test_a_sender_that_closes_before_its_pipe_is_found(pipes: list[PeerPipes]) -> None:
     assert send(pipes, torch.ones(3)).advance(0)
-    pipes[0].attendance.leave()
+    pipes[0].membership.mark_left()
     pipes[0].close()
     receiving = receive(pipes, torch.zeros(3))
     assert receiving.ready()
@@ -290,7 +290,7 @@ def test_a_receiver_that_closes(pipes: list[PeerPipes]) -> None:
     while (sending := send(pipes, torch.ones(0))).advance(0):
         pass
     assert not sending.ready()
-    pipes[1].attendance.leave()
+    pipes[1].membership.mark_left()
     assert sending.ready()
     with pytest.raises(GroupClosedError, match="send: rank 1 has closed the group"):
         sending.advance(0)
@@ -298,30 +298,32 @@ def test_a_receiver_that_closes(pipes: list[PeerPipes]) -> None:
 
 
 def test_spills_are_used_again_and_bounded() -> None:
-    pool = SpillPool()
+    pool = OverflowPool()
     first = pool.take(KEPT_ROOM, 0)
     second = pool.take(KEPT_ROOM, 0)
     assert second is not first
     first.mark(taken=False)
     assert pool.take(KEPT_ROOM, 0) is first
     many = [first, second, *(pool.take(KEPT_ROOM, 0) for _ in range(6))]
-    assert [spill.kept for spill in many] == [True] * 4 + [False] * 4
-    for spill in many:
-        spill.mark(taken=False)
+    assert [overflow.kept for overflow in many] == [True] * 4 + [False] * 4
+    for overflow in many:
+        overflow.mark(taken=False)
     assert pool.take(10, 0).kept
     pages = 4 * 4096
-    assert pool.size <= SPILL_KEPT_BYTES + pages
+    assert pool.size <= OVERFLOW_KEPT_BYTES + pages
     pool.close()
     assert pool.size == 0
 
 
 def test_what_was_emptied_is_forgotten_without_another_spill() -> None:
-    pool = SpillPool()
-    spills = [pool.take(KEPT_ROOM, 0) for _ in range(8)]
-    for spill in spills[:6]:
-        spill.mark(taken=False)
+    pool = OverflowPool()
+    overflows = [pool.take(KEPT_ROOM, 0) for _ in range(8)]
+    for overflow in overflows[:6]:
+        overflow.mark(taken=False)
     pool.forget()
-    assert [spill.segment.closed for spill in spills] == [False] * 4 + [True] * 2 + [False] * 2
+    assert [overflow.segment.closed for overflow in overflows] == [False] * 4 + [True] * 2 + [
+        False
+    ] * 2
     pool.close()
 
 
@@ -344,7 +346,7 @@ def flushed(rank: int, n: int, board: BoardHandle, path: str) -> None:
         comm.barrier()
         if rank == 0:
             comm.flush(10)
-            assert shm_of(comm)._pipes.spills.size <= SPILL_KEPT_BYTES + 4 * 4096
+            assert shm_of(comm)._pipes.overflows.size <= OVERFLOW_KEPT_BYTES + 4 * 4096
 
 
 def test_a_flush_waits_for_those_that_have_not_received_and_frees_what_was(store_path: str) -> None:
@@ -353,19 +355,19 @@ def test_a_flush_waits_for_those_that_have_not_received_and_frees_what_was(store
 
 def test_threads_that_send_to_different_ranks_take_different_spills() -> None:
     """The caller sends to one rank while the progress thread goes on sending to another."""
-    pool = SpillPool()
+    pool = OverflowPool()
     problems: list[str] = []
 
     def send(mark: int) -> None:
         try:
             for turn in range(200):
-                spill = pool.take(KEPT_ROOM // 2, 0)
-                memory = spill.segment.memory[-spill.room :]
+                overflow = pool.take(KEPT_ROOM // 2, 0)
+                memory = overflow.segment.memory[-overflow.room :]
                 memory[0] = mark
                 time.sleep(0)
-                if memory[0] != mark or spill.segment.closed:
+                if memory[0] != mark or overflow.segment.closed:
                     problems.append(f"turn {turn}: another thread uses or forgets this spill")
-                spill.mark(taken=False)
+                overflow.mark(taken=False)
         except BaseException as error:  # noqa: BLE001 - shown below
             problems.append(repr(error))
 
@@ -382,7 +384,7 @@ def test_a_message_that_nobody_receives_takes_few_spills(pipes: list[PeerPipes])
     x = torch.zeros(64 << 20, dtype=torch.uint8)
     x[::4096] = 7
     assert send(pipes, x).advance(0)
-    assert pipes[0].spills.size < 2 * x.nbytes
+    assert pipes[0].overflows.size < 2 * x.nbytes
     out = torch.empty_like(x)
     assert receive(pipes, out).advance(0)
     assert torch.equal(out, x)
@@ -392,14 +394,14 @@ def test_spills_that_wait_are_bounded(pipes: list[PeerPipes]) -> None:
     """Five of 16 MiB would be more than 64 MiB; one of any size may wait."""
     large = torch.zeros(16 << 20, dtype=torch.uint8)
     for _ in range(4):
-        assert pipes[0].goes_ahead(1, large.nbytes)
+        assert pipes[0].sends_eagerly(1, large.nbytes)
         assert send(pipes, large).advance(0)
-    assert not pipes[0].goes_ahead(1, large.nbytes)
+    assert not pipes[0].sends_eagerly(1, large.nbytes)
     fifth = send(pipes, large)
     assert not fifth.advance(0)
     assert not fifth.ready()
-    assert pipes[0].spills.waiting <= AHEAD_BYTES
-    assert pipes[0].goes_ahead(1, SMALL_BYTES), "small messages go on"
+    assert pipes[0].overflows.waiting <= EAGER_BYTES
+    assert pipes[0].sends_eagerly(1, SMALL_BYTES), "small messages go on"
     for _ in range(4):
         assert receive(pipes, torch.empty_like(large)).advance(0)
     assert fifth.ready()

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from device_comm import ReduceOp, _native
-from device_comm.call_number import VERBS, Begun
+from device_comm.call_number import VERBS, OperationCounts
 from device_comm.shm import layout
 from device_comm.shm.collectives import SlotPlan, SlotPlanner, Status, Steps
 from device_comm.shm.layout import GroupLayout
@@ -62,12 +62,12 @@ class Ends:
             self.board.memory,
             rank,
             slot,
-            tuple(self.board.doorbell_offset(member) for member in range(N)),
+            tuple(self.board.eventcount_offset(member) for member in range(N)),
             (*VERBS, "send", "recv"),
             torch.Tensor,
             ReduceOp,
             lambda shape, like: like.new_empty(shape),
-            Begun(N).words,
+            OperationCounts(N).words,
             array("I", [0]) * (1 + 2 * N),
             self.board.history,
             "test",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from shm_broadcast import Board, BoardHandle
-from shm_broadcast.executor import Progress
+from shm_broadcast.executor import ProgressEngine
 from tests.device_comm.shm_ranks import make_comm
 from tests.device_comm.soak import draw, run
 from tests.ranks import NEW_BOARD, run_ranks
@@ -25,7 +25,7 @@ def make_groups(
     n: int,
     watch: Board,
     path: str,
-    progress: Progress,
+    progress: ProgressEngine,
     *,
     use_native: bool,
 ) -> tuple[list[Communicator | None], list[int]]:
@@ -55,7 +55,7 @@ def soak(
 ) -> int:
     with ExitStack() as stack:
         watch = stack.enter_context(Board.attach(board, rank))
-        progress = Progress(watch)
+        progress = ProgressEngine(watch)
         stack.callback(progress.close)
         comms, sizes = make_groups(stack, rank, n, watch, path, progress, use_native=native[rank])
         done = run(draw(seed, count, sizes), comms)

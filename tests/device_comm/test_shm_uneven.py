@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from device_comm import Operation
-from device_comm.shm.collectives import Attendance, Collective, Plans
+from device_comm.shm.collectives import Collective, GroupMembership, Plans
 from shm_broadcast import DivergenceError
 from tests.device_comm.test_shm_steps import Ends, N
 
@@ -31,7 +31,7 @@ def run(native: tuple[bool, bool], plans: Callable[[Plans, int], Iterator[SlotPl
     tasks = [
         Collective(
             ends.steps[rank],
-            Attendance(ends.board, range(N), rank, ends.segment, ends.group),
+            GroupMembership(ends.board, range(N), rank, ends.segment, ends.group),
             "test",
             plans(Plans(rank, N, ends.whole), rank),
         )

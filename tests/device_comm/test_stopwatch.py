@@ -108,7 +108,7 @@ def test_calls_are_captured_and_replayed_between_events(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
-    monkeypatch.setattr(measuring, "CudaMark", lambda _: Event())
+    monkeypatch.setattr(measuring, "CudaEvent", lambda _: Event())
     monkeypatch.setattr(Event, "passed", Event.query, raising=False)
     seconds = GraphStopwatch(Communicator(backend)).time(lambda: backend.did.append("call"), 20, 3)
     assert seconds == pytest.approx(0.040 / 20)

@@ -86,12 +86,12 @@ def test_a_series_may_have_tensors_without_elements(store_path: str) -> None:
 
 
 CANNOT_BEGIN = {
-    "all_reduce": ("reduction_wire", MemoryError("no room for it")),
-    "broadcast": ("as_cargo", RuntimeError("no room for it")),
-    "all_gather": ("as_cargo", RuntimeError("no room for it")),
-    "send": ("as_cargo", RuntimeError("no room for it")),
-    "isend": ("as_cargo", MemoryError("no room for it")),
-    "irecv": ("as_cargo", RuntimeError("no room for it")),
+    "all_reduce": ("transport_reduction", MemoryError("no room for it")),
+    "broadcast": ("as_transport_dtype", RuntimeError("no room for it")),
+    "all_gather": ("as_transport_dtype", RuntimeError("no room for it")),
+    "send": ("as_transport_dtype", RuntimeError("no room for it")),
+    "isend": ("as_transport_dtype", MemoryError("no room for it")),
+    "irecv": ("as_transport_dtype", RuntimeError("no room for it")),
 }
 """Verbs, and what fails in them before torch is called: no error of a connection."""
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from device_comm import Communicator, ReduceOp, TorchBackend, torch_waiting
-from device_comm.torch_waiting import Boundary, Guard
+from device_comm.torch_waiting import BlockingCallWatchdog, ErrorTranslator
 from shm_broadcast import (
     Board,
     BoardHandle,
@@ -190,7 +190,7 @@ def test_a_deadline_names_the_late_and_ends_the_group(verb: Verb, store_path: st
 
 def held_up_once_ended(watch: Watch) -> None:
     """Hold this rank up when it is freed from what it waits in, until the group is aborted."""
-    call = Guard.call
+    call = BlockingCallWatchdog.call
 
     def held_up(*arguments: Any) -> None:
         try:
@@ -199,7 +199,7 @@ def held_up_once_ended(watch: Watch) -> None:
             until(lambda: watch.aborted)
             raise
 
-    Guard.call = held_up
+    BlockingCallWatchdog.call = held_up
 
 
 def one_gives_up(rank: int, n: int, path: str, board: BoardHandle) -> CoordinatorError:
@@ -246,7 +246,7 @@ def test_a_work_can_be_waited_for_again_after_its_deadline(store_path: str) -> N
 def wait_for_one_that_left(came: threading.Event) -> None:
     with Board.create(2, 0) as board:
         Board.attach(board.handle(), 1).close()
-        boundary = Boundary(board)
+        boundary = ErrorTranslator(board)
         boundary.wait(came.is_set, Deadline.after(3 * SOON), "recv", [1], poll=0.01)
 
 
@@ -412,9 +412,9 @@ def test_what_has_ended_is_kept_until_others_begin() -> None:
     first, second, third = Ended(ended=True), Ended(ended=False), Ended(ended=False)
     try:
         for work, kept in (first, {first}), (second, {second}), (third, {second, third}):
-            torch_waiting.keep_until_done(work)
+            torch_waiting.retain_until_done(work)
             assert torch_waiting._kept == kept
     finally:
         for work in (first, second, third):
-            torch_waiting.let_go(work)
+            torch_waiting.release(work)
     assert torch_waiting._kept == set()

@@ -33,7 +33,7 @@ def test_a_ring_wakes() -> None:
     def ring() -> None:
         time.sleep(0.05)
         done.set()
-        watch.ring(0)
+        watch.notify(0)
 
     began = time.monotonic()
     threading.Thread(target=ring).start()
@@ -75,6 +75,6 @@ def test_an_abort_ends_waiting_and_the_first_one_counts() -> None:
 
 def test_stamps_cost_nothing_and_say_nothing() -> None:
     watch = LoneWatch(4)
-    assert watch.stamp("operation") == 0
+    assert watch.record_begin("operation") == 0
     watch.idle()
     assert watch.member == 4

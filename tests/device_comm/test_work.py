@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from device_comm import Joined, Work, join
-from device_comm.work import Followed
+from device_comm import AllPending, Work, all_pending
+from device_comm.work import PendingThen
 from shm_broadcast import CoordinatorError, Deadline, GroupTimeoutError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Steps:
 
 def test_a_step_is_taken_once_behind_an_operation_that_is_done() -> None:
     taken: list[int] = []
-    followed = Followed(Steps(2), lambda: taken.append(1))
+    followed = PendingThen(Steps(2), lambda: taken.append(1))
     assert not followed.ready()
     with pytest.raises(GroupTimeoutError):
         followed.wait(Deadline.after(0))
@@ -165,10 +165,10 @@ def test_awaiting_ends_at_the_deadline() -> None:
 
 
 def test_joining() -> None:
-    assert join([None, None]) is None
+    assert all_pending([None, None]) is None
     first, second = Steps(1), Steps(2)
-    joined = join([first, None, second])
-    assert isinstance(joined, Joined)
+    joined = all_pending([first, None, second])
+    assert isinstance(joined, AllPending)
     looks: Callable[[], list[bool]] = lambda: [joined.ready() for _ in range(4)]  # noqa: E731
     assert looks() == [False, False, False, True]
     joined.wait(Deadline.after(1))

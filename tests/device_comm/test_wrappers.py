@@ -32,9 +32,9 @@ from device_comm import (
 )
 from device_comm.backend import Explanation
 from device_comm.cuda.ipc.abi import Algorithm
-from device_comm.cuda.ipc.ipc_backend import IpcWay
+from device_comm.cuda.ipc.ipc_backend import IpcAlgorithm
 from device_comm.cuda.nccl.nccl_backend import NcclWindow
-from device_comm.divergence import CheckedBackend, LateBackend
+from device_comm.divergence import CheckedBackend, FingerprintBackend
 from device_comm.selection import Candidate, SelectingBackend, Selection
 from device_comm.wrappers import HostStaging, OnStream
 from shm_broadcast import Board, Deadline, DivergenceError, GroupTimeoutError
@@ -52,7 +52,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "flush": (DEADLINE,),
     "check": (),
     "norms": (torch.ones(3), torch.ones(3)),
-    "goes_ahead": (1, 100),
+    "sends_eagerly": (1, 100),
     "empty": ((2,), torch.float32, torch.ones(3)),
     "explain": (),
     "graph_capture": (),
@@ -86,8 +86,8 @@ class Told(Backend):
         self.told.append(("norms", x, weight))
         return True
 
-    def goes_ahead(self, peer: int, size: int) -> bool:
-        self.told.append(("goes_ahead", peer, size))
+    def sends_eagerly(self, peer: int, size: int) -> bool:
+        self.told.append(("sends_eagerly", peer, size))
         return True
 
     def empty(self, *given: Any) -> torch.Tensor:
@@ -134,16 +134,16 @@ class NoStream:
     """A side stream that is the current one."""
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
+    def as_current(self) -> Iterator[None]:
         yield
 
-    def follow(self) -> None:
+    def stream_wait(self) -> None:
         pass
 
     def mark(self) -> Callable[[], bool]:
         return lambda: True
 
-    def captured(self) -> bool:
+    def is_capturing(self) -> bool:
         return False
 
 
@@ -165,14 +165,14 @@ def in_a_window(inner: Any) -> Backend:
 WRAPPERS: dict[type[Backend], Callable[[Any], Backend]] = {
     CheckedBackend: lambda inner: CheckedBackend(inner, Echo()),
     HostStaging: lambda inner: HostStaging(inner, "cpu"),
-    IpcWay: lambda inner: IpcWay(inner, Algorithm.ONE_SHOT),
-    LateBackend: lambda inner: LateBackend(inner, Board.create(2, 0), b"token"),
+    IpcAlgorithm: lambda inner: IpcAlgorithm(inner, Algorithm.ONE_SHOT),
+    FingerprintBackend: lambda inner: FingerprintBackend(inner, Board.create(2, 0), b"token"),
     NcclWindow: in_a_window,
     OnStream: lambda inner: OnStream(inner, NoStream()),
     SelectingBackend: lambda inner: SelectingBackend(Selection([Candidate("told", inner)])),
 }
 
-LENT = {HostStaging, IpcWay, NcclWindow}
+LENT = {HostStaging, IpcAlgorithm, NcclWindow}
 """These leave what they wrap to its maker to close."""
 
 ANSWERED = {HostStaging: ("empty", "norms")}
@@ -222,7 +222,7 @@ def test_no_wrapper_is_forgotten_here() -> None:
             if not engine and not module.name.endswith((".cupy_driver", "_native")):
                 importlib.import_module(module.name)
     assert of_the_project(Wrapper) | {SelectingBackend} == set(WRAPPERS)
-    assert {"start", "fail", "disown"} | set(ARGUMENTS) == FACE
+    assert {"start", "fail", "after_fork_in_child"} | set(ARGUMENTS) == FACE
 
 
 @pytest.mark.parametrize("method", sorted(ARGUMENTS))
@@ -236,12 +236,12 @@ def test_every_method_reaches_what_is_wrapped(kind: type[Backend], method: str) 
             pass
     kept = (method == "close" and kind in LENT) or method in ANSWERED.get(kind, ())
     assert inner.told == ([] if kept else [(method, *ARGUMENTS[method])])
-    if method == "goes_ahead":
+    if method == "sends_eagerly":
         assert answer is True
     elif method == "empty":
         assert (answer is inner.room) is not kept
     elif method == "explain":
-        assert ("the best way", "there is a reason") in answer.refused
+        assert ("the best way", "there is a reason") in answer.unavailable
 
 
 @pytest.mark.parametrize("kind", WRAPPERS)
@@ -262,8 +262,8 @@ def test_who_this_is_is_passed_on(kind: type[Backend]) -> None:
 OWN: dict[type[Backend], dict[str, Any]] = {
     CheckedBackend: {"detects_divergence": True},
     HostStaging: {"backend": "host", "series": False},
-    IpcWay: {"verbs": frozenset({"all_reduce"})},
-    LateBackend: {"detects_divergence": True},
+    IpcAlgorithm: {"verbs": frozenset({"all_reduce"})},
+    FingerprintBackend: {"detects_divergence": True},
     NcclWindow: {"verbs": frozenset({"all_reduce"})},
     SelectingBackend: {"series": False},
 }
@@ -331,5 +331,5 @@ def test_what_is_under_way_is_waited_for(kind: type[Backend], background: bool) 
 @pytest.mark.parametrize("kind", WRAPPERS)
 def test_no_wrapper_lets_calls_go_past_it(kind: type[Backend]) -> None:
     inner = Told()
-    inner.shortcut = object()
-    assert WRAPPERS[kind](inner).shortcut is None
+    inner.fast_path = object()
+    assert WRAPPERS[kind](inner).fast_path is None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import coordinator.context
-from coordinator.hosts import Nodes, find_nodes
+from coordinator.hosts import HostTopology, find_nodes
 from coordinator.messages.transport import COPIED_BYTES
 from coordinator.torch_groups import default_store
 from device_comm import Work
@@ -61,7 +61,7 @@ class ProgramRank:
             return post.make_group(name, members, queue=name == "turned")
         halves = tuple(post.n // 2 * int(2 * rank >= post.n) for rank in range(post.n))
 
-        def pretended(*arguments: Any, **options: Any) -> Nodes:
+        def pretended(*arguments: Any, **options: Any) -> HostTopology:
             return replace(find_nodes(*arguments, **options), node_of=halves)
 
         with mock.patch.object(coordinator.context, "find_nodes", pretended):
@@ -69,11 +69,11 @@ class ProgramRank:
 
     def run(self, program: Program, fault: Fault | None) -> str:
         """Carry out a program; what went wrong first, with where, or ``""``."""
-        return Execution(self._groups).run(program, fault)
+        return Executors(self._groups).run(program, fault)
 
 
 @dataclass
-class Execution:
+class Executors:
     """One rank's way through one program.
 
     Attributes:

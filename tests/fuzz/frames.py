@@ -154,6 +154,6 @@ def check_writer(sent: list[list[bytes]]) -> None:
         for frames in (*sent, [encode(ReaderHello(os.getpid()))]):
             raw.send_multipart(frames)
         with suppress(PeerProtocolError, GroupClosedError):
-            while not writer.deserted():
+            while not writer.has_no_readers():
                 with suppress(GroupTimeoutError):
                     writer.send([b"x"], 0.01)

@@ -24,9 +24,18 @@ FAULT_SECONDS = 3.0
 SOCKET_SECONDS = 3.0
 
 NO_VERBS = {
-    *("from_device_mesh", "from_link", "from_process_group", "make_sibling_device_group"),
+    *("from_device_mesh", "from_context", "from_process_group", "make_sibling_device_group"),
     *("start_broadcaster", "create_mq_broadcaster", "create_single_reader_mq_broadcasters"),
-    *("abort", "check", "close", "destroy", "disown", "explain", "status", "graph_capture"),
+    *(
+        "abort",
+        "check",
+        "close",
+        "destroy",
+        "after_fork_in_child",
+        "explain",
+        "status",
+        "graph_capture",
+    ),
     *("allocate_combine_input", "exchanging_rows_in"),
 }
 """What a group can do besides exchanging something among its members."""

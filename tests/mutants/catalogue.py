@@ -104,8 +104,8 @@ MUTANTS = (
     Mutant(
         "Q3 a reader that raises gives its space back",
         "shm_broadcast/queue/reader.py",
-        "                        finally:\n                            self._lock.turn.adopt()",
-        "                        except StopIteration:\n                            self._lock.turn.adopt()",  # noqa: E501
+        "                        finally:\n                            self._lock.owner_lock.adopt()",  # noqa: E501
+        "                        except StopIteration:\n                            self._lock.owner_lock.adopt()",  # noqa: E501
         (f"{_HERE}/test_queue.py::test_acquire_read_gives_the_space_back_when_the_block_raises",),
     ),
     Mutant(
@@ -356,7 +356,7 @@ MUTANTS = (
     Mutant(
         "R1 a forked child takes nothing that is its parent's",
         "shm_broadcast/process.py",
-        "        inherited.disown()",
+        "        inherited.after_fork_in_child()",
         "        pass",
         (
             "tests/coordinator/test_forked_child.py::"
@@ -427,8 +427,8 @@ MUTANTS = (
     Mutant(
         "F7 a pool that is restarted keeps the workers that leave",
         "server/driver/worker_processes.py",
-        "if not (keep and worker.away)])",
-        "if not (keep and worker.away and False)])",
+        "if not (keep and worker.detached)])",
+        "if not (keep and worker.detached and False)])",
         (
             "tests/server/test_pool_restart.py::test_workers_that_can_be_restored_keep_what_they_hold",
         ),
@@ -436,7 +436,7 @@ MUTANTS = (
     Mutant(
         "R5 the readers on other hosts outlive those on this one",
         "shm_broadcast/queue/writer.py",
-        "            with suppress(_DesertedError):\n",
+        "            with suppress(_NoReadersError):\n",
         "            with suppress(StopIteration):\n",
         (
             f"{_HERE}/test_queue_audience.py::"
@@ -446,8 +446,8 @@ MUTANTS = (
     Mutant(
         "R5 the readers on this host outlive those on others",
         "shm_broadcast/queue/writer.py",
-        "        if ring is not None and not ring.deserted():\n",
-        "        if ring and not ring.deserted() and not (remote and remote.deserted()):\n",
+        "        if ring is not None and not ring.has_no_readers():\n",
+        "        if ring and not ring.has_no_readers() and not (remote and remote.has_no_readers()):\n",  # noqa: E501
         (f"{_HERE}/test_queue_audience.py::test_one_kind_of_reader_leaves_and_the_other_goes_on",),
     ),
     Mutant(
@@ -477,8 +477,8 @@ MUTANTS = (
     Mutant(
         "S1 without a secret nothing is unpickled between hosts",
         "coordinator/messages/wire.py",
-        "return Wire(pickles=False, called=exchange.called, token=token, in_calls=in_calls)",
-        "return Wire(called=exchange.called, token=token, in_calls=in_calls)",
+        "return MessageCodec(pickles=False, called=exchange.called, token=token, in_calls=in_calls)",  # noqa: E501
+        "return MessageCodec(called=exchange.called, token=token, in_calls=in_calls)",
         ("tests/coordinator/test_seal.py::test_what_travels_between_hosts",),
     ),
     Mutant(
@@ -519,8 +519,8 @@ MUTANTS = (
     Mutant(
         "R3 a member that died on another host is named",
         "shm_broadcast/state/table.py",
-        "or self.elsewhere.gone(member):",
-        "or self.elsewhere.gone(-1):",
+        "or self.remote.gone(member):",
+        "or self.remote.gone(-1):",
         ("tests/coordinator/test_hosts.py::test_a_killed_member_is_named_on_all_hosts",),
     ),
     Mutant(
@@ -588,7 +588,7 @@ MUTANTS = (
     Mutant(
         "S3 with a secret, members tell each other nothing in an open store",
         "coordinator/rendezvous.py",
-        "if secret is None or isinstance(base, AskedStore):",
+        "if secret is None or isinstance(base, ProxyStore):",
         "if secret is None or exchange.size > 1:",
         (
             "tests/coordinator/test_curve_store.py::test_the_first_store_holds_one_address_and_nothing_else",
@@ -604,15 +604,15 @@ MUTANTS = (
     Mutant(
         "O1 a wait is said to whoever looks on",
         "shm_broadcast/state/board.py",
-        "elif self._outward is not None:",
-        "elif self._closed and self._outward is not None:",
+        "elif self._published is not None:",
+        "elif self._closed and self._published is not None:",
         (f"{_HERE}/test_onlooker.py::test_a_wait_is_said_while_it_lasts",),
     ),
     Mutant(
         "O1 a wait is taken back, however it ends",
         "shm_broadcast/state/board.py",
-        "            if entry and self._outward is not None:",
-        "            if entry and self._closed and self._outward is not None:",
+        "            if entry and self._published is not None:",
+        "            if entry and self._closed and self._published is not None:",
         (
             f"{_HERE}/test_onlooker.py::test_a_wait_that_fails_is_taken_back",
             f"{_HERE}/test_onlooker.py::test_a_wait_is_said_while_it_lasts",
@@ -649,14 +649,14 @@ MUTANTS = (
     Mutant(
         "O3 who waits for nobody is to blame",
         "shm_broadcast/inspection/diagnosis.py",
-        "if each.awaited_by and not each.waits_on",
-        "if each.awaited_by",
+        "if each.waited_by and not each.waits_for",
+        "if each.waited_by",
         (f"{_HERE}/test_blame.py::test_a_chain_leads_to_its_end",),
     ),
     Mutant(
         "O3 who waits for a process that cannot go on is not to blame",
         "shm_broadcast/inspection/diagnosis.py",
-        "and not parties[name].fault",
+        "and not parties[name].problem",
         "and name",
         (f"{_HERE}/test_blame.py::test_who_reads_from_a_peer_that_cannot_go_on_is_not_to_blame",),
     ),
@@ -748,7 +748,7 @@ MUTANTS = (
     Mutant(
         "H3 nobody takes the place of a host that lives",
         "server/hosts/link.py",
-        "elif known.heard_at > comer.heard_at:",
+        "elif known.heard_at > pending.heard_at:",
         "elif False:",
         ("tests/server/test_pool_hosts.py::test_a_host_that_another_one_is_already_is_refused",),
     ),
@@ -762,7 +762,7 @@ MUTANTS = (
     Mutant(
         "E1 those that wait follow a member into its next visit",
         "coordinator/rendezvous.py",
-        '            before.set(LEFT_FOR_NEXT, "")\n',
+        '            before.set(LEFT_ROUND, "")\n',
         "",
         (f"{_EXCHANGE}::test_those_that_wait_meet_one_that_takes_the_place_of_a_killed_one",),
     ),
@@ -783,8 +783,8 @@ MUTANTS = (
     Mutant(
         "E1 but not if that one had set its group up",
         "coordinator/rendezvous.py",
-        "if before.check([_set_up_by(self.rank)]) or before.check([LEFT_FOR_NEXT]):",
-        "if before.check([LEFT_FOR_NEXT]):",
+        "if before.check([_set_up_by(self.rank)]) or before.check([LEFT_ROUND]):",
+        "if before.check([LEFT_ROUND]):",
         (
             f"{_EXCHANGE}"
             "::test_who_has_set_its_group_up_may_come_again_while_others_wait_for_each_other",
@@ -793,7 +793,7 @@ MUTANTS = (
     Mutant(
         "E1 who fails in a set-up tells why",
         "coordinator/rendezvous.py",
-        "            self.give_up(error)\n            if self.rank == self.keeper",
+        "            self.abort(error)\n            if self.rank == self.keeper",
         "            if self.rank == self.keeper",
         (f"{_EXCHANGE}::test_who_fails_in_a_set_up_tells_those_that_wait_why",),
     ),

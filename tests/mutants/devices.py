@@ -36,8 +36,8 @@ WINDOWS = (
     Mutant(
         "D windows: input and result lie in it, apart",
         "device_comm/cuda/nccl/nccl_backend.py",
-        "operation.instead(given, taken)",
-        "operation.instead(given, given)",
+        "operation.replace(given, taken)",
+        "operation.replace(given, given)",
         (f"{_WINDOWS}::test_sums_are_made_in_the_window",),
     ),
     Mutant(
@@ -50,7 +50,7 @@ WINDOWS = (
     Mutant(
         "D windows: who uses them on another stream waits",
         "device_comm/cuda/symmetric_backend.py",
-        "last.mark().follow()",
+        "last.mark().stream_wait()",
         "pass",
         ("tests/device_comm/cuda/test_staging.py::test_streams_take_turns",),
     ),

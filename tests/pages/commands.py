@@ -86,7 +86,7 @@ def check(page: str, words: list[str]) -> None:
 
 def is_served(path: str) -> bool:
     """Whether a service has a route of this path."""
-    return any(f'Route("{path}"' in face.read_text() for face in ROOT.glob("server/*/*face.py"))
+    return any(f'Route("{path}"' in face.read_text() for face in ROOT.glob("server/service/*.py"))
 
 
 def _ours(options: list[str]) -> None:

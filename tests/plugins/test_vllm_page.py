@@ -16,7 +16,7 @@ ENGINE = """
 import subprocess, sys
 from coordinator.plugins.vllm import page
 page.keep_page(); page.keep_page()
-worker = "from coordinator.plugins.vllm import page; page.keep_page(); page.tell(end=%r)"
+worker = "from coordinator.plugins.vllm import page; page.keep_page(); page.report_end(end=%r)"
 for words in ("worker rank 1 (pid 7) was killed by SIGKILL", "and so on"):
     subprocess.run([sys.executable, "-c", worker % words], check=True)
 print("vLLM's own last line")
@@ -40,6 +40,6 @@ def test_the_first_reason_is_the_last_line() -> None:
 
 def test_without_a_page_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(hooks.PAGE_VARIABLE, raising=False)
-    hooks.tell(end="nobody hears it")
+    hooks.report_end(end="nobody hears it")
     monkeypatch.setenv(hooks.PAGE_VARIABLE, f"/proc/1/fd/{time.monotonic_ns()}")
-    hooks.tell(end="nobody hears it")
+    hooks.report_end(end="nobody hears it")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from device_comm.call_number import Begun
+from device_comm.call_number import OperationCounts
 from device_comm.shm.signature import sign
 from tests.calls import in_call
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from coordinator.call_counts import BegunInGroup
+    from coordinator.call_counts import GroupOperationCounts
 
 
 def begun(
@@ -22,11 +22,11 @@ def begun(
     received: Mapping[int, int] | None = None,
     signatures: tuple[bytes, ...] = (),
     **verbs: int,
-) -> tuple[BegunInGroup, ...]:
+) -> tuple[GroupOperationCounts, ...]:
     """What a member of one group reports: the collectives ``signatures``, how many of each verb
     behind them, and messages by rank in it.
     """
-    did = Begun(len(ranks))
+    did = OperationCounts(len(ranks))
     with in_call(1):
         for signature in signatures:
             did.add(signature)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from server.calls.ledger import Ledger, LedgerHooks
+from server.calls.ledger import CallTracker, CallTrackerCallbacks
 from server.calls.pending_call import PendingCall
-from server.control.pool_memory import CancelledCalls
+from server.control.pool_memory import CancellationFlags
 from server.control.protocol import Failed, Reply
 from server.errors import WorkerLostError
 from tests.server.begun import begun
@@ -30,12 +30,12 @@ class Book:
         self.clocked = False
         self._ticks = ticks
         self.asked: list[Any] = []
-        self.cancelled = CancelledCalls.create(in_flight)
-        self.ledger = Ledger(
+        self.cancelled = CancellationFlags.create(in_flight)
+        self.ledger = CallTracker(
             in_flight,
             call_seconds,
             settle_seconds,
-            LedgerHooks(
+            CallTrackerCallbacks(
                 resume=lambda rank, number: self.asked.append(("resume", rank, number)),
                 wake=lambda: None,
                 clock=self._clock,

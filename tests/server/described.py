@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractAsyncContextManager
 
-    from server.service.face import Face
+    from server.service.face import ServiceApp
 
 
 def operations(document: dict[str, Any]) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def operations(document: dict[str, Any]) -> dict[str, Any]:
     return {each.label: each for each in found}
 
 
-def check_routes(face: Face[Any]) -> None:
+def check_routes(face: ServiceApp[Any]) -> None:
     """The routes of a face are those that its document describes, and the document's own."""
     answered = {
         f"{method} {route.path.replace(':path', '')}"
@@ -37,7 +37,7 @@ def check_routes(face: Face[Any]) -> None:
         if isinstance(route, Route)
         for method in (route.methods or {"GET"}) - {"HEAD"}
     }
-    assert answered == {*operations(face.about(with_key=False)), "GET /openapi.json"}
+    assert answered == {*operations(face.openapi(with_key=False)), "GET /openapi.json"}
 
 
 def ask(operation: Any, mode: GenerationMode, url: str, examples: int) -> None:

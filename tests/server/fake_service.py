@@ -16,7 +16,7 @@ from coordinator.rank_grid import RankGrid
 from server.config import ServiceLimits
 from server.errors import CallTimeoutError, WorkerError, WorkerLostError
 from server.service.api import ServedModel
-from server.service.embeddings import PROBE, EmbeddingFace, EmbeddingService
+from server.service.embeddings import PROBE, EmbeddingApp, EmbeddingService
 from server.service.listener import listen
 from server.service.web_server import ConnectionLimits, TimedConnection, WebServer
 from server.workers.minilm import EncodedText, InputTooLongError
@@ -27,7 +27,7 @@ from tests.patience import auntil
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-    from server.service.face import Face
+    from server.service.face import ServiceApp
 
 STUCK = MemberStatus(1, 4242, "busy", "all_reduce", 7, 12.5)
 
@@ -96,7 +96,7 @@ class Pool:
         working = MemberStatus(0, 4241, "busy", self.operation, 9, 0.5)
         return [working, MemberStatus(1, 4242, "lost")]
 
-    def who_holds_up(self) -> list[str]:
+    def hang_report(self) -> list[str]:
         return []
 
     def totals(self) -> dict[int, list[VerbTotal]]:
@@ -145,8 +145,8 @@ MAX_TOKENS = 10_000
 MODEL = ServedModel("m", 1, MAX_TOKENS, 9)
 
 
-def face(service: EmbeddingService, api_key: str | None = None) -> EmbeddingFace:
-    return EmbeddingFace(service, MODEL, api_key=api_key, truncate=False, on_failure=lambda: None)
+def face(service: EmbeddingService, api_key: str | None = None) -> EmbeddingApp:
+    return EmbeddingApp(service, MODEL, api_key=api_key, truncate=False, on_failure=lambda: None)
 
 
 @asynccontextmanager
@@ -183,7 +183,7 @@ async def listening(site: Site, api_key: str | None = None, **limits: Any) -> As
 
 
 @asynccontextmanager
-async def serving(front: Face[Any], **limits: Any) -> AsyncIterator[str]:
+async def serving(front: ServiceApp[Any], **limits: Any) -> AsyncIterator[str]:
     """A face behind a socket of its own, with `ConnectionLimits`; gives its URL."""
     config = uvicorn.Config(
         front.app(),

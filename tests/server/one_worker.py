@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from server.workers.decoder.decoder_cache import Row
+    from server.workers.decoder.decoder_cache import ScheduledSequence
     from shm_broadcast import CoordinatorError, MemberStatus
 
 LOST = WorkerLostError(0, 1, "killed by SIGKILL")
@@ -35,7 +35,7 @@ class OneWorker:
         self.last_failure: tuple[float, CoordinatorError] | None = None
         self.restarts = 0
         self.grid = RankGrid.of({"dp": 1, "pp": 1, "tp": 1})
-        self.steps: list[list[Row]] = []
+        self.steps: list[list[ScheduledSequence]] = []
         self.before: Callable[[int], None] = lambda _: None
         self.under_way = 0
         self._allowed = math.inf
@@ -80,7 +80,7 @@ class OneWorker:
     def status(self) -> list[MemberStatus]:
         return []
 
-    def who_holds_up(self) -> list[str]:
+    def hang_report(self) -> list[str]:
         return []
 
     def totals(self) -> dict[int, Any]:

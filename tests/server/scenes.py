@@ -163,7 +163,7 @@ def replies(rank: int, n: int, folder: str) -> None:
         put(folder, f"pid {rank}", os.getpid())
         calls = [pool.submit("much", folder) for _ in range(8)]
         calls[0].add_done_callback(block_the_pool)
-        ring = pool._crew._links.calls._writer._ring
+        ring = pool._driver._shared.calls._writer._ring
         until(lambda: ring.sequence == 8)
         put(folder, "all sent", True)  # so what the driver does last is to take a reply
         linger()

@@ -199,7 +199,7 @@ def test_a_flood_of_one_kind_is_cut_short_and_hides_no_other(
 
 
 def test_a_flood_may_go_on_after_its_minute() -> None:
-    sparing = logs.Sparing(limit=2, seconds=60.0)
+    sparing = logs.RateLimitFilter(limit=2, seconds=60.0)
 
     def passes(at: float) -> bool:
         record = logging.makeLogRecord({"name": "x", "msg": f"at {at}", "lineno": 7})

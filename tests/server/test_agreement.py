@@ -14,14 +14,14 @@ from device_comm.operation import Operation
 from device_comm.shm.signature import sign, signature_text, signature_with_sizes
 from server.calls.pending_call import Difference, fatal_divergence, first_divergence
 from server.errors import CallDivergedError
-from shm_broadcast.state.fingerprint import Tally
-from shm_broadcast.state.flight_recorder import PastOperation
+from shm_broadcast.state.fingerprint import Fingerprint
+from shm_broadcast.state.flight_recorder import OperationRecord
 from tests.server.begun import begun
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from coordinator.call_counts import BegunInGroup
+    from coordinator.call_counts import GroupOperationCounts
 
 
 def test_ranks_that_did_nothing_agree() -> None:
@@ -112,7 +112,7 @@ def test_as_many_collectives_of_each_kind_in_another_order_differ() -> None:
 
 
 def test_sizes_that_all_ranks_must_give_alike_differ() -> None:
-    def gathered(sizes: tuple[int, ...]) -> tuple[BegunInGroup, ...]:
+    def gathered(sizes: tuple[int, ...]) -> tuple[GroupOperationCounts, ...]:
         operation = Operation("all_gatherv", torch.ones(1), output_sizes=sizes, shape=(-1,))
         return begun((0, 1), signatures=(signature_with_sizes(operation),))
 
@@ -128,7 +128,7 @@ def test_sizes_that_all_ranks_must_give_alike_differ() -> None:
 
 
 def test_parts_of_an_all_to_all_may_differ() -> None:
-    def swapped(gives: tuple[int, ...], takes: tuple[int, ...]) -> tuple[BegunInGroup, ...]:
+    def swapped(gives: tuple[int, ...], takes: tuple[int, ...]) -> tuple[GroupOperationCounts, ...]:
         operation = Operation(
             "all_to_all", torch.ones(4), source_sizes=gives, output_sizes=takes, shape=(-1,)
         )
@@ -179,16 +179,18 @@ def test_what_a_member_did_is_not_known_is_not_compared() -> None:
     assert first_divergence({0: did, 2: ()}) is not None
 
 
-def tally(count: int, digest: int, signature: bytes = F32, group: int = 9) -> tuple[Tally, ...]:
-    return (Tally(group, count, digest, signature[:48].rstrip(b"\0")),)
+def tally(
+    count: int, digest: int, signature: bytes = F32, group: int = 9
+) -> tuple[Fingerprint, ...]:
+    return (Fingerprint(group, count, digest, signature[:48].rstrip(b"\0")),)
 
 
-def did(number: int, size: int = 16, verb: str = "all_reduce", **other: object) -> PastOperation:
-    plain = PastOperation(verb, "tp", number, None, "done", number, number, size, None, "float32")
+def did(number: int, size: int = 16, verb: str = "all_reduce", **other: object) -> OperationRecord:
+    plain = OperationRecord(verb, "tp", number, None, "done", number, number, size, None, "float32")
     return replace(plain, **other)
 
 
-def pasts(*rows: tuple[PastOperation, ...]) -> Callable[[int], tuple[PastOperation, ...]]:
+def pasts(*rows: tuple[OperationRecord, ...]) -> Callable[[int], tuple[OperationRecord, ...]]:
     return rows.__getitem__
 
 
@@ -198,8 +200,8 @@ NARROW_AND_WIDE = "began all_reduce SUM float32[4]", "began all_reduce SUM float
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_whoever_ends_in_a_collective_that_differs_the_odd_rank_is_named(rank: int) -> None:
-    tallies = {0: tally(5, 77, WIDER), 1: tally(5, 33), 2: tally(5, 33)}
-    found = fatal_divergence(rank, "tp all_reduce", tallies, pasts((), (), ()))
+    fingerprints = {0: tally(5, 77, WIDER), 1: tally(5, 33), 2: tally(5, 33)}
+    found = fatal_divergence(rank, "tp all_reduce", fingerprints, pasts((), (), ()))
     assert found == Difference("tp", (1, 0), NARROW_AND_WIDE)
 
 
@@ -223,31 +225,31 @@ def test_a_collective_behind_others_that_differ_is_not_the_difference() -> None:
     ],
 )
 def test_a_rank_that_ends_where_nothing_differs_is_lost(
-    operation: str, other: tuple[Tally, ...]
+    operation: str, other: tuple[Fingerprint, ...]
 ) -> None:
-    tallies = {0: tally(5, 33), 1: other}
-    assert fatal_divergence(0, operation, tallies, pasts((did(5),), (did(4),))) is None
+    fingerprints = {0: tally(5, 33), 1: other}
+    assert fatal_divergence(0, operation, fingerprints, pasts((did(5),), (did(4),))) is None
 
 
 def test_a_rank_that_went_on_is_compared_by_its_history() -> None:
-    tallies = {0: tally(8, 1), 1: tally(5, 33), 2: tally(5, 33)}
+    fingerprints = {0: tally(8, 1), 1: tally(5, 33), 2: tally(5, 33)}
     same = did(4), did(5)
     odd = did(4), did(5, 32), did(6, verb="barrier"), did(7), did(8)
-    assert fatal_divergence(2, "tp all_reduce", tallies, pasts(odd, same, same)) == Difference(
+    assert fatal_divergence(2, "tp all_reduce", fingerprints, pasts(odd, same, same)) == Difference(
         "tp",
         (1, 0),
         ("began all_reduce of 16 bytes float32", "began all_reduce of 32 bytes float32"),
     )
-    assert fatal_divergence(2, "tp all_reduce", tallies, pasts(same, same, same)) is None
+    assert fatal_divergence(2, "tp all_reduce", fingerprints, pasts(same, same, same)) is None
 
 
 def test_histories_that_may_be_of_another_group_are_not_compared() -> None:
-    tallies = {0: tally(8, 1), 1: tally(5, 33)}
+    fingerprints = {0: tally(8, 1), 1: tally(5, 33)}
     twice = did(5, 32), did(5)
-    assert fatal_divergence(1, "tp all_reduce", tallies, pasts(twice, (did(5),))) is None
-    assert fatal_divergence(1, "tp all_reduce", tallies, pasts((did(5, 32),), twice)) is None
+    assert fatal_divergence(1, "tp all_reduce", fingerprints, pasts(twice, (did(5),))) is None
+    assert fatal_divergence(1, "tp all_reduce", fingerprints, pasts((did(5, 32),), twice)) is None
     elsewhere = (did(5, 32, group="pp"),)
-    assert fatal_divergence(1, "tp all_reduce", tallies, pasts(elsewhere, (did(5),))) is None
+    assert fatal_divergence(1, "tp all_reduce", fingerprints, pasts(elsewhere, (did(5),))) is None
 
 
 def test_the_error_travels() -> None:

@@ -167,7 +167,7 @@ def cores_shown(pool: WorkerPool) -> list[set[int]]:
     """Those that `status` has of the workers and of this process."""
     seen = scan()
     (mine,) = of_process(os.getpid(), seen, programs(seen))
-    key = pool._crew._links.board.handle().segment.nonce.hex()
+    key = pool._driver._shared.board.handle().segment.nonce.hex()
     (board,) = (each for each in mine.boards if each.key == key)
     return [listed(member.cores) for member in board.members]
 

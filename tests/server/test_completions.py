@@ -15,7 +15,7 @@ import pytest
 
 from server.config import ServiceLimits
 from server.service.api import ServedModel
-from server.service.completions import CompletionFace, CompletionService
+from server.service.completions import CompletionApp, CompletionService
 from server.workers.decoder import DecoderFolder, DecoderText
 from tests.patience import auntil
 from tests.server.fake_service import run, serving
@@ -66,7 +66,7 @@ class Site:
     def unwanted(self) -> int:
         """Answers under way that were cancelled."""
         assert self.service._engine is not None
-        lanes = self.service._engine._lanes
+        lanes = self.service._engine._slot_groups
         return sum(each.cancelled for lane in lanes for each in lane.taken.values())
 
 
@@ -82,7 +82,7 @@ async def site(
         ServiceLimits(**{"max_tokens": 16, "max_waiting": 8, **given}),
     )
     model = ServedModel("m", 36, length, 257)
-    face = CompletionFace(service, model, api_key=api_key, on_failure=lambda: None)
+    face = CompletionApp(service, model, api_key=api_key, on_failure=lambda: None)
     service.start(lambda: None)
     async with serving(face, refused=service.metrics.refuse) as url:
         here = Site(folder, pool, service, url)

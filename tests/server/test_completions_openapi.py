@@ -13,7 +13,7 @@ from schemathesis import GenerationMode
 from server.service.api import ApiError, ServedModel
 from server.service.completions import (
     PLAIN,
-    CompletionFace,
+    CompletionApp,
     completion_document,
     read_chat,
     read_completion,
@@ -98,4 +98,4 @@ def test_the_document_allows_what_is_taken(path: str, field: str) -> None:
 
 def test_all_routes_are_described() -> None:
     service: Any = None
-    check_routes(CompletionFace(service, MODEL, api_key=None, on_failure=lambda: None))
+    check_routes(CompletionApp(service, MODEL, api_key=None, on_failure=lambda: None))

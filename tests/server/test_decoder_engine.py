@@ -23,12 +23,12 @@ from server.errors import (
 )
 from server.workers.decoder import (
     Engine,
-    Generation,
+    GeneratedSequence,
     GenerationTimeoutError,
     PromptTooLongError,
     Sampling,
 )
-from server.workers.decoder.decoder_cache import Row
+from server.workers.decoder.decoder_cache import ScheduledSequence
 from shm_broadcast import GroupClosedError
 from tests.forked import in_a_child
 from tests.interruptions import LIBRARY, interruptions
@@ -99,7 +99,7 @@ def test_an_engine_whose_close_is_interrupted_anywhere_can_be_closed(llama: Path
     pool = OneWorker(llama)
     pool.hold()
 
-    def prepared() -> tuple[Engine, list[Generation]]:
+    def prepared() -> tuple[Engine, list[GeneratedSequence]]:
         made = Engine(pool)
         asked = [made.submit([5], 2, timeout=PATIENCE_SECONDS) for _ in range(5)]
         until(lambda: made.running > 0)
@@ -125,7 +125,7 @@ def test_a_signal_handler_may_close_the_engine_anywhere(llama: Path, what: str) 
     pool = OneWorker(llama)
     pool.hold()
 
-    def prepared() -> tuple[Engine, list[Generation]]:
+    def prepared() -> tuple[Engine, list[GeneratedSequence]]:
         made = Engine(pool, max_waiting=3)
         asked = [made.submit([5], 2, timeout=PATIENCE_SECONDS)]
         until(lambda: made.running > 0)
@@ -292,7 +292,7 @@ def test_a_sequence_whose_slot_another_one_has_begins_anew(
     def take_its_slot(step: int) -> None:
         if step == 4:
             (row,) = pool.steps[-1]
-            pool.worker.step([Row(0, row.slot, 0, [9] * row.start, None)])
+            pool.worker.step([ScheduledSequence(0, row.slot, 0, [9] * row.start, None)])
 
     pool.before = take_its_slot
     assert list(engine.submit(PROMPTS[0], COUNT)) == greedy(llama, PROMPTS[0], COUNT)
@@ -355,7 +355,7 @@ def test_an_error_between_two_steps_hangs_nobody(
     pool.hold()
     first = engine.submit([5], ignore_ends=True, timeout=PATIENCE_SECONDS)
     until(lambda: engine.running == 1)
-    monkeypatch.setattr(Generation, "row", lambda *_: [][0])
+    monkeypatch.setattr(GeneratedSequence, "row", lambda *_: [][0])
     second = engine.submit([7], timeout=PATIENCE_SECONDS)
     pool.go()
     for each in (first, second):
@@ -486,13 +486,13 @@ def test_workers_that_draw_too_few_tokens_end_the_answers(
 def test_every_stage_has_a_step_under_way(llama: Path) -> None:
     """Two lanes, each with slots of its own."""
     pool = OneWorker(llama, slots=5)
-    room = pool.worker.room()
-    pool.worker._room = replace(room, stages=2)
+    limits = pool.worker.limits()
+    pool.worker._limits = replace(limits, stages=2)
     with Engine(pool) as engine:
         pool.hold()
         asked = [engine.submit([5], 4, ignore_ends=True) for _ in range(2)]
         until(lambda: pool.under_way == 2)
-        assert [len(lane.taken) for lane in engine._lanes] == [1, 1]
+        assert [len(lane.taken) for lane in engine._slot_groups] == [1, 1]
         asked += [engine.submit([5], 4, ignore_ends=True) for _ in range(9)]
         pool.go()
         assert [len(list(each)) for each in asked] == [4] * 11
@@ -530,7 +530,7 @@ def test_those_that_have_left_do_not_wait_for_a_slot(pool: OneWorker, engine: En
 def test_an_engine_that_may_not_start_all_its_threads_leaves_none(
     pool: OneWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    room, begin = replace(pool.call("room"), stages=2), threading.Thread.start
+    limits, begin = replace(pool.call("limits"), stages=2), threading.Thread.start
     begun: list[threading.Thread] = []
 
     def start_one(thread: threading.Thread) -> None:
@@ -539,7 +539,7 @@ def test_an_engine_that_may_not_start_all_its_threads_leaves_none(
         begun.append(thread)
         begin(thread)
 
-    monkeypatch.setattr(pool, "call", lambda _: room)
+    monkeypatch.setattr(pool, "call", lambda _: limits)
     monkeypatch.setattr(threading.Thread, "start", start_one)
     with pytest.raises(RuntimeError, match="new thread"):
         Engine(pool, chunk=16, max_waiting=8)

@@ -13,7 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from coordinator.layout import MissingTensorError, TensorShapeError
 from server.workers.decoder import decoder_worker
-from server.workers.decoder.decoder_cache import CacheLostError, Draw, Row, Sampling, choose
+from server.workers.decoder.decoder_cache import (
+    CacheLostError,
+    SampleRequest,
+    Sampling,
+    ScheduledSequence,
+    choose,
+)
 from server.workers.decoder.decoder_config import DecoderFolder, DecoderFolderError, is_decoder
 from server.workers.decoder.decoder_model import FixedArrangement
 from server.workers.decoder.decoder_worker import DecoderWorker
@@ -26,27 +32,31 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-GREEDY = Draw(Sampling(), 0.0)
+GREEDY = SampleRequest(Sampling(), 0.0)
 COUNT = 20
 
 
-def steps_of(answers: Sequence[Sequence[int]], chunk: int) -> list[list[Row]]:
+def steps_of(answers: Sequence[Sequence[int]], chunk: int) -> list[list[ScheduledSequence]]:
     """Steps in which each sequence of `PROMPTS` begins two steps after the one before, and
     is fed ``chunk`` tokens at a time until its prompt ends, then one of its answer at a time.
     """
-    steps: list[list[Row]] = []
+    steps: list[list[ScheduledSequence]] = []
     for slot, (prompt, answer) in enumerate(zip(PROMPTS, answers, strict=True)):
         at = 2 * slot
         starts = [*range(0, len(prompt), chunk), *range(len(prompt), len(prompt) + len(answer) - 1)]
         for start, stop in zip(starts, [*starts[1:], len(prompt) + len(answer) - 1], strict=True):
             steps += [[] for _ in range(at + 1 - len(steps))]
             draw = None if stop < len(prompt) else GREEDY
-            steps[at].append(Row(slot, slot, start, [*prompt, *answer][start:stop], draw))
+            steps[at].append(
+                ScheduledSequence(slot, slot, start, [*prompt, *answer][start:stop], draw)
+            )
             at += 1
     return steps
 
 
-def drawn(folder: Path, tp: int, pp: int, steps: list[list[Row]], **options: Any) -> dict[int, Any]:
+def drawn(
+    folder: Path, tp: int, pp: int, steps: list[list[ScheduledSequence]], **options: Any
+) -> dict[int, Any]:
     """What the last stage draws for each slot."""
 
     def body(context: Any) -> list[Any]:
@@ -108,10 +118,10 @@ def test_steps_of_fixed_shapes_see_nothing_that_an_ended_group_left(llama: Path)
         worker = DecoderWorker(context, llama, slots=2, length=128, graphs=True)
         worker._cache._cells.fill_(math.nan)
         worker.restore(context)
-        tokens: Any = worker.step([Row(0, 0, 0, PROMPTS[0], GREEDY)])
+        tokens: Any = worker.step([ScheduledSequence(0, 0, 0, PROMPTS[0], GREEDY)])
         while len(tokens) < COUNT:
             start = len(PROMPTS[0]) + len(tokens) - 1
-            tokens += worker.step([Row(0, 0, start, tokens[-1:], GREEDY)])
+            tokens += worker.step([ScheduledSequence(0, 0, start, tokens[-1:], GREEDY)])
         return tokens
 
     assert run_threads(1, 1, body)[0] == expected
@@ -137,10 +147,12 @@ def test_a_step_takes_the_smallest_shape_that_it_fits(
     def body(context: Any) -> None:
         worker = DecoderWorker(context, llama, slots=5, length=100, graphs=True)
         if stop > 1:
-            worker.step([Row(slot, slot, 0, [7] * (stop - 1), None) for slot in range(rows)])
+            worker.step(
+                [ScheduledSequence(slot, slot, 0, [7] * (stop - 1), None) for slot in range(rows)]
+            )
         for _ in range(2):
             worker._graphs.run(
-                [Row(slot, slot, stop - 1, [7], GREEDY) for slot in range(rows)], None
+                [ScheduledSequence(slot, slot, stop - 1, [7], GREEDY) for slot in range(rows)], None
             )
 
     run_threads(1, 1, body)
@@ -162,14 +174,16 @@ class Operators(TorchDispatchMode):
         return operator(*args, **kwargs or {})
 
 
-def operators(folder: Path, rows: int, draw: Draw = GREEDY) -> Counter[str]:
+def operators(folder: Path, rows: int, draw: SampleRequest = GREEDY) -> Counter[str]:
     """Those of a step that computes the next token of some answers."""
 
     def body(context: Any) -> Counter[str]:
         worker = DecoderWorker(context, folder, slots=rows, length=128)
-        worker.step([Row(slot, slot, 0, PROMPTS[0], draw) for slot in range(rows)])
+        worker.step([ScheduledSequence(slot, slot, 0, PROMPTS[0], draw) for slot in range(rows)])
         with Operators() as found:
-            worker.step([Row(slot, slot, len(PROMPTS[0]), [7], draw) for slot in range(rows)])
+            worker.step(
+                [ScheduledSequence(slot, slot, len(PROMPTS[0]), [7], draw) for slot in range(rows)]
+            )
         return found.counts
 
     return run_threads(1, 1, body)[0]
@@ -178,7 +192,7 @@ def operators(folder: Path, rows: int, draw: Draw = GREEDY) -> Counter[str]:
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, top_p=0.9, top_k=50)], ids=str)
 def test_a_step_gives_the_device_its_numbers_at_once(llama: Path, sampling: Sampling) -> None:
     """And asks it once: whoever copies to or from a device waits for it."""
-    counts = operators(llama, 3, Draw(sampling, 0.5))
+    counts = operators(llama, 3, SampleRequest(sampling, 0.5))
     assert counts["aten::lift_fresh"] == 1  # what lists become
     assert counts["aten::_local_scalar_dense"] == 0  # what numbers of tensors are read by
     assert counts["aten::_to_copy"] <= (sampling.temperature > 0) * 3
@@ -204,24 +218,27 @@ def test_half_precision(llama: Path) -> None:
 def test_a_slot_is_used_again(llama: Path) -> None:
     """What an earlier sequence has left there is not seen."""
     expected = greedy(llama, PROMPTS[0], 1)
-    steps = [[Row(0, 0, 0, PROMPTS[2], GREEDY)], [Row(1, 0, 0, PROMPTS[0], GREEDY)]]
+    steps = [
+        [ScheduledSequence(0, 0, 0, PROMPTS[2], GREEDY)],
+        [ScheduledSequence(1, 0, 0, PROMPTS[0], GREEDY)],
+    ]
     assert drawn(llama, 2, 1, steps)[0][1:] == expected
 
 
 def test_a_sequence_that_the_cache_does_not_hold(llama: Path) -> None:
     def body(context: Any) -> Any:
         worker = DecoderWorker(context, llama, slots=2, length=128)
-        first = worker.step([Row(7, 0, 0, PROMPTS[0], GREEDY)])
-        goes_on = Row(7, 0, 5, [5], GREEDY)
+        first = worker.step([ScheduledSequence(7, 0, 0, PROMPTS[0], GREEDY)])
+        goes_on = ScheduledSequence(7, 0, 5, [5], GREEDY)
         for wrong in (replace(goes_on, start=4), replace(goes_on, sequence=8)):
             told = f"slot 0 does not hold {wrong.start} tokens of sequence {wrong.sequence}"
             with pytest.raises(CacheLostError, match=told):
-                worker.step([Row(9, 1, 0, [5], GREEDY), wrong])
+                worker.step([ScheduledSequence(9, 1, 0, [5], GREEDY), wrong])
         worker.step([goes_on])
         worker.restore(context)
         with pytest.raises(CacheLostError, match="slot 0 does not hold 6 tokens of sequence 7"):
             worker.step([replace(goes_on, start=6)])
-        return first, worker.step([Row(7, 0, 0, PROMPTS[0], GREEDY)])
+        return first, worker.step([ScheduledSequence(7, 0, 0, PROMPTS[0], GREEDY)])
 
     first, again = run_threads(2, 2, body)[2]
     assert first == again == greedy(llama, PROMPTS[0], 1)
@@ -230,14 +247,14 @@ def test_a_sequence_that_the_cache_does_not_hold(llama: Path) -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        Row(0, 2, 0, [5], GREEDY),
-        Row(0, -1, 0, [5], GREEDY),
-        Row(0, 0, 0, [], GREEDY),
-        Row(0, 0, 0, [1] * 9, None),
+        ScheduledSequence(0, 2, 0, [5], GREEDY),
+        ScheduledSequence(0, -1, 0, [5], GREEDY),
+        ScheduledSequence(0, 0, 0, [], GREEDY),
+        ScheduledSequence(0, 0, 0, [1] * 9, None),
     ],
     ids=str,
 )
-def test_a_row_that_has_no_place(llama: Path, row: Row) -> None:
+def test_a_row_that_has_no_place(llama: Path, row: ScheduledSequence) -> None:
     def body(context: Any) -> None:
         worker = DecoderWorker(context, llama, slots=2, length=8)
         with pytest.raises(ValueError, match="2 slots of 8 tokens"):
@@ -247,7 +264,7 @@ def test_a_row_that_has_no_place(llama: Path, row: Row) -> None:
 
 
 def test_a_long_prompt_is_not_drawn_from_before_its_end(llama: Path) -> None:
-    assert drawn(llama, 2, 1, [[Row(0, 0, 0, [1, 2, 3], None)]]) == {}
+    assert drawn(llama, 2, 1, [[ScheduledSequence(0, 0, 0, [1, 2, 3], None)]]) == {}
 
 
 @pytest.mark.parametrize(
@@ -348,7 +365,8 @@ def test_sampling_draws_by_chance() -> None:
 
     def draw(**how: Any) -> list[int]:
         draws = [
-            Draw(Sampling(temperature=1.0) if not how else Sampling(**how), n) for n in numbers
+            SampleRequest(Sampling(temperature=1.0) if not how else Sampling(**how), n)
+            for n in numbers
         ]
         return choose(logits.expand(len(numbers), 4), draws)
 

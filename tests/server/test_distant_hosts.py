@@ -22,16 +22,16 @@ from server.hosts.link import (
     HostAdmitted,
     HostHello,
     HostRefused,
-    HostSees,
+    HostState,
     OfWorker,
     WorkerEnded,
     WorkerStack,
 )
 from server.hosts.place import Hosts
-from server.hosts.remote_hosts import DistantHosts
+from server.hosts.remote_hosts import RemoteHosts
 from server.pool import WorkerPool
 from shm_broadcast import NEVER, Deadline
-from shm_broadcast.inspection.snapshot import BoardSeen
+from shm_broadcast.inspection.snapshot import BoardSnapshot
 from shm_broadcast.state.stacks import StackFile
 from tests.patience import PATIENCE_SECONDS
 from tests.server.workers import Worker
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 HERE = "127.0.0.1"
 
 
-class Summoner:
+class HostProvisioner:
     """Is asked for processes, and starts none."""
 
     def __init__(self) -> None:
@@ -51,15 +51,15 @@ class Summoner:
     def start(self, hosts: Hosts, address: str, port: int) -> None:
         pass
 
-    def trouble(self, node: int) -> str:
+    def problem(self, node: int) -> str:
         return f"node {node} cannot be started"
 
     def close(self) -> None:
         self.closed += 1
 
 
-def two_hosts(summoner: Summoner, port: int) -> Hosts:
-    return Hosts(2, 0, HERE, port, b"0123456789abcdef", summoner=summoner)
+def two_hosts(summoner: HostProvisioner, port: int) -> Hosts:
+    return Hosts(2, 0, HERE, port, b"0123456789abcdef", provisioner=summoner)
 
 
 @pytest.fixture
@@ -69,28 +69,28 @@ def port_in_use() -> Iterator[int]:
 
 
 def test_a_head_that_cannot_listen_ends_what_was_summoned(port_in_use: int) -> None:
-    summoner = Summoner()
+    summoner = HostProvisioner()
     with pytest.raises(OSError, match=str(port_in_use)):
         WorkerPool(Worker, tp=2, launcher="hosts", hosts=two_hosts(summoner, port_in_use))
     assert summoner.closed == 1
 
 
 def test_a_host_that_cannot_be_summoned_ends_the_pool_and_what_was_summoned() -> None:
-    summoner = Summoner()
+    summoner = HostProvisioner()
     with pytest.raises(HostError, match="node 1 cannot be started"):
         WorkerPool(Worker, tp=2, launcher="hosts", hosts=two_hosts(summoner, 0))
     assert summoner.closed == 1
 
 
 @pytest.fixture
-def head() -> Iterator[DistantHosts]:
+def head() -> Iterator[RemoteHosts]:
     with head_of(2) as made:
         yield made
 
 
 @contextmanager
-def head_of(tp: int) -> Iterator[DistantHosts]:
-    hosts = two_hosts(Summoner(), 0)
+def head_of(tp: int) -> Iterator[RemoteHosts]:
+    hosts = two_hosts(HostProvisioner(), 0)
     plan = PoolPlan(
         *("tests.server.workers:Worker", None),
         grid=RankGrid.of_job(tp=tp, pp=1, dp=1, pcp=1, axes=None),
@@ -107,7 +107,7 @@ def head_of(tp: int) -> Iterator[DistantHosts]:
         stuck_after=None,
         config=PoolConfig(),
     )
-    made = DistantHosts(hosts, plan, NEVER)
+    made = RemoteHosts(hosts, plan, NEVER)
     with closing(made):
         yield made
 
@@ -134,9 +134,9 @@ OTHER = HostHello("other", HERE, 4242, 1, {})
 
 
 def test_a_stray_host_is_refused_and_disturbs_nobody_who_comes_later(
-    head: DistantHosts, monkeypatch: pytest.MonkeyPatch
+    head: RemoteHosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Summoner, "trouble", lambda *_: "")
+    monkeypatch.setattr(HostProvisioner, "problem", lambda *_: "")
 
     def comes_again() -> float:
         assert isinstance(head.admit(OTHER), HostAdmitted)
@@ -155,7 +155,7 @@ def test_a_stray_host_is_refused_and_disturbs_nobody_who_comes_later(
     assert shown == [[1]]
 
 
-def test_what_is_said_of_a_worker_is_not_taken_for_its_replacements(head: DistantHosts) -> None:
+def test_what_is_said_of_a_worker_is_not_taken_for_its_replacements(head: RemoteHosts) -> None:
     assert isinstance(head.admit(OTHER), HostAdmitted)
     (first,) = head.launch([1], 1, NEVER)
     (second,) = head.launch([1], 2, NEVER)
@@ -168,28 +168,28 @@ def test_what_is_said_of_a_worker_is_not_taken_for_its_replacements(head: Distan
     head.on_message(1, WorkerEnded(1, 1, "killed by SIGKILL", ""))
     assert not second.ended()
     head.on_message(1, WorkerEnded(1, 2, "killed by SIGKILL", ""))
-    assert second.bury() == "killed by SIGKILL on host other"
+    assert second.wait() == "killed by SIGKILL on host other"
     first.close()
     second.close()
 
 
 def test_hosts_are_asked_what_they_see_and_one_that_ends_is_not_waited_for(
-    head: DistantHosts,
+    head: RemoteHosts,
 ) -> None:
     assert isinstance(head.admit(OTHER), HostAdmitted)
     deadline = Deadline.after(PATIENCE_SECONDS)
-    there = BoardSeen("", (), None, (), "at other")
+    there = BoardSnapshot("", (), None, (), "at other")
     with create_pool_board(2, 1, "") as board:
         head.begin(1, board)
-        head.look_around()
-        head.on_message(1, HostSees(0, "at other", (there,)))  # of a question before
-        head.on_message(1, HostSees(1, "at other", (there,)))
+        head.query_state()
+        head.on_message(1, HostState(0, "at other", (there,)))  # of a question before
+        head.on_message(1, HostState(1, "at other", (there,)))
         (seen,) = head.seen(deadline)
         assert (seen.host, seen.there, seen.beside) == ("other", there, ())
-        head.look_around()
+        head.query_state()
         head.on_lost(1, "it has ended")
         assert head.seen(deadline) == []
         head.leave(1)
-        head.look_around()
+        head.query_state()
         assert head.seen(deadline) == []
     assert not deadline.expired

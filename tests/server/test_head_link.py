@@ -11,7 +11,14 @@ import pytest
 from msgspec.structs import replace
 
 from server.config import PoolConfig
-from server.hosts.link import HeadLink, HostAdmitted, HostHello, HostLink, HostRefused, Pulse
+from server.hosts.link import (
+    HeadLink,
+    HeartbeatMessage,
+    HostAdmitted,
+    HostHello,
+    HostLink,
+    HostRefused,
+)
 from server.hosts.place import Hosts
 from tests.patience import until
 from tests.refused_threads import refusing_threads
@@ -34,8 +41,8 @@ class Heard:
         self.lost: list[str] = []
         self.heard: list[Any] = []
 
-    def pulse(self) -> Pulse:
-        return Pulse(0, b"")
+    def heartbeat_message(self) -> HeartbeatMessage:
+        return HeartbeatMessage(0, b"")
 
     def admit(self, _: HostHello) -> HostAdmitted:
         return ADMITTED
@@ -47,7 +54,7 @@ class Heard:
         self.lost.append(why)
 
     def hear(self, message: FromHead) -> None:
-        if not isinstance(message, Pulse):
+        if not isinstance(message, HeartbeatMessage):
             self.heard.append(message)
 
     def lose(self, why: str) -> None:
@@ -100,8 +107,8 @@ def test_a_host_that_comes_again_is_not_refused_for_what_its_old_link_still_brin
     """As where packets were lost: what was sent before arrives behind the new hello."""
     old = admitted(ends, HELLO)
     new, heard = ends.come(HELLO)
-    until(lambda: ends.step(new) or heard.heard or ends.head._comers)
-    old.pulse_now()
+    until(lambda: ends.step(new) or heard.heard or ends.head._pending)
+    old.heartbeat_now()
     old._step()
     until(lambda: ends.step(new) or heard.heard)
     assert heard.heard == [ADMITTED]
@@ -110,7 +117,7 @@ def test_a_host_that_comes_again_is_not_refused_for_what_its_old_link_still_brin
 
 def test_another_process_is_refused_while_the_first_one_speaks(ends: Ends) -> None:
     first = admitted(ends, HELLO)
-    other, heard = ends.come(replace(HELLO, visitor="another process"))
+    other, heard = ends.come(replace(HELLO, instance_id="another process"))
     until(lambda: ends.step(first, other) or heard.heard)
     assert [type(each) for each in heard.heard] == [HostRefused]
     assert ends.at_head.lost == []
@@ -119,7 +126,7 @@ def test_another_process_is_refused_while_the_first_one_speaks(ends: Ends) -> No
 def test_who_has_waited_for_a_silent_hosts_place_may_be_silent_as_long_as_any(ends: Ends) -> None:
     admitted(ends, HELLO)
     began = time.monotonic()
-    other, heard = ends.come(replace(HELLO, visitor="another process"))
+    other, heard = ends.come(replace(HELLO, instance_id="another process"))
     until(lambda: ends.step(other) or heard.heard)
     assert heard.heard == [ADMITTED]
     assert time.monotonic() - began >= SILENCE / 2
@@ -130,10 +137,10 @@ def test_who_has_waited_for_a_silent_hosts_place_may_be_silent_as_long_as_any(en
 def test_who_has_ended_while_it_waited_keeps_nobody_out(ends: Ends) -> None:
     """As where a process is started in the place of one that was cut off, and then once more."""
     admitted(ends, HELLO)
-    second, _ = ends.come(replace(HELLO, visitor="the second process"))
-    until(lambda: ends.step(second) or ends.head._comers)
+    second, _ = ends.come(replace(HELLO, instance_id="the second process"))
+    until(lambda: ends.step(second) or ends.head._pending)
     second.close()
-    third, heard = ends.come(replace(HELLO, visitor="the third process"))
+    third, heard = ends.come(replace(HELLO, instance_id="the third process"))
     until(lambda: ends.step(third) or heard.heard)
     assert heard.heard == [ADMITTED]
     assert len(ends.at_head.lost) == 1

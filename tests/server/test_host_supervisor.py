@@ -26,13 +26,13 @@ from server.config import PoolConfig
 from server.control.protocol import Handles, Hello, Start
 from server.errors import HostError
 from server.hosts import discovery, host_supervisor
-from server.hosts.discovery import find_port, tell_port
+from server.hosts.discovery import discover_port, publish_port
 from server.hosts.host_supervisor import serve_host
 from server.hosts.link import (
     BeginGeneration,
     HostAdmitted,
-    HostDismissed,
     HostRefused,
+    HostShutdown,
     OfWorker,
     SignalWorker,
     ToWorker,
@@ -47,7 +47,7 @@ from tests.refused_threads import refusing_threads
 from tests.standing_store import store_elsewhere
 
 if TYPE_CHECKING:
-    from server.hosts.link import HeadHeeder
+    from server.hosts.link import HostLinkHandler
 
 SECRET: Final = b"known to both hosts"
 HERE = Hosts(nnodes=2, node_rank=1, master_addr="127.0.0.1", master_port=1, secret=SECRET)
@@ -63,12 +63,12 @@ class BriefLink:
     says: tuple[Any, ...] = ()
 
     def __init__(self, *args: Any) -> None:
-        self._heeder: HeadHeeder = args[-1]
+        self._handler: HostLinkHandler = args[-1]
 
     def begin(self) -> None:
         for message in self.says:
-            self._heeder.hear(message)
-        self._heeder.lose(LOST)
+            self._handler.hear(message)
+        self._handler.lose(LOST)
 
     def close(self) -> None:
         pass
@@ -83,8 +83,8 @@ class Scripted(BriefLink):
         self.ended: list[WorkerEnded] = []
 
     def begin(self) -> None:
-        self._heeder.hear(ADMITTED)
-        self._heeder.hear(BeginGeneration(1, (1,), 2, PATIENCE_SECONDS))
+        self._handler.hear(ADMITTED)
+        self._handler.hear(BeginGeneration(1, (1,), 2, PATIENCE_SECONDS))
 
     def post(self, message: Any) -> None:
         match message:
@@ -93,9 +93,9 @@ class Scripted(BriefLink):
                 self.goes_on()
             case WorkerEnded():
                 self.ended.append(message)
-                self._heeder.hear(HostDismissed())
+                self._handler.hear(HostShutdown())
 
-    def pulse_now(self) -> None:
+    def heartbeat_now(self) -> None:
         pass
 
     def goes_on(self) -> None:
@@ -120,14 +120,14 @@ class SlowHost(Scripted):
 
     def goes_on(self) -> None:
         if len(self.pids) == 1:
-            self._heeder.hear(SignalWorker(1, signal.SIGKILL))
-            self._heeder.hear(BeginGeneration(2, (1,), 2, PATIENCE_SECONDS))
+            self._handler.hear(SignalWorker(1, signal.SIGKILL))
+            self._handler.hear(BeginGeneration(2, (1,), 2, PATIENCE_SECONDS))
         else:
             threading.Thread(target=self._dismiss).start()
 
     def _dismiss(self) -> None:
         until(lambda: not psutil.pid_exists(self.pids[0]))
-        self._heeder.hear(HostDismissed())
+        self._handler.hear(HostShutdown())
 
 
 class ShortOfFiles(Scripted):
@@ -137,7 +137,7 @@ class ShortOfFiles(Scripted):
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         with Path("/dev/null").open() as next_one:
             resource.setrlimit(resource.RLIMIT_NOFILE, (next_one.fileno(), most))
-        self._heeder.hear(BeginGeneration(2, (), 2, PATIENCE_SECONDS))
+        self._handler.hear(BeginGeneration(2, (), 2, PATIENCE_SECONDS))
 
 
 class TakesNothingIn(Scripted):
@@ -152,7 +152,7 @@ class TakesNothingIn(Scripted):
             *(1, 1, False, 1, grid, 1, "cpu", SECRET, handles, False),
             *("tests.server.workers:Worker", b"x" * (4 << 20), None, 0.5),
         )
-        self._heeder.hear(ToWorker(1, start))
+        self._handler.hear(ToWorker(1, start))
 
 
 class AsksForStack(Scripted):
@@ -161,13 +161,13 @@ class AsksForStack(Scripted):
     stack = ""
 
     def goes_on(self) -> None:
-        self._heeder.hear(SignalWorker(1, STACK_SIGNAL))
+        self._handler.hear(SignalWorker(1, STACK_SIGNAL))
 
     def post(self, message: Any) -> None:
         super().post(message)
         if isinstance(message, WorkerStack):
             self.stack = message.text
-            self._heeder.hear(HostDismissed())
+            self._handler.hear(HostShutdown())
 
 
 def test_a_host_that_can_start_no_thread_shows_what_a_worker_does(
@@ -231,7 +231,7 @@ def test_a_refusal_is_told_although_the_link_ended_behind_it(link: type[BriefLin
 
 
 def test_a_dismissal_counts_although_the_link_ended_behind_it(link: type[BriefLink]) -> None:
-    link.says = (ADMITTED, HostDismissed())
+    link.says = (ADMITTED, HostShutdown())
     serve_host(HERE, PATIENCE_SECONDS)
 
 
@@ -253,7 +253,7 @@ def test_a_host_that_comes_again_knows_the_port_that_the_head_has_told(
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_PORT", str(store.port))
     ports: list[int] = []
-    visits = iter([(replace(ADMITTED, stays=True),), (ADMITTED, HostDismissed())])
+    visits = iter([(replace(ADMITTED, stays=True),), (ADMITTED, HostShutdown())])
 
     class Again(link):  # type: ignore[misc, valid-type]
         def __init__(self, *args: Any) -> None:
@@ -264,7 +264,7 @@ def test_a_host_that_comes_again_knows_the_port_that_the_head_has_told(
     monkeypatch.setattr(host_supervisor, "HostLink", Again)
     unknown = dataclasses.replace(HERE, master_port=0)
     head = dataclasses.replace(unknown, node_rank=0)
-    tell_port(head, 4321, Deadline.after(PATIENCE_SECONDS))
+    publish_port(head, 4321, Deadline.after(PATIENCE_SECONDS))
     serve_host(unknown, PATIENCE_SECONDS)
     assert ports == [4321, 4321]
 
@@ -291,11 +291,11 @@ def test_a_host_that_waits_for_the_port_hears_it_where_another_host_has_given_up
         dataclasses.replace(HERE, nnodes=3, node_rank=rank, master_port=0) for rank in range(3)
     )
     with ThreadPoolExecutor(1) as threads:
-        port = threads.submit(find_port, patient, Deadline.after(PATIENCE_SECONDS))
+        port = threads.submit(discover_port, patient, Deadline.after(PATIENCE_SECONDS))
         until(lambda: store.check(["group-coordinator/hosts/0/visits/1"]))
         with pytest.raises(GroupTimeoutError, match="the head has not said where it listens"):
-            find_port(hasty, Deadline.after(0.2))
-        tell_port(head, 4321, Deadline.after(PATIENCE_SECONDS))
+            discover_port(hasty, Deadline.after(0.2))
+        publish_port(head, 4321, Deadline.after(PATIENCE_SECONDS))
         assert port.result(PATIENCE_SECONDS) == 4321
 
 
@@ -325,7 +325,7 @@ def test_a_way_to_the_head_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(discovery, "own_address", looked_up)
     monkeypatch.setattr(discovery, "_AGAIN_SECONDS", 0.0)
-    way = partial(discovery.address_on_the_way, 1, "10.0.0.1", 5)
+    way = partial(discovery.address_on_route, 1, "10.0.0.1", 5)
     assert way(Deadline.after(PATIENCE_SECONDS)) == "10.0.0.2"
     outcomes[:] = [OSError(errno.ENETUNREACH, "no way")]
     with pytest.raises(HostError, match=r"no way to the head at 10.0.0.1 in 0 s: .*no way"):

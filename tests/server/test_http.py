@@ -95,7 +95,7 @@ async def test_a_pool_is_watched_where_no_thread_can_look_who_holds_it_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     look = Mock(side_effect=RuntimeError("can't start new thread"))
-    monkeypatch.setattr(Pool, "who_holds_up", look)
+    monkeypatch.setattr(Pool, "hang_report", look)
     async with site(stall_timeout=0.5) as here:
         here.pool.held = []
         asked = asyncio.create_task(here.embed("x"))

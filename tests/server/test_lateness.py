@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from server.calls.backlog import Lateness
+from server.calls.backlog import CallDeadlines
 from server.calls.pending_call import PendingCall
 
 
@@ -27,7 +27,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_a_call_is_late_when_none_was_answered_for_long(clock: Clock) -> None:
-    times = Lateness(300.0)
+    times = CallDeadlines(300.0)
     first, second = clock.pending(), clock.pending()
     assert times.watch(first)
     assert times.look() == ([], 300.0)
@@ -42,7 +42,7 @@ def test_a_call_is_late_when_none_was_answered_for_long(clock: Clock) -> None:
 
 
 def test_a_call_with_a_time_of_its_own_is_late_though_others_are_answered(clock: Clock) -> None:
-    times = Lateness(300.0)
+    times = CallDeadlines(300.0)
     call, others = clock.pending(2.0), clock.pending()
     times.watch(others)
     times.look()
@@ -55,7 +55,7 @@ def test_a_call_with_a_time_of_its_own_is_late_though_others_are_answered(clock:
 
 
 def test_what_is_answered_or_never_late_is_not_kept(clock: Clock) -> None:
-    times = Lateness(math.inf)
+    times = CallDeadlines(math.inf)
     assert not times.watch(clock.pending())
     assert not times.watch(clock.pending(math.inf))
     assert times._watched == {}

@@ -26,7 +26,7 @@ def test_a_call_is_done_when_every_rank_has_answered() -> None:
     assert not one.done
     book.reply(0, 2)
     assert one.result() == "c"
-    assert not book.ledger.backlog.busy
+    assert not book.ledger.queued.busy
 
 
 def test_nothing_holds_a_call_that_is_over_also_if_the_clock_looked_at_it_meanwhile() -> None:

@@ -40,7 +40,7 @@ def test_one_void_call_passes_over_the_numbers_of_several() -> None:
     void = book.ledger.next_to_send(1)  # beyond `in_flight`: what it follows may never be answered
     assert void is not None
     assert (void.is_void, void.number) == (True, 2)
-    assert book.ledger.backlog.size == 2
+    assert book.ledger.queued.size == 2
 
 
 def test_what_is_not_answered_before_a_void_call_is_lost() -> None:
@@ -58,7 +58,7 @@ def test_what_is_not_answered_before_a_void_call_is_lost() -> None:
     with pytest.raises(WorkerError, match="rank 1 failed in embed: KeyboardInterrupt"):
         kept.result()
     assert abandoned.done
-    assert book.ledger.backlog.size == 0
+    assert book.ledger.queued.size == 0
     book.ledger.state.check()
 
 

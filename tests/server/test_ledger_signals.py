@@ -100,8 +100,8 @@ def test_an_interrupt_anywhere_in_the_taking_of_a_reply_leaves_nothing_half_done
             with pytest.raises(WorkerError, match="interrupted"):
                 other.future().result(0)
         book.ledger.tick()
-        assert book.ledger.backlog.size == 0
-        assert book.ledger.backlog.settling == []
+        assert book.ledger.queued.size == 0
+        assert book.ledger.queued.settling == []
         book.ledger.state.check()
     assert fails or taken > 10
 
@@ -171,8 +171,8 @@ def test_a_break_that_is_interrupted_anywhere_is_finished(
             for call in (again, queued):
                 assert isinstance(call.future().exception(0), error)
         assert book.asked == [("broke", error)]
-        assert book.ledger.backlog.size == 0
-        assert book.ledger.backlog.settling == []
+        assert book.ledger.queued.size == 0
+        assert book.ledger.queued.settling == []
     assert len(places) > 3
 
 
@@ -194,8 +194,8 @@ def test_a_pool_may_be_shut_down_by_a_signal_handler_anywhere_while_it_breaks(
         assert book.ledger.state.restarting is None
         for call in calls:
             assert isinstance(call.future().exception(0), PoolClosedError | error)
-        assert book.ledger.backlog.size == 0
-        assert book.ledger.backlog.settling == []
+        assert book.ledger.queued.size == 0
+        assert book.ledger.queued.settling == []
     assert len(places) > 3
 
 
@@ -261,7 +261,7 @@ def test_a_shutdown_that_is_interrupted_anywhere_is_finished(noted: bool, helped
         errors = [type(call.future().exception(0)) for call in calls]
         assert errors == [had, had, PoolClosedError, PoolClosedError], place
         assert book.ledger.wait_until_idle(0)
-        assert book.ledger.backlog.settling == []
+        assert book.ledger.queued.settling == []
         assert book.asked in ([], [("broke", had)] if noted else [])
     assert len(places) > 20
     assert not helped or len(places) - finished < len(places) // 2

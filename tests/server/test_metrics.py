@@ -46,7 +46,7 @@ def labelled(found: dict[tuple[str, ...], float], name: str) -> dict[str, float]
     return {key[1]: value for key, value in found.items() if key[0] == name}
 
 
-class Tally:
+class Fingerprint:
     """What clients have counted."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ TLS = ssl.create_default_context()
 """One for all clients: to make one for each would take longer than their requests."""
 
 
-async def ask(url: str, number: int, tally: Tally) -> None:
+async def ask(url: str, number: int, tally: Fingerprint) -> None:
     """One client, with a connection of its own."""
     body = {"model": "m", **KINDS[number % len(KINDS)]}
     headers = {} if number % 23 == 0 else KEY
@@ -83,7 +83,7 @@ async def ask(url: str, number: int, tally: Tally) -> None:
 
 
 def test_counters_are_what_a_thousand_clients_have_counted() -> None:
-    tally = Tally()
+    tally = Fingerprint()
 
     async def test() -> None:
         async with (
@@ -159,7 +159,7 @@ async def test_what_ranks_did_together_is_told_by_group_and_verb() -> None:
 
 
 def test_real_workers_count_what_their_clients_asked_for() -> None:
-    tally = Tally()
+    tally = Fingerprint()
 
     async def client(url: str, number: int) -> None:
         async with httpx.AsyncClient(timeout=60, verify=TLS) as own:

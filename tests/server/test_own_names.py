@@ -8,7 +8,7 @@ import httpx
 import pytest
 from starlette.middleware import Middleware
 
-from server.service.face import OPEN, OwnNames, is_own, names_of
+from server.service.face import OPEN, TrustedHosts, is_own, names_of
 from tests.server.fake_service import face, site
 from tests.server.test_metrics import labelled, samples
 
@@ -38,7 +38,7 @@ def test_other_names_are_not(called: str) -> None:
 async def test_by_another_name_probes_alone_are_answered() -> None:
     async with site() as here:
         names, failed = names_of("127.0.0.1"), here.service.metrics.fail
-        app = face(here.service).app(Middleware(OwnNames, names=names, failed=failed))
+        app = face(here.service).app(Middleware(TrustedHosts, names=names, failed=failed))
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             for path in ("/", "/status", "/metrics", "/nowhere"):

@@ -215,10 +215,10 @@ async def test_a_snapshot_that_cannot_be_taken_is_told_to_the_log(
     monkeypatch.setattr(page, "_SECONDS", 0.01)
 
     async with site() as here, listening(here) as url, httpx.AsyncClient(timeout=60) as client:
-        pool, here.service._watched = here.service._watched, "nonsense"
+        pool, here.service._pool = here.service._pool, "nonsense"
         async with client.stream("GET", f"{url}/events") as answer:
             await auntil(lambda: "cannot be shown" in caplog.text)
-            here.service._watched = pool
+            here.service._pool = pool
             async for seen in snapshots(answer):
                 assert seen["state"] == "ready"
                 break

@@ -106,7 +106,7 @@ def test_what_is_reserved_for_a_pool_is_given_back_whatever_goes_wrong(
 
     summoner: Any = Reserved()
     monkeypatch.setattr(pool_plan, "bound_here", interrupted)
-    hosts = dataclasses.replace(HEAD, summoner=summoner)
+    hosts = dataclasses.replace(HEAD, provisioner=summoner)
     with pytest.raises(KeyboardInterrupt):
         WorkerPool(Worker, tp=2, launcher="hosts", hosts=hosts)
     assert summoner.closed

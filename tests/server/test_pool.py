@@ -270,14 +270,14 @@ def test_a_call_that_comes_when_the_collector_is_about_to_stop_is_answered(
     pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its caller does not listen, as somebody still does; nobody would listen afterwards."""
-    dispatcher = pool._crew.dispatcher
+    dispatcher = pool._driver.dispatcher
     stops, waits = threading.Event(), threading.Event()
     observe, wait = dispatcher._observe_wait, dispatcher._wait_for_other_listener
-    ledger, before = dispatcher._ledger, dispatcher._ledger.backlog.last
+    ledger, before = dispatcher._tracker, dispatcher._tracker.queued.last
 
     def stop_listening(*args: int) -> None:
         observe(*args)
-        answered = ledger.backlog.last > before and not ledger.backlog.busy
+        answered = ledger.queued.last > before and not ledger.queued.busy
         if threading.current_thread().name == "pool-collector" and answered:
             stops.set()
             assert waits.wait(PATIENCE_SECONDS)

@@ -213,7 +213,7 @@ def test_a_late_call_names_who_of_another_pool_holds_it_up() -> None:
         pid = one.status()[0].pid
         late = other.submit("sum", timeout=0.8).exception()
         assert isinstance(late, CallTimeoutError)
-        assert late.held_up_by == ()
+        assert late.blocked_by == ()
         assert f"(rank 0 of one (pid {pid}) holds up others: it takes no part" in str(late)
         one.call("sum", timeout=60)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from server.calls.ledger import Ledger
+from server.calls.ledger import CallTracker
 from server.config import PoolConfig
 from server.errors import CallTimeoutError, WorkerLostError
 from server.pool import WorkerPool
@@ -111,7 +111,7 @@ def test_a_call_that_waits_behind_others_is_told_so(pool: WorkerPool, gate: Gate
 
 
 def test_a_call_that_waits_behind_no_other_is_not_told_so(pool: WorkerPool) -> None:
-    with pool._crew.dispatcher._sending as mine:  # the sender comes late
+    with pool._driver.dispatcher._sending as mine:  # the sender comes late
         assert mine
         future = pool.submit("echo", 1)
         with pytest.raises(CallTimeoutError, match=r"after 0.1 s \(not sent in that time\)"):
@@ -191,13 +191,13 @@ def test_a_supervisor_that_fails_ends_the_pool_and_says_so(
     caplog: pytest.LogCaptureFixture,
     error: type[BaseException],
 ) -> None:
-    def fail(_: Ledger) -> float:
+    def fail(_: CallTracker) -> float:
         raise error("no such thing")
 
     config = PoolConfig(kill_seconds=1.0)
     with WorkerPool(Worker, tp=2, config=config) as pool:
         pids = pids_of(pool)
-        monkeypatch.setattr(Ledger, "tick", fail)
+        monkeypatch.setattr(CallTracker, "tick", fail)
         with pytest.raises(CoordinatorError, match=r"supervisor has failed.*no such thing"):
             pool.submit("hold_python", [1]).result(PATIENCE_SECONDS)
         assert pool.failure is not None

@@ -78,9 +78,9 @@ def test_the_texts_name_rank_process_method_and_stack() -> None:
 
 def test_a_late_call_shows_the_stacks_of_those_that_hold_up_others_and_each_stack_once() -> None:
     stacks = {0: "in wait\n", 1: "in embed\n", 2: "in wait\n"}
-    late = CallTimeoutError("embed", 2.0, (STATUS,), stacks=stacks, held_up_by=(1,))
+    late = CallTimeoutError("embed", 2.0, (STATUS,), stacks=stacks, blocked_by=(1,))
     assert (late.stacks, late.__notes__) == (stacks, ["Stack of rank 1:\nin embed"])
-    late = CallTimeoutError("embed", 2.0, (STATUS,), stacks=stacks, held_up_by=(3,))
+    late = CallTimeoutError("embed", 2.0, (STATUS,), stacks=stacks, blocked_by=(3,))
     assert late.__notes__ == ["Stack of rank 0 and rank 2:\nin wait", "Stack of rank 1:\nin embed"]
 
 

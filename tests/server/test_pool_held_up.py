@@ -13,13 +13,13 @@ import psutil
 import pytest
 
 from server.config import PoolConfig
-from server.driver.worker_processes import held_up_by
+from server.driver.worker_processes import blocked_by
 from server.errors import CallTimeoutError, WorkerLostError, WorkerStartError
-from server.hosts.remote_hosts import DistantWorker
+from server.hosts.remote_hosts import RemoteWorker
 from server.launchers.local import LocalWorker
 from server.pool import WorkerPool
 from shm_broadcast import MessageQueue
-from shm_broadcast.inspection.diagnosis import own_verdicts
+from shm_broadcast.inspection.diagnosis import own_diagnoses
 from tests.patience import PATIENCE_SECONDS, until
 from tests.server.workers import Gate, Restored, Worker
 
@@ -53,7 +53,7 @@ def test_a_rank_that_skips_a_collective_is_named_beside_those_that_wait(pool: Wo
     pid = pool.status()[1].pid
     error = late_error(pool, "skip_group", 1)
     assert [each.rank for each in error.waiting_for] == [0]
-    assert error.held_up_by == (1,)
+    assert error.blocked_by == (1,)
     assert f"(rank 1 (pid {pid}) holds up others: it takes no part, and waits for the next" in str(
         error
     )
@@ -68,16 +68,16 @@ def test_a_rank_that_is_stopped_is_named_beside_those_that_wait(pool: WorkerPool
             future.result()
     finally:
         os.kill(pid, signal.SIGCONT)
-    assert raised.value.held_up_by == (1,)
+    assert raised.value.blocked_by == (1,)
     assert f"(rank 1 (pid {pid}) holds up others: its process is stopped" in str(raised.value)
 
 
 def test_a_rank_that_lags_is_told_from_those_that_wait_for_it(pool: WorkerPool) -> None:
     error = late_error(pool, "hang_in_group", 1, 3.0)
     assert [each.rank for each in error.waiting_for] == [0, 1]
-    assert error.held_up_by == (1,)
+    assert error.blocked_by == (1,)
     assert "holds up others: it waits for no other process; last seen in" in str(error)
-    told = pool.who_holds_up()
+    told = pool.hang_report()
     waits, late = (each.pid for each in error.waiting_for)
     for begin in f"Rank 1 (pid {late}) holds up others", f"  Rank 0 (pid {waits}) waits for rank 1":
         assert sum(line.startswith(begin) for line in told) == 1
@@ -85,9 +85,9 @@ def test_a_rank_that_lags_is_told_from_those_that_wait_for_it(pool: WorkerPool) 
 
 def test_where_nobody_waits_nothing_is_told(pool: WorkerPool) -> None:
     assert pool.call("echo", 1) == 1
-    assert pool.who_holds_up() == []
+    assert pool.hang_report() == []
     pool.shutdown()
-    assert pool.who_holds_up() == []
+    assert pool.hang_report() == []
 
 
 def test_a_worker_that_is_stopped_alone_is_said_to_be() -> None:
@@ -98,14 +98,14 @@ def test_a_worker_that_is_stopped_alone_is_said_to_be() -> None:
             error = late_error(alone, "total", 1.0)
         finally:
             os.kill(pid, signal.SIGCONT)
-    assert error.held_up_by == (0,)
+    assert error.blocked_by == (0,)
     assert "holds up others: its process is stopped, by a signal or a debugger" in str(error)
 
 
 def test_ranks_that_wait_for_each_other_are_told_as_such(pool: WorkerPool) -> None:
     first, second = (each.pid for each in pool.status())
     error = late_error(pool, "cross")
-    assert error.held_up_by == (0, 1)
+    assert error.blocked_by == (0, 1)
     assert f"(rank 0 (pid {first}) and rank 1 (pid {second}) wait for each other)" in str(error)
 
 
@@ -117,7 +117,7 @@ def test_a_driver_is_seen_to_wait_for_all_ranks_that_have_not_answered(
     pids = [each.pid for each in pool.status()]
 
     def all_are_named() -> bool:
-        named = ([each.status.pid for each in verdict.culprits] for verdict in own_verdicts())
+        named = ([each.status.pid for each in verdict.culprits] for verdict in own_diagnoses())
         return pids in named
 
     until(all_are_named)
@@ -131,25 +131,25 @@ def test_what_is_late_and_holds_up_nobody_is_not_told_twice(
     gate = Gate(tmp_path)
     error = late_error(pool, "hold", gate)
     gate.open()
-    assert (error.held_up_by, error.detail) == ((), "")
+    assert (error.blocked_by, error.detail) == ((), "")
 
 
 def test_pools_of_one_process_are_not_blamed_for_each_other(pool: WorkerPool) -> None:
     with WorkerPool(Worker, tp=2) as other:
         held = other.submit("skip_group", 0)
         error = late_error(pool, "skip_group", 1)
-        assert error.held_up_by == (1,)
+        assert error.blocked_by == (1,)
         assert str(error).count("rank 1 (pid ") == 1
         assert not held.done()
         other.shutdown(0.2)
 
 
 def test_a_worker_on_another_host_is_not_taken_for_one_of_the_same_pid(pool: WorkerPool) -> None:
-    assert late_error(pool, "skip_group", 1).held_up_by == (1,)
-    workers = dict(pool._crew._staff.workers)
-    workers[2] = DistantWorker(2, 1, post=Mock())
+    assert late_error(pool, "skip_group", 1).blocked_by == (1,)
+    workers = dict(pool._driver._processes.workers)
+    workers[2] = RemoteWorker(2, 1, post=Mock())
     workers[2].pid = workers[1].pid
-    assert held_up_by(workers)[1] == (1,)
+    assert blocked_by(workers)[1] == (1,)
     workers[2].close()
 
 
@@ -271,7 +271,7 @@ def test_a_replacement_that_is_stopped_before_it_has_sent_anything_is_replaced(
 
     def start(worker: LocalWorker, told: Start, deadline: Deadline) -> None:
         if told.generation == 2 and worker.rank == 1:
-            assert not worker.greeted
+            assert not worker.connected
             until(psutil.Process(worker.pid).children)
             stopped.append(psutil.Process(worker.pid).children()[0])
             stopped[0].suspend()
@@ -297,5 +297,5 @@ class Aided(Worker):
 
 def test_a_worker_that_has_a_queue_of_its_own_is_held_up_like_any_other() -> None:
     with WorkerPool(Aided, tp=2) as pool:
-        assert late_error(pool, "hang_in_group", 1, 3.0).held_up_by == (1,)
+        assert late_error(pool, "hang_in_group", 1, 3.0).blocked_by == (1,)
         pool.shutdown(0.2)

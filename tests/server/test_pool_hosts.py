@@ -119,7 +119,7 @@ def total_of_ones(pool: WorkerPool) -> Any:
 
 
 def is_seen_at_rest(pool: WorkerPool) -> None:
-    board = pool._crew._links.board
+    board = pool._driver._shared.board
     until(lambda: board.member_status(1).state == "idle")
     pool.call("echo")
     until(lambda: board.member_status(1).operation == "echo")
@@ -295,7 +295,7 @@ def test_a_cut_cable_is_named_on_both_hosts(tmp_path: Path) -> None:
 
 
 def is_cut_at_the_calls_port(pool: WorkerPool, head: Host) -> str:
-    links = pool._crew._links
+    links = pool._driver._shared
     assert links is not None
     remote = links.calls.export_handle().remote
     assert remote is not None

@@ -24,10 +24,10 @@ import pytest
 
 from benchmarks.memory import shared_bytes
 from server.calls.dispatcher import Dispatcher
-from server.calls.ledger import Ledger
+from server.calls.ledger import CallTracker
 from server.config import PoolConfig
-from server.control.channel import WorkerMeeting
-from server.driver.worker_processes import Staff
+from server.control.channel import RendezvousServer
+from server.driver.worker_processes import WorkerProcesses
 from server.errors import CallTimeoutError, PoolClosedError, ProcessLimitError, WorkerLostError
 from server.launchers.fork_servers import FORK_SERVERS
 from server.launchers.local import end, launch
@@ -158,7 +158,7 @@ def test_a_pool_that_was_shut_down_keeps_no_memory_and_answers_as_before(
     end: Callable[[WorkerPool], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("server.calls.dispatcher._REASON_SECONDS", 0.01)
-    monkeypatch.setattr(Staff, "may_say_why", lambda *_: False)
+    monkeypatch.setattr(WorkerProcesses, "may_say_why", lambda *_: False)
     run_pools(1, tp=2)
     gc.collect()
     before = shared_bytes([os.getpid()]), Counter(_descriptors())
@@ -219,11 +219,11 @@ def test_a_pool_whose_shutdown_is_interrupted_at_its_end_is_freed_by_another(
 ) -> None:
     pool = WorkerPool(Worker)
     with monkeypatch.context() as changed:
-        changed.setattr(Ledger, "let_go", interrupt)
+        changed.setattr(CallTracker, "let_go", interrupt)
         with pytest.raises(Interruption):
             pool.shutdown()
     pool.shutdown()
-    crew = weakref.ref(pool._crew)
+    crew = weakref.ref(pool._driver)
     gc.disable()
     try:
         del pool
@@ -280,7 +280,7 @@ def test_a_launch_that_fails_midway_leaves_nothing(
 def test_a_worker_closed_by_many_threads_closes_each_descriptor_once() -> None:
     """A descriptor closed twice may be somebody else's by then."""
     for _ in range(20):
-        with contextlib.closing(WorkerMeeting()) as meeting, meeting.convene([0]) as seats:
+        with contextlib.closing(RendezvousServer()) as meeting, meeting.open_round([0]) as seats:
             (worker,) = launch(seats, 1, NEVER)
         end([worker], 0.0, 0.0)
         gate = threading.Barrier(8)

@@ -44,7 +44,7 @@ class Member:
 
     def use_torch(self) -> float:
         # Not what this host's name stands for, which may be an address of the network.
-        assert self.groups.tp._link.settings.sockets.address == "127.0.0.1"
+        assert self.groups.tp._context.settings.sockets.address == "127.0.0.1"
         x = torch.ones(2)
         dist.all_reduce(x, group=self.groups.pp.cpu_group)
         dist.all_reduce(x, group=self.groups.tp.device_group)

@@ -17,11 +17,11 @@ import psutil
 import pytest
 
 from server.calls.dispatcher import Dispatcher
-from server.calls.ledger import Ledger
+from server.calls.ledger import CallTracker
 from server.config import PoolConfig, ServiceLimits
 from server.driver import crew
 from server.driver.crew import RestartBudget
-from server.driver.worker_processes import Staff
+from server.driver.worker_processes import WorkerProcesses
 from server.errors import (
     CallDivergedError,
     CallStuckError,
@@ -36,7 +36,7 @@ from server.errors import (
 from server.launchers.fork_servers import FORK_SERVERS
 from server.pool import WorkerPool
 from server.service.metrics import Metrics
-from server.service.pool_service import WatchedPool
+from server.service.pool_service import InstrumentedPool
 from shm_broadcast import DivergenceError
 from tests.patience import PATIENCE_SECONDS, STALL_SECONDS, until
 from tests.server.lean_model import Lean
@@ -243,11 +243,11 @@ def test_a_service_logs_the_stack_of_the_culprit_of_a_stuck_call_once(
 ) -> None:
     limits = ServiceLimits(16, 16, 600.0, 600.0)
     with WorkerPool(Worker, tp=3, restart="worker", stuck_after=0.5) as pool:
-        watched = WatchedPool(pool, Metrics(list, "embedding"), limits)
+        watched = InstrumentedPool(pool, Metrics(list, "embedding"), limits)
         with pytest.raises(CallStuckError) as raised, watched.counted([1]):
             pool.call("hang_in_group", 1)
         until(lambda: pool.generation == 2)
-    assert raised.value.held_up_by == (1,)
+    assert raised.value.blocked_by == (1,)
     assert sorted(raised.value.stacks) == [0, 1, 2]
     assert re.findall("Stack of (.*):\n", caplog.text) == ["rank 1"]
     assert caplog.text.count("in hang_in_group\n") == 1
@@ -295,7 +295,9 @@ def test_a_restart_in_vain_is_counted_as_one_though_the_pool_has_worked(
     with WorkerPool(Worker, tp=2, restart="worker", max_restarts=3, config=PATIENT) as pool:
         assert pool.call("echo", 1) == 1
         monkeypatch.setattr(RestartBudget, "take", note)
-        monkeypatch.setattr(Staff, "assemble", Mock(side_effect=OSError("no process is left")))
+        monkeypatch.setattr(
+            WorkerProcesses, "assemble", Mock(side_effect=OSError("no process is left"))
+        )
         with pytest.raises(WorkerLostError):
             pool.call("exit", [1], 3)
         until(lambda: isinstance(pool.failure, RestartLimitError))
@@ -486,14 +488,14 @@ def test_who_gets_an_answer_finds_the_restart_counted(monkeypatch: pytest.Monkey
 def test_a_restart_counts_once_the_pool_takes_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def begin(ledger: Ledger, *arguments: Any) -> None:
+    def begin(ledger: CallTracker, *arguments: Any) -> None:
         seen.append((pool.restarts, pool.restarting is None))
         really_open(ledger, *arguments)
         seen.append((pool.restarts, pool.restarting is None))
 
     with WorkerPool(Worker, restart="worker", config=PATIENT) as pool:
-        really_open = Ledger.open
-        monkeypatch.setattr(Ledger, "open", begin)
+        really_open = CallTracker.open
+        monkeypatch.setattr(CallTracker, "open", begin)
         break_by_death(pool, 0)
         assert pool.submit("total", 1.0).result(PATIENCE_SECONDS) == 1.0
     assert seen == [(0, False), (1, True)]

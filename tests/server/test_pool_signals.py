@@ -15,9 +15,9 @@ import pytest
 
 import server
 import shm_broadcast
-from server.calls.backlog import Lateness
+from server.calls.backlog import CallDeadlines
 from server.calls.dispatcher import Dispatcher
-from server.calls.ledger import Ledger
+from server.calls.ledger import CallTracker
 from server.calls.pending_call import CallFuture
 from server.config import PoolConfig
 from server.driver.supervisor import Supervisor
@@ -170,7 +170,7 @@ def test_a_pool_that_is_interrupted_anywhere_while_it_breaks_is_restarted(
     with WorkerPool(Restorable, tp=2, restart="worker", max_restarts=10_000, config=config) as pool:
 
         def collector_rests() -> bool:
-            with pool._crew.dispatcher._listening as mine:
+            with pool._driver.dispatcher._listening as mine:
                 return mine
 
         def make() -> None:
@@ -207,7 +207,7 @@ def interrupted_by(error: type[BaseException], wrapped: Any, *, after: bool) -> 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize(
-    "place", [(Ledger, "accept"), (MessageQueue, "enqueue"), (MessageQueue, "dequeue")]
+    "place", [(CallTracker, "accept"), (MessageQueue, "enqueue"), (MessageQueue, "dequeue")]
 )
 def test_an_interrupt_of_a_call_holds_up_no_other_and_gives_it_no_other_value(
     monkeypatch: pytest.MonkeyPatch, place: tuple[Any, str], after: bool, error: type[BaseException]
@@ -331,7 +331,7 @@ def raising_the_alarm(wrapped: Any) -> Any:
 
 
 SHUTTING_DOWN = [
-    (Ledger, "wait_until_idle"),
+    (CallTracker, "wait_until_idle"),
     (Supervisor, "stop"),
     (Dispatcher, "release"),
     (LocalWorker, "ended"),
@@ -372,7 +372,9 @@ def test_a_shutdown_that_a_signal_handler_has_finished_meanwhile_returns(
     pool.submit("hold", gate)
     until(lambda: gate.reached(0))
     on_alarm(lambda: pool.shutdown(0.0))
-    monkeypatch.setattr(Ledger, "wait_until_idle", raising_the_alarm(Ledger.wait_until_idle))
+    monkeypatch.setattr(
+        CallTracker, "wait_until_idle", raising_the_alarm(CallTracker.wait_until_idle)
+    )
     pool.shutdown(1.0)
     with pytest.raises(PoolClosedError):
         pool.status()
@@ -387,17 +389,17 @@ def test_a_signal_handler_may_shut_down_what_another_thread_shuts_down(
     until(lambda: gate.reached(0))
     on_alarm_shut_down(pool)
     waiting = threading.Event()
-    wait_until_idle = Ledger.wait_until_idle
+    wait_until_idle = CallTracker.wait_until_idle
 
-    def waits(ledger: Ledger, timeout: float) -> bool:
+    def waits(ledger: CallTracker, timeout: float) -> bool:
         waiting.set()
         return wait_until_idle(ledger, timeout)
 
-    monkeypatch.setattr(Ledger, "wait_until_idle", waits)
+    monkeypatch.setattr(CallTracker, "wait_until_idle", waits)
     other = threading.Thread(target=pool.shutdown, args=(2.0,))
     other.start()
     assert waiting.wait(PATIENCE_SECONDS)
-    monkeypatch.setattr(Lateness, "due", raising_the_alarm(Lateness.due))
+    monkeypatch.setattr(CallDeadlines, "due", raising_the_alarm(CallDeadlines.due))
     with pytest.raises(ShutDownError):
         pool.call("echo")
     other.join(PATIENCE_SECONDS)

@@ -73,7 +73,7 @@ def has_one_stopped(pool: WorkerPool, rank: int) -> tuple[str, tuple[int, ...], 
     finally:
         os.kill(pid, signal.SIGCONT)
     after = pool.collective_rpc("total", args=(1.0,), timeout=PATIENCE_SECONDS)
-    return str(caught.value), caught.value.held_up_by, pid, after
+    return str(caught.value), caught.value.blocked_by, pid, after
 
 
 @pytest.mark.parametrize(("tp", "rank"), [(6, 4), (3, 2)], ids=["beside another", "alone"])
@@ -95,9 +95,9 @@ def is_late(pool: WorkerPool, method: str, *args: Any) -> tuple[str, Any, list[s
     pids = pids_of(pool)
     error = pool.submit(method, *args, timeout=2.0).exception()
     assert isinstance(error, CallTimeoutError)
-    told = pool.who_holds_up()
+    told = pool.hang_report()
     pool.shutdown(0.2)
-    return str(error), error.held_up_by, told, pids
+    return str(error), error.blocked_by, told, pids
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from server.driver.worker_processes import Staff
+from server.driver.worker_processes import WorkerProcesses
 from server.errors import PoolClosedError
 from server.pool import WorkerPool
 from server.replicas import Replicas
@@ -71,7 +71,7 @@ def test_a_signal_handler_may_end_a_pool_that_counts(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also when a new generation is about to take the place of the one that is counted."""
-    read, assemble, assembled = Slots.totals, Staff.assemble, threading.Event()
+    read, assemble, assembled = Slots.totals, WorkerProcesses.assemble, threading.Event()
 
     def assemble_and_tell(*arguments: Any) -> None:
         assemble(*arguments)
@@ -88,7 +88,7 @@ def test_a_signal_handler_may_end_a_pool_that_counts(
         before = signal.signal(signal.SIGUSR1, lambda *_: pool.shutdown())
         try:
             pool.call("total", 1.0)
-            monkeypatch.setattr(Staff, "assemble", assemble_and_tell)
+            monkeypatch.setattr(WorkerProcesses, "assemble", assemble_and_tell)
             monkeypatch.setattr(Slots, "totals", interrupted)
             assert [ended for ended, *_ in counted(pool)] == [1, 1]
         finally:

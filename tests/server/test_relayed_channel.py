@@ -11,19 +11,19 @@ from typing import Any, cast
 import pytest
 
 from server.control.channel import ChannelClosedError
-from server.control.protocol import Left
-from server.hosts.remote_hosts import DistantWorker, RelayedChannel
+from server.control.protocol import Detached
+from server.hosts.remote_hosts import RemoteChannel, RemoteWorker
 from shm_broadcast.eventcount import WakeFd
 from tests.shm_broadcast.leaks import open_descriptors
 
 
-def says_so(channel: RelayedChannel) -> bool:
+def says_so(channel: RemoteChannel) -> bool:
     return bool(select.select([channel], [], [], 0)[0])
 
 
 def test_messages_come_in_order_and_then_the_end() -> None:
     messages: list[Any] = ["one", "two"]
-    channel = RelayedChannel(messages.append)
+    channel = RemoteChannel(messages.append)
     assert channel.take() is None
     for message in tuple(messages):
         channel.put(message)
@@ -42,7 +42,7 @@ def test_a_message_that_was_taken_before_it_is_announced_is_taken_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whoever takes all there is may look between its two steps."""
-    channel, early = RelayedChannel(lambda _: None), []
+    channel, early = RemoteChannel(lambda _: None), []
     announce = os.eventfd_write
 
     def look_before(event: int, value: int) -> None:
@@ -62,7 +62,7 @@ def test_a_message_that_was_taken_before_it_is_announced_is_taken_once(
 def test_a_message_that_comes_while_all_are_taken_is_given_or_announced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    channel = RelayedChannel(lambda _: None)
+    channel = RemoteChannel(lambda _: None)
     clear, message = WakeFd.clear, cast("Any", "one")
 
     def put_and_clear(news: WakeFd) -> None:
@@ -85,10 +85,10 @@ def test_a_message_that_comes_while_all_are_taken_is_given_or_announced(
 
 
 def test_what_is_told_of_a_worker_after_its_handle_was_closed_goes_nowhere() -> None:
-    worker = DistantWorker(1, 1, lambda _: None)
+    worker = RemoteWorker(1, 1, lambda _: None)
     before = open_descriptors()
     worker.close()
-    worker.channel.put(Left())
+    worker.channel.put(Detached())
     worker.show_stack("a stack")
     worker.end("killed by SIGKILL", "a stack")
     worker.close()
@@ -97,10 +97,10 @@ def test_what_is_told_of_a_worker_after_its_handle_was_closed_goes_nowhere() -> 
 
 def test_a_worker_may_have_for_ever_to_end() -> None:
     posted: list[Any] = []
-    worker = DistantWorker(1, 1, posted.append)
+    worker = RemoteWorker(1, 1, posted.append)
     ending = threading.Timer(0.1, worker.end, ["exit status 0 on host b"])
     ending.start()
     assert worker.ended(math.inf)
-    assert worker.bury() == "exit status 0 on host b"
+    assert worker.wait() == "exit status 0 on host b"
     ending.join()
     worker.close()

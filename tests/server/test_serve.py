@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 LINES = ["The harbour wakes before the sun does.", "", "word " * 3000, "short", "Ünïcödé ✓"]
 FOUR = ("--tp", "2", "--pp", "2")
 MIB = 1 << 20
-GIVEN_UP = "accepted requests are given up"
+ABORTED_KEY = "accepted requests are given up"
 
 
 def as_floats(embedding: Any) -> np.ndarray:
@@ -341,7 +341,7 @@ def test_what_is_unfinished_when_the_time_to_drain_is_over_is_given_up() -> None
             for thread in threads:
                 thread.join(60)
             status, errors = served.finish()
-            assert status == 1 and GIVEN_UP in errors.splitlines()[-1]
+            assert status == 1 and ABORTED_KEY in errors.splitlines()[-1]
         assert answers[0][0].status_code == 503
         assert gone(pids)
 
@@ -359,7 +359,7 @@ def test_a_second_signal_gives_up_what_is_unfinished() -> None:
             thread.join(60)
         served.process.send_signal(signal.SIGTERM)
         status, errors = served.finish()
-        assert status == 1 and GIVEN_UP in errors.splitlines()[-1]
+        assert status == 1 and ABORTED_KEY in errors.splitlines()[-1]
         assert time.monotonic() - began < 10.0 + STALL_SECONDS
         assert [answer.status_code for answer, _ in answers] == [503, 503]
         assert gone(pids)

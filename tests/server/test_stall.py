@@ -10,11 +10,11 @@ import pytest
 from server.config import ServiceLimits
 from server.errors import CallTimeoutError, WorkerLostError
 from server.service.metrics import Metrics
-from server.service.pool_service import StallWatch, WatchedPool
+from server.service.pool_service import InstrumentedPool, StallDetector
 
 
 def test_a_call_that_has_timed_out_counts_until_a_later_one_is_answered() -> None:
-    watch = StallWatch(limit=5.0)
+    watch = StallDetector(limit=5.0)
     early, late, last = watch.begin(10.0), watch.begin(11.0), watch.begin(12.0)
     watch.timed_out(late)
     watch.answered(early)
@@ -29,7 +29,7 @@ def test_a_call_that_has_timed_out_counts_until_a_later_one_is_answered() -> Non
 
 
 def test_a_call_that_did_not_come_to_the_workers_says_nothing_of_others() -> None:
-    watch = StallWatch(limit=5.0)
+    watch = StallDetector(limit=5.0)
     late, unsent = watch.begin(0.0), watch.begin(1.0)
     watch.timed_out(late)
     watch.withdrawn(unsent)
@@ -37,7 +37,7 @@ def test_a_call_that_did_not_come_to_the_workers_says_nothing_of_others() -> Non
 
 
 def test_a_call_that_takes_longer_than_the_limit_stalls() -> None:
-    watch = StallWatch(limit=5.0)
+    watch = StallDetector(limit=5.0)
     number = watch.begin(0.0)
     assert not watch.stalled(4.9)
     assert watch.stalled(5.0)
@@ -47,7 +47,7 @@ def test_a_call_that_takes_longer_than_the_limit_stalls() -> None:
 
 def test_a_pool_that_is_being_restarted_answers_again_when_a_call_is_answered() -> None:
     pool: Any = SimpleNamespace(restarting=WorkerLostError(1, 4242, "killed"), status=list)
-    watched = WatchedPool(pool, Metrics(list, "embedding"), ServiceLimits(16, 16, 60.0, 10.0))
+    watched = InstrumentedPool(pool, Metrics(list, "embedding"), ServiceLimits(16, 16, 60.0, 10.0))
     with pytest.raises(CallTimeoutError), watched.counted([3]):
         raise CallTimeoutError("step", 30.0, (), "not sent", {}, ())
     assert "the pool is being restarted after this: " in watched.stalled

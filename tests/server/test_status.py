@@ -19,7 +19,7 @@ from server.launchers import boot
 from server.pool import WorkerPool
 from shm_broadcast import DRIVER_RANK, Board, MessageQueue
 from shm_broadcast.errors import Failure, MemberStatus
-from shm_broadcast.inspection.snapshot import BoardSeen, MemberSeen, Program
+from shm_broadcast.inspection.snapshot import BoardSnapshot, MemberSnapshot, Program
 from shm_broadcast.state import stacks
 from shm_broadcast.state.status import Wait
 from tests.commands import run_code, run_to_end, waiting
@@ -147,9 +147,9 @@ def test_the_spawned_side_knows_the_signal() -> None:
 # --- how it looks ----------------------------------------------------------------------------
 
 
-def member(rank: int, *waits: int, **status: object) -> MemberSeen:
+def member(rank: int, *waits: int, **status: object) -> MemberSnapshot:
     told = {"pid": 100 + rank, "state": "busy", "operation": "tp all_reduce", "sequence": 7}
-    return MemberSeen(
+    return MemberSnapshot(
         MemberStatus(rank, **(told | {"age": 3.0} | status)),
         f"tp {rank}",
         "sleeping",
@@ -159,8 +159,10 @@ def member(rank: int, *waits: int, **status: object) -> MemberSeen:
     )
 
 
-def program(*members: MemberSeen, failure: Failure | None = None) -> Program:
-    return Program(7, "python serve.py", (BoardSeen("pool", members, failure, ()),), (7,), 5 << 20)
+def program(*members: MemberSnapshot, failure: Failure | None = None) -> Program:
+    return Program(
+        7, "python serve.py", (BoardSnapshot("pool", members, failure, ()),), (7,), 5 << 20
+    )
 
 
 def test_a_narrow_terminal_loses_columns_and_no_line_is_longer() -> None:

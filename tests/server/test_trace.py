@@ -18,9 +18,9 @@ from server.pool import WorkerPool
 from shm_broadcast import Board
 from shm_broadcast.errors import DRIVER_RANK, MemberStatus
 from shm_broadcast.inspection import trace
-from shm_broadcast.inspection.snapshot import MemberSeen
-from shm_broadcast.inspection.trace import MemberPast, chrome_trace, flight_dumps
-from shm_broadcast.state.flight_recorder import PastOperation
+from shm_broadcast.inspection.snapshot import MemberSnapshot
+from shm_broadcast.inspection.trace import MemberHistory, chrome_trace, flight_dumps
+from shm_broadcast.state.flight_recorder import OperationRecord
 from shm_broadcast.state.status import Membership
 from tests.commands import run_code, run_to_end, waiting
 from tests.pages.blocks import block_of
@@ -218,7 +218,7 @@ def test_a_file_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFix
     ("code", "why"),
     [
         (
-            "from shm_broadcast import Board; board = Board.create(1, 0); board.stamp('load')",
+            "from shm_broadcast import Board; it = Board.create(1, 0); it.record_begin('load')",
             "no group whose members are all on this host",
         ),
         ("pass", "it is in no pool or group of ours"),
@@ -247,18 +247,18 @@ def test_nothing_slow_is_imported(tmp_path: Path) -> None:
 # --- how it is converted ---------------------------------------------------------------------
 
 
-def past(verb: str, begin: int, end: int | None = None, **about: Any) -> PastOperation:
+def past(verb: str, begin: int, end: int | None = None, **about: Any) -> OperationRecord:
     known = {"group": "tp", "outcome": "done" if end else "under way", "sequence": 1, "number": 1}
     told = known | {"size": 16, "peer": None, "dtype": "float32"} | about
-    return PastOperation(verb=verb, begin=begin, end=end, **told)
+    return OperationRecord(verb=verb, begin=begin, end=end, **told)
 
 
-def member(rank: int, *did: PastOperation, groups: tuple[Membership, ...] = ()) -> MemberPast:
-    seen = MemberSeen(MemberStatus(rank, 100 + rank, "busy"), "", "running", 0, (), None)
-    return MemberPast(seen, groups, did)
+def member(rank: int, *did: OperationRecord, groups: tuple[Membership, ...] = ()) -> MemberHistory:
+    seen = MemberSnapshot(MemberStatus(rank, 100 + rank, "busy"), "", "running", 0, (), None)
+    return MemberHistory(seen, groups, did)
 
 
-def pair(rank: int, *did: PastOperation, size: int = 2) -> MemberPast:
+def pair(rank: int, *did: OperationRecord, size: int = 2) -> MemberHistory:
     return member(rank, *did, groups=(Membership("tp", rank, size, 0),))
 
 
@@ -276,7 +276,7 @@ def test_operations_that_overlap_get_tracks_of_their_own() -> None:
 
 @pytest.mark.parametrize("pools", [("thinker", "talker"), ("thinker",)])
 def test_workers_of_several_pools_are_called_by_their_pools(pools: tuple[str, ...]) -> None:
-    def of(rank: int, pool: str) -> MemberPast:
+    def of(rank: int, pool: str) -> MemberHistory:
         return replace(member(rank, past("send", 1, 2)), pool=pool)
 
     workers = [of(rank, pool) for rank, pool in enumerate(pools)]

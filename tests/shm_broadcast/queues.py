@@ -62,8 +62,8 @@ def ends(n_readers: int = 1, **options: Any) -> Iterator[Ends]:
 
 def sleeps(board: Board) -> bool:
     """Whether a thread sleeps at the doorbell of ``board``'s member, or is about to."""
-    doorbell = board.doorbell_offset(board.member or 0)
-    return board.words.load32(doorbell + layout.DOORBELL_SLEEPERS) > 0
+    eventcount = board.eventcount_offset(board.member or 0)
+    return board.words.load32(eventcount + layout.EVENTCOUNT_WAITERS) > 0
 
 
 class Running:

@@ -49,10 +49,10 @@ class Rig:
     def joined_at(self, reader: int) -> int:
         return self.joined[reader]
 
-    def attends(self, reader: int) -> bool:
+    def is_attached(self, reader: int) -> bool:
         return reader not in self.ended
 
-    def runs(self, reader: int, pid: int) -> bool:
+    def is_running(self, reader: int, pid: int) -> bool:
         return pid == os.getpid() and reader < len(self.readers)
 
     def place(self, buffer: memoryview) -> PlacedBuffer:

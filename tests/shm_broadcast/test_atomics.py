@@ -158,7 +158,7 @@ def test_a_ring_without_sleepers_changes_nothing(words: WordsLike) -> None:
 
 
 def test_a_ring_with_sleepers_changes_the_doorbell(words: WordsLike) -> None:
-    words.add32(layout.DOORBELL_SLEEPERS, 1)
+    words.add32(layout.EVENTCOUNT_WAITERS, 1)
     words.ring(0)
     assert words.load32(0) == 1
 
@@ -180,14 +180,14 @@ def test_a_ring_wakes_sleepers(words: WordsLike) -> None:
     """Two threads sleep until the doorbell changes; the twin's sleeps are short ones."""
 
     def sleep() -> None:
-        words.add32(layout.DOORBELL_SLEEPERS, 1)
+        words.add32(layout.EVENTCOUNT_WAITERS, 1)
         while words.load32(0) == 0:
             words.sleep_on(0, 0, 30.0)
 
     threads = [threading.Thread(target=sleep) for _ in range(2)]
     for thread in threads:
         thread.start()
-    until(lambda: words.load32(layout.DOORBELL_SLEEPERS) == 2)
+    until(lambda: words.load32(layout.EVENTCOUNT_WAITERS) == 2)
     words.ring(0)
     for thread in threads:
         thread.join(10)

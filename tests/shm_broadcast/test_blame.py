@@ -8,14 +8,20 @@ import pytest
 
 from shm_broadcast import DRIVER_RANK
 from shm_broadcast.errors import Failure, MemberStatus
-from shm_broadcast.inspection.diagnosis import Verdict, judge
-from shm_broadcast.inspection.snapshot import BoardSeen, MemberSeen, Program, QueueSeen, ReaderSeen
+from shm_broadcast.inspection.diagnosis import Diagnosis, diagnose
+from shm_broadcast.inspection.snapshot import (
+    BoardSnapshot,
+    MemberSnapshot,
+    Program,
+    QueueSnapshot,
+    ReaderSnapshot,
+)
 from shm_broadcast.state.status import Membership, Wait
 
 
-def member(rank: int, *waits: int, verb: str = "tp all_reduce", **status: object) -> MemberSeen:
+def member(rank: int, *waits: int, verb: str = "tp all_reduce", **status: object) -> MemberSnapshot:
     told = {"pid": 100 + rank, "state": "busy", "operation": verb, "sequence": 7, "age": 3.0}
-    return MemberSeen(
+    return MemberSnapshot(
         MemberStatus(rank, **(told | status)),
         "",
         "sleeping",
@@ -25,12 +31,12 @@ def member(rank: int, *waits: int, verb: str = "tp all_reduce", **status: object
     )
 
 
-def verdict_on(*members: MemberSeen, **board: object) -> Verdict:
-    seen = BoardSeen("", members, **({"failure": None, "queues": ()} | board))
-    return judge(Program(1, "", (seen,), (), 0))
+def verdict_on(*members: MemberSnapshot, **board: object) -> Diagnosis:
+    seen = BoardSnapshot("", members, **({"failure": None, "queues": ()} | board))
+    return diagnose(Program(1, "", (seen,), (), 0))
 
 
-def judged(*members: MemberSeen, **board: object) -> tuple[str, ...]:
+def judged(*members: MemberSnapshot, **board: object) -> tuple[str, ...]:
     return verdict_on(*members, **board).sentences
 
 
@@ -70,7 +76,7 @@ def test_those_that_have_not_come_are_told_in_one_sentence() -> None:
         "  Rank 0 (pid 100) waits for rank 2, rank 3, rank 4, rank 5, rank 6, rank 7, rank 8, "
         "rank 9 and 23 more in tp all_reduce #7, for 2.0 s.",
     )
-    assert [each.name for each in verdict.asked] == ["rank 1"]
+    assert [each.name for each in verdict.sample] == ["rank 1"]
     assert len(verdict.culprits) == 31
 
 
@@ -142,8 +148,12 @@ def test_an_abort_comes_first() -> None:
 
 
 def test_a_full_queue_names_the_slowest() -> None:
-    readers = (ReaderSeen(0, 4, False), ReaderSeen(1, 9, False), ReaderSeen(2, 9, False))
-    full = QueueSeen(DRIVER_RANK, readers, 20, 60 << 10, 64 << 10, False)
+    readers = (
+        ReaderSnapshot(0, 4, False),
+        ReaderSnapshot(1, 9, False),
+        ReaderSnapshot(2, 9, False),
+    )
+    full = QueueSnapshot(DRIVER_RANK, readers, 20, 60 << 10, 64 << 10, False)
     said = (
         "The queue from the driver, of 64 KiB, is 93 % full: rank 1 and rank 2 have 9 messages "
         "to read."
@@ -157,55 +167,57 @@ def test_a_full_queue_names_the_slowest() -> None:
 
 
 def test_equal_ranks_of_two_boards_are_told_apart() -> None:
-    one = BoardSeen("pool", (member(0), member(1)), None, ())
-    other = BoardSeen("pool", (member(0, 1, pid=200), member(1, pid=201)), None, ())
-    told = judge(Program(1, "", (one, other), (), 0)).sentences
+    one = BoardSnapshot("pool", (member(0), member(1)), None, ())
+    other = BoardSnapshot("pool", (member(0, 1, pid=200), member(1, pid=201)), None, ())
+    told = diagnose(Program(1, "", (one, other), (), 0)).sentences
     assert told[0].startswith("Rank 1 of board 2 (pid 201) holds up others")
     assert told[1].startswith("  Rank 0 of board 2 (pid 200) waits for rank 1 of board 2 in")
 
 
-def pool_of(name: str, pid: int, *waits: int) -> BoardSeen:
+def pool_of(name: str, pid: int, *waits: int) -> BoardSnapshot:
     """A pool of two workers, of which the first waits for others; and its driver, pid 99."""
     driver = replace(member(DRIVER_RANK, pid=99), place="generation 1")
-    return BoardSeen(name, (member(0, *waits, pid=pid), member(1, pid=pid + 1), driver), None, ())
+    return BoardSnapshot(
+        name, (member(0, *waits, pid=pid), member(1, pid=pid + 1), driver), None, ()
+    )
 
 
 def test_workers_of_several_pools_are_called_by_their_pools() -> None:
     """A group that a worker of each shares calls them otherwise."""
-    edge = BoardSeen("", (member(0, pid=201), member(1, 0, pid=300, verb="b recv")), None, ())
+    edge = BoardSnapshot("", (member(0, pid=201), member(1, 0, pid=300, verb="b recv")), None, ())
     pools = pool_of("thinker", 200), pool_of("talker", 300)
-    told = judge(Program(1, "", (*pools, edge), (), 0)).sentences
+    told = diagnose(Program(1, "", (*pools, edge), (), 0)).sentences
     assert told[0].startswith("Rank 1 of thinker (pid 201) holds up others")
     assert told[1].startswith("  Rank 0 of talker (pid 300) waits for rank 1 of thinker in b recv")
 
 
 def test_a_full_queue_of_one_of_several_pools_is_called_by_that() -> None:
-    full = QueueSeen(0, (ReaderSeen(DRIVER_RANK, 1, False),), 1, 60 << 10, 64 << 10, False)
+    full = QueueSnapshot(0, (ReaderSnapshot(DRIVER_RANK, 1, False),), 1, 60 << 10, 64 << 10, False)
     pools = pool_of("thinker", 200), replace(pool_of("talker", 300), queues=(full,))
-    assert judge(Program(1, "", pools, (), 0)).sentences == (
+    assert diagnose(Program(1, "", pools, (), 0)).sentences == (
         "The queue from rank 0 of talker, of 64 KiB, is 93 % full: the driver has 1 message to "
         "read.",
     )
 
 
 def test_the_workers_of_one_pool_are_called_by_their_ranks() -> None:
-    edge = BoardSeen("", (member(0, pid=7), member(1, 0, pid=200, verb="b recv")), None, ())
-    told = judge(Program(1, "", (pool_of("thinker", 200), edge), (), 0)).sentences
+    edge = BoardSnapshot("", (member(0, pid=7), member(1, 0, pid=200, verb="b recv")), None, ())
+    told = diagnose(Program(1, "", (pool_of("thinker", 200), edge), (), 0)).sentences
     assert told[0].startswith("Rank 0 of board 2 (pid 7) holds up others")
     assert told[1].startswith("  Rank 0 (pid 200) waits for rank 0 of board 2 in b recv")
 
 
 @pytest.mark.parametrize("name", ["pool", "thinker"])
 def test_pools_of_one_name_are_told_apart_by_their_boards(name: str) -> None:
-    told = judge(Program(1, "", (pool_of(name, 200), pool_of(name, 300, 1)), (), 0)).sentences
+    told = diagnose(Program(1, "", (pool_of(name, 200), pool_of(name, 300, 1)), (), 0)).sentences
     assert told[0].startswith("Rank 1 of board 2 (pid 301) holds up others")
 
 
 def test_a_process_on_two_boards_is_one_party() -> None:
     """The engine of vLLM is the driver on one board, and rank 0 of another, which it reads."""
-    calls = BoardSeen("queue", (member(-1), member(0, 0, verb="dequeue")), None, ())
-    replies = BoardSeen("queue", (member(0), member(0, pid=99)), None, ())
-    told = judge(Program(1, "", (calls, replies), (), 0)).sentences
+    calls = BoardSnapshot("queue", (member(-1), member(0, 0, verb="dequeue")), None, ())
+    replies = BoardSnapshot("queue", (member(0), member(0, pid=99)), None, ())
+    told = diagnose(Program(1, "", (calls, replies), (), 0)).sentences
     assert "The driver (pid 99) sends nothing" in told[1]
 
 
@@ -229,7 +241,7 @@ def test_of_who_takes_no_part_the_stack_of_one_that_waits_for_it_tells_more() ->
         *(member(DRIVER_RANK, 0, 1, 2, verb="call"), member(4), member(5, 4)),
     )
     assert [each.name for each in verdict.culprits] == ["rank 1", "rank 4"]
-    assert [each.name for each in verdict.asked] == ["rank 0", "rank 4"]
+    assert [each.name for each in verdict.sample] == ["rank 0", "rank 4"]
 
 
 @pytest.mark.parametrize("gone", [True, False])
@@ -254,7 +266,9 @@ def test_a_reader_and_its_writer_that_waits_for_it_wait_for_each_other() -> None
     assert told[0].startswith("Rank 0 (pid 100) and rank 1 (pid 101) wait for each other")
 
 
-def within(seen: MemberSeen, name: str, *, closed: bool = False, first: int = 0) -> MemberSeen:
+def within(
+    seen: MemberSnapshot, name: str, *, closed: bool = False, first: int = 0
+) -> MemberSnapshot:
     """``seen``, in a group of three."""
     group = Membership(name, seen.status.rank, 3, first, closed)
     return replace(seen, groups=(*seen.groups, group))

@@ -92,23 +92,23 @@ def test_joining() -> None:
 @pytest.mark.parametrize("spare", [0, 1])
 def test_a_board_is_crowded_if_some_member_lacks_a_core(spare: int) -> None:
     with Board.create(len(GIVEN_CORES) + 1 - spare) as board:
-        assert board.crowded == (not spare)
+        assert board.oversubscribed == (not spare)
 
 
 def test_an_onlooker_takes_no_slot() -> None:
     with Board.create(2, member=None) as board:
         assert [each.state for each in board.status()] == ["absent", "absent"]
         with Board.attach(board.handle(), 0) as member, Board.attach(board.handle(), None) as other:
-            member.stamp("send")
+            member.record_begin("send")
             assert other.member_status(0).operation == "send"
-            other.ring_own()
+            other.notify_self()
 
 
 def test_an_onlooker_cannot_take_part() -> None:
     with Board.create(2, member=None) as board:
         before = bytes(board._segment.memory)
         for call in (
-            lambda: board.stamp("send"),
+            lambda: board.record_begin("send"),
             board.idle,
             board.progress,
             lambda: board.abort("no"),
@@ -128,7 +128,7 @@ def test_members_out_of_range(member: int) -> None:
             Board.create(2, member=member)
         with pytest.raises(ValueError, match="member must be"):
             Board.attach(board.handle(), member)
-        for call in (board.slot_offset, board.doorbell_offset, board.joined, board.member_status):
+        for call in (board.slot_offset, board.eventcount_offset, board.joined, board.member_status):
             with pytest.raises(ValueError, match="member must be"):
                 call(member)
         assert open_descriptors() == before
@@ -141,7 +141,7 @@ def test_a_board_needs_members() -> None:
 
 def test_a_taken_slot_is_refused_and_leaves_nothing() -> None:
     with boards(2) as (board, other):
-        other.stamp("send")
+        other.record_begin("send")
         before = open_descriptors()
         with pytest.raises(
             ValueError, match=f"rank 1 of tp:0 has joined already, as pid {os.getpid()}"
@@ -222,21 +222,21 @@ def test_a_slot_that_another_process_is_taking_is_refused() -> None:
 
 def test_a_dead_member_s_slot_can_be_taken_over() -> None:
     with boards(2) as (board, old):
-        old.stamp("all_reduce")
-        board.words.add32(board.doorbell_offset(1) + layout.DOORBELL_SLEEPERS, 1)  # died asleep
+        old.record_begin("all_reduce")
+        board.words.add32(board.eventcount_offset(1) + layout.EVENTCOUNT_WAITERS, 1)  # died asleep
         bury(board, 1)
         assert board.lost() == [1]
         with Board.attach(board.handle(), 1) as new:
             assert board.lost() == []
             status = board.member_status(1)
             assert (status.state, status.pid) == ("idle", os.getpid())
-            assert board.words.load32(board.doorbell_offset(1) + layout.DOORBELL_SLEEPERS) == 0
-            new.stamp("send")
+            assert board.words.load32(board.eventcount_offset(1) + layout.EVENTCOUNT_WAITERS) == 0
+            new.record_begin("send")
             assert board.member_status(1).state == "busy"
 
 
 @pytest.mark.parametrize(
-    "place", ["board.Outward", "board.write_stacks_when_asked", "table.Members.show"]
+    "place", ["board.PublishedStatus", "board.write_stacks_when_asked", "table.Members.publish"]
 )
 def test_a_dead_member_is_dead_though_its_successor_could_not_join(
     place: str, monkeypatch: pytest.MonkeyPatch
@@ -245,7 +245,7 @@ def test_a_dead_member_is_dead_though_its_successor_could_not_join(
         raise OSError(errno.EMFILE, "Too many open files")
 
     with boards(2) as (board, old):
-        old.stamp("all_reduce")
+        old.record_begin("all_reduce")
         bury(board, 1)
         with monkeypatch.context() as failing:
             failing.setattr(f"shm_broadcast.state.{place}", fail)
@@ -258,7 +258,7 @@ def test_a_dead_member_is_dead_though_its_successor_could_not_join(
 
 def test_the_newcomer_did_not_do_what_the_dead_one_did() -> None:
     with boards(2) as (board, old):
-        old.stamp("all_reduce")
+        old.record_begin("all_reduce")
         bury(board, 1)
         with Board.attach(board.handle(), 1):
             assert board.member_status(1).operation == ""
@@ -292,7 +292,7 @@ def test_a_closed_board_is_not_handed_on() -> None:
 
 def test_stamps_are_seen_by_others() -> None:
     with boards(2) as (board, other):
-        assert [other.stamp("send"), other.stamp("all_reduce")] == [1, 2]
+        assert [other.record_begin("send"), other.record_begin("all_reduce")] == [1, 2]
         status = board.member_status(1)
         assert (status.state, status.operation, status.sequence) == ("busy", "all_reduce", 2)
         other.idle()
@@ -314,9 +314,9 @@ def test_age_is_since_the_last_progress() -> None:
 
 def test_an_operation_longer_than_its_field_is_cut() -> None:
     with boards(2) as (board, other):
-        other.stamp("x" * 100)
+        other.record_begin("x" * 100)
         assert board.member_status(1).operation == "x" * layout.OPERATION_BYTES
-        other.stamp("ab")
+        other.record_begin("ab")
         assert board.member_status(1).operation == "ab"
 
 
@@ -439,7 +439,7 @@ def test_wait_returns_when_ready() -> None:
 
         def act() -> None:
             done.set()
-            other.ring(0)
+            other.notify(0)
 
         with once_asleep(board, act):
             board.wait(done.is_set, Deadline.after(10), "wait", lambda: [1])
@@ -447,7 +447,7 @@ def test_wait_returns_when_ready() -> None:
 
 def test_wait_names_who_is_late() -> None:
     with boards(3) as (board, _, late):
-        late.stamp("load_weights")
+        late.record_begin("load_weights")
         with pytest.raises(
             GroupTimeoutError, match=r"tp:0 all_reduce: timed out after 0.05 s"
         ) as e:
@@ -468,7 +468,7 @@ def test_wait_raises_on_abort_at_once() -> None:
 
 def test_wait_names_a_dead_peer() -> None:
     with boards(3) as (board, _, dying):
-        dying.stamp("send")
+        dying.record_begin("send")
         bury(board, 2)
         with pytest.raises(PeerLostError, match="tp:0 recv: lost rank 2") as caught:
             board.wait(never, Deadline.after(10), "recv", lambda: [1, 2])
@@ -552,7 +552,7 @@ def test_a_thread_that_goes_on_does_not_reopen_a_closed_board() -> None:
     """Its stamp comes after the close; what it calls next raises, and the slot says closed."""
     with boards(2) as (board, other):
         other.close()
-        other.stamp("recv")
+        other.record_begin("recv")
         with pytest.raises(GroupClosedError):
             other.wait(never, Deadline.after(1), "recv", lambda: [0])
         assert board.member_status(1).state == "closed"

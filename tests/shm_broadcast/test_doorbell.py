@@ -18,10 +18,10 @@ from shm_broadcast.eventcount import (
     SHORT_SLICES,
     SLICE_SECONDS,
     AdaptiveSpin,
-    Doorbell,
+    EventCount,
     Lookout,
 )
-from shm_broadcast.layout import DOORBELL_SLEEPERS
+from shm_broadcast.layout import EVENTCOUNT_WAITERS
 from tests.patience import until
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ def words(request: pytest.FixtureRequest) -> WordsLike:
 
 
 @pytest.fixture
-def doorbell(words: WordsLike) -> Doorbell:
-    return Doorbell(words, AT)
+def eventcount(words: WordsLike) -> EventCount:
+    return EventCount(words, AT)
 
 
 def nothing() -> None:
@@ -49,61 +49,61 @@ def never() -> bool:
     return False
 
 
-def test_what_is_there_already_needs_no_sleep(doorbell: Doorbell, words: WordsLike) -> None:
+def test_what_is_there_already_needs_no_sleep(eventcount: EventCount, words: WordsLike) -> None:
     def fail() -> None:
         raise AssertionError("slept")
 
-    assert doorbell.wait(lambda: True, NEVER, between_slices=fail)
-    assert doorbell.wait(lambda: True, Deadline.after(0), spin_seconds=0, between_slices=fail)
+    assert eventcount.wait(lambda: True, NEVER, between_slices=fail)
+    assert eventcount.wait(lambda: True, Deadline.after(0), spin_seconds=0, between_slices=fail)
     assert words.load64(AT) == 0
 
 
 @pytest.mark.parametrize("timeout", [0, 0.001, 0.1])
-def test_a_deadline_ends_the_wait(doorbell: Doorbell, words: WordsLike, timeout: float) -> None:
+def test_a_deadline_ends_the_wait(eventcount: EventCount, words: WordsLike, timeout: float) -> None:
     began = time.monotonic()
-    assert not doorbell.wait(never, Deadline.after(timeout), between_slices=nothing)
+    assert not eventcount.wait(never, Deadline.after(timeout), between_slices=nothing)
     assert time.monotonic() - began >= timeout
-    assert words.load32(AT + DOORBELL_SLEEPERS) == 0
+    assert words.load32(AT + EVENTCOUNT_WAITERS) == 0
 
 
-def test_it_looks_at_everything_before_each_sleep(doorbell: Doorbell) -> None:
+def test_it_looks_at_everything_before_each_sleep(eventcount: EventCount) -> None:
     looks = 0
 
     def look() -> None:
         nonlocal looks
         looks += 1
 
-    assert doorbell.wait(
+    assert eventcount.wait(
         lambda: looks == 5, Deadline.after(10), slice_seconds=0.001, between_slices=look
     )
 
 
-def test_what_a_look_raises_ends_the_wait(doorbell: Doorbell, words: WordsLike) -> None:
+def test_what_a_look_raises_ends_the_wait(eventcount: EventCount, words: WordsLike) -> None:
     def look() -> None:
         raise KeyError("abort")
 
     with pytest.raises(KeyError):
-        doorbell.wait(never, NEVER, between_slices=look)
-    assert words.load32(AT + DOORBELL_SLEEPERS) == 0
+        eventcount.wait(never, NEVER, between_slices=look)
+    assert words.load32(AT + EVENTCOUNT_WAITERS) == 0
 
 
-def test_what_the_predicate_raises_ends_the_wait(doorbell: Doorbell, words: WordsLike) -> None:
+def test_what_the_predicate_raises_ends_the_wait(eventcount: EventCount, words: WordsLike) -> None:
     calls = 0
 
     def fail_later() -> bool:
         nonlocal calls
         calls += 1
-        if calls > 1 and words.load32(AT + DOORBELL_SLEEPERS):
+        if calls > 1 and words.load32(AT + EVENTCOUNT_WAITERS):
             raise KeyError("broken")
         return False
 
     with pytest.raises(KeyError):
-        doorbell.wait(fail_later, NEVER, spin_seconds=0, between_slices=nothing)
-    assert words.load32(AT + DOORBELL_SLEEPERS) == 0
+        eventcount.wait(fail_later, NEVER, spin_seconds=0, between_slices=nothing)
+    assert words.load32(AT + EVENTCOUNT_WAITERS) == 0
 
 
 def test_a_change_between_the_last_look_and_sleep_is_not_lost(
-    doorbell: Doorbell, words: WordsLike
+    eventcount: EventCount, words: WordsLike
 ) -> None:
     """The change and its ring come in the worst moment: after the predicate was found false."""
     changed = False
@@ -112,32 +112,32 @@ def test_a_change_between_the_last_look_and_sleep_is_not_lost(
         nonlocal changed
         if not changed:
             changed = True
-            doorbell.ring()
+            eventcount.notify()
 
     began = time.monotonic()
-    assert doorbell.wait(lambda: changed, NEVER, slice_seconds=30, between_slices=look)
+    assert eventcount.wait(lambda: changed, NEVER, slice_seconds=30, between_slices=look)
     assert time.monotonic() - began < 10
 
 
-def test_a_ring_wakes_every_thread_that_waits(doorbell: Doorbell, words: WordsLike) -> None:
+def test_a_ring_wakes_every_thread_that_waits(eventcount: EventCount, words: WordsLike) -> None:
     changed = False
     woken: list[bool] = []
 
     def wait() -> None:
         woken.append(
-            doorbell.wait(lambda: changed, NEVER, slice_seconds=30, between_slices=nothing)
+            eventcount.wait(lambda: changed, NEVER, slice_seconds=30, between_slices=nothing)
         )
 
     threads = [threading.Thread(target=wait) for _ in range(3)]
     for thread in threads:
         thread.start()
-    until(lambda: words.load32(AT + DOORBELL_SLEEPERS) == 3)
+    until(lambda: words.load32(AT + EVENTCOUNT_WAITERS) == 3)
     changed = True
-    doorbell.ring()
+    eventcount.notify()
     for thread in threads:
         thread.join(10)
     assert woken == [True] * 3
-    assert words.load32(AT + DOORBELL_SLEEPERS) == 0
+    assert words.load32(AT + EVENTCOUNT_WAITERS) == 0
 
 
 class Unslept(PythonWords):
@@ -147,40 +147,40 @@ class Unslept(PythonWords):
         super().__init__(bytearray(128))
         self.slept: list[float] = []
 
-    def sleep_on(self, doorbell: int, seen: int, seconds: float, /) -> None:  # noqa: ARG002
+    def sleep_on(self, eventcount: int, seen: int, seconds: float, /) -> None:  # noqa: ARG002
         self.slept.append(seconds)
 
 
 def test_who_has_slept_for_a_second_looks_less_often() -> None:
     words = Unslept()
-    doorbell = Doorbell(words, AT)
-    assert doorbell.wait(lambda: len(words.slept) == 27, NEVER, between_slices=nothing)
+    eventcount = EventCount(words, AT)
+    assert eventcount.wait(lambda: len(words.slept) == 27, NEVER, between_slices=nothing)
     assert words.slept == [SLICE_SECONDS] * SHORT_SLICES + [LONG_SLICE_SECONDS] * 2
 
     words.slept.clear()
     wait = {"slice_seconds": 0.001, "between_slices": nothing}
-    assert doorbell.wait(lambda: len(words.slept) == 40, NEVER, **wait)
+    assert eventcount.wait(lambda: len(words.slept) == 40, NEVER, **wait)
     assert words.slept == [0.001] * 40
 
 
-def test_a_lost_wake_up_costs_one_slice(doorbell: Doorbell, words: WordsLike) -> None:
+def test_a_lost_wake_up_costs_one_slice(eventcount: EventCount, words: WordsLike) -> None:
     changed = False
 
     def change() -> None:
         nonlocal changed
-        until(lambda: words.load32(AT + DOORBELL_SLEEPERS))
+        until(lambda: words.load32(AT + EVENTCOUNT_WAITERS))
         changed = True  # and no ring
 
     thread = threading.Thread(target=change)
     thread.start()
-    assert doorbell.wait(lambda: changed, Deadline.after(10), between_slices=nothing)
+    assert eventcount.wait(lambda: changed, Deadline.after(10), between_slices=nothing)
     thread.join()
 
 
-def test_sleepers_that_died_are_forgotten(doorbell: Doorbell, words: WordsLike) -> None:
-    words.add32(AT + DOORBELL_SLEEPERS, 5)
-    doorbell.reset_sleepers()
-    doorbell.ring()
+def test_sleepers_that_died_are_forgotten(eventcount: EventCount, words: WordsLike) -> None:
+    words.add32(AT + EVENTCOUNT_WAITERS, 5)
+    eventcount.reset_waiters()
+    eventcount.notify()
     assert words.load64(AT) == 0
 
 
@@ -255,15 +255,15 @@ def at_once(seconds: float) -> bool:
 
 @pytest.mark.parametrize("look", [in_vain, at_once])
 def test_who_looks_out_needs_no_ring(
-    doorbell: Doorbell, words: WordsLike, look: Callable[[float], bool]
+    eventcount: EventCount, words: WordsLike, look: Callable[[float], bool]
 ) -> None:
     """Nor does whoever rings pay for a system call: nobody counts as a sleeper."""
     sleepers: list[int] = []
 
     def come() -> None:
-        until(lambda: words.load32(AT + DOORBELL_SLEEPERS) != 0)
-        until(lambda: words.load32(AT + DOORBELL_SLEEPERS) == 0)
-        sleepers.append(words.load32(AT + DOORBELL_SLEEPERS))
+        until(lambda: words.load32(AT + EVENTCOUNT_WAITERS) != 0)
+        until(lambda: words.load32(AT + EVENTCOUNT_WAITERS) == 0)
+        sleepers.append(words.load32(AT + EVENTCOUNT_WAITERS))
         there.set()
 
     there = threading.Event()
@@ -271,7 +271,7 @@ def test_who_looks_out_needs_no_ring(
     thread.start()
     began = time.monotonic()
     lookout = Lookout(began + 0.1, 60, look)
-    assert doorbell.wait(
+    assert eventcount.wait(
         there.is_set, NEVER, slice_seconds=60, lookout=lookout, between_slices=nothing
     )
     assert 0.1 <= time.monotonic() - began < 30
@@ -279,12 +279,12 @@ def test_who_looks_out_needs_no_ring(
     assert sleepers == [0]
 
 
-def test_who_has_looked_out_in_vain_sleeps_again(doorbell: Doorbell, words: WordsLike) -> None:
+def test_who_has_looked_out_in_vain_sleeps_again(eventcount: EventCount, words: WordsLike) -> None:
     looks: list[float] = []
     began = time.monotonic()
     deadline = Deadline.after(0.3)
     lookout = Lookout(began + 0.02, 0.01, in_vain)
-    assert not doorbell.wait(
+    assert not eventcount.wait(
         never,
         deadline,
         slice_seconds=60,
@@ -294,10 +294,10 @@ def test_who_has_looked_out_in_vain_sleeps_again(doorbell: Doorbell, words: Word
     assert time.monotonic() - began >= 0.3
     if not isinstance(words, PythonWords):  # which sleeps by polling
         assert len(looks) <= 4  # before the lookout and at its begin, after it, at the deadline
-    assert words.load32(AT + DOORBELL_SLEEPERS) == 0
+    assert words.load32(AT + EVENTCOUNT_WAITERS) == 0
 
 
-def test_a_look_out_calls_its_look_until_what_it_waits_for_is_there(doorbell: Doorbell) -> None:
+def test_a_look_out_calls_its_look_until_what_it_waits_for_is_there(eventcount: EventCount) -> None:
     asked: list[float] = []
 
     def look(seconds: float) -> bool:
@@ -306,7 +306,7 @@ def test_a_look_out_calls_its_look_until_what_it_waits_for_is_there(doorbell: Do
 
     lookout = Lookout(time.monotonic(), 60, look)
     wait = Deadline.after(30)
-    assert doorbell.wait(
+    assert eventcount.wait(
         lambda: len(asked) >= 3, wait, spin_seconds=0, lookout=lookout, between_slices=nothing
     )
     assert asked == pytest.approx([0.001] * 3)  # of the window's 60 s a millisecond at a time
@@ -331,15 +331,15 @@ def test_only_a_look_that_does_not_wait_is_followed_by_a_pause(
     assert bool(slept) is pauses
 
 
-def test_a_look_out_ends_with_the_deadline(doorbell: Doorbell) -> None:
+def test_a_look_out_ends_with_the_deadline(eventcount: EventCount) -> None:
     began = time.monotonic()
     lookout = Lookout(began, 60, in_vain)
-    assert not doorbell.wait(never, Deadline.after(0.02), lookout=lookout, between_slices=nothing)
+    assert not eventcount.wait(never, Deadline.after(0.02), lookout=lookout, between_slices=nothing)
     assert time.monotonic() - began < 30
 
 
-def test_a_deadline_before_the_lookout_counts(doorbell: Doorbell) -> None:
+def test_a_deadline_before_the_lookout_counts(eventcount: EventCount) -> None:
     began = time.monotonic()
     lookout = Lookout(began + 60, 1, in_vain)
-    assert not doorbell.wait(never, Deadline.after(0.02), lookout=lookout, between_slices=nothing)
+    assert not eventcount.wait(never, Deadline.after(0.02), lookout=lookout, between_slices=nothing)
     assert time.monotonic() - began < 30

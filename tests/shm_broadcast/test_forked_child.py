@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from shm_broadcast import Board, GroupClosedError, MessageQueue, process
-from shm_broadcast.process import DISOWNED
+from shm_broadcast.process import IN_FORKED_CHILD
 from tests.forked import in_a_child
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ LIMIT = 60.0
 
 def refuse(*calls: Callable[[], object]) -> None:
     for call in calls:
-        with pytest.raises(GroupClosedError, match=DISOWNED):
+        with pytest.raises(GroupClosedError, match=IN_FORKED_CHILD):
             call()
 
 
@@ -64,11 +64,11 @@ def test_a_child_is_no_member_of_its_parents_board_and_may_join_others() -> None
 
 def test_what_is_no_longer_used_is_not_kept_for_children() -> None:
     gc.collect()
-    before = len(process._inherited)
+    before = len(process._fork_aware)
     for _ in range(10):
         Board.create(1).close()
     gc.collect()
-    assert len(process._inherited) <= before
+    assert len(process._fork_aware) <= before
 
 
 def test_a_child_that_is_forked_while_a_thread_looks_at_members_closes_their_board() -> None:

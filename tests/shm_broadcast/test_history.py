@@ -24,7 +24,7 @@ from shm_broadcast.errors import (
     PeerLostError,
 )
 from shm_broadcast.inspection.snapshot import of_process, programs, scan
-from shm_broadcast.inspection.trace import pasts
+from shm_broadcast.inspection.trace import histories
 from shm_broadcast.state.flight_recorder import outcome_of, read_history
 from shm_broadcast.state.status import Membership, read_groups
 from tests.forked import in_a_child
@@ -34,7 +34,7 @@ from tests.shm_broadcast.queues import Running
 if TYPE_CHECKING:
     from shm_broadcast.atomics import WordsLike
     from shm_broadcast.segment import Segment
-    from shm_broadcast.state.flight_recorder import PastOperation
+    from shm_broadcast.state.flight_recorder import OperationRecord
 
 KEPT = layout.HISTORY_ENTRIES
 SIZE = layout.board_size(1)
@@ -156,7 +156,7 @@ def test_the_operations_of_a_queue(tmp_path: os.PathLike[str]) -> None:
         queue.enqueue_encoded(b"encoded")
         with reader.acquire_read(5) as view:
             assert view == b"encoded"
-        wrote, read = board.past(0), board.past(1)
+        wrote, read = board.recorded(0), board.recorded(1)
     assert [(each.verb, each.number, each.outcome) for each in wrote] == [
         ("enqueue", 1, "done"),
         ("enqueue", 2, "done"),
@@ -186,7 +186,7 @@ def test_an_enqueue_that_finds_no_room() -> None:
     ):
         with pytest.raises(GroupTimeoutError):
             queue.enqueue(bytes(1 << 20), 0.01)
-        (tried,) = board.past(0)
+        (tried,) = board.recorded(0)
     assert (tried.verb, tried.outcome) == ("enqueue", "timed out")
 
 
@@ -196,27 +196,27 @@ def test_an_enqueue_that_finds_no_room() -> None:
 def test_the_latest_operations_are_kept() -> None:
     with Board.create(2, 1) as board:
         for number in range(1, 5 * KEPT + 4):
-            board.ended(board.stamp("tp all_reduce", "tp", ALL_REDUCE, 8, number))
-        past = board.past(1)
+            board.record_end(board.record_begin("tp all_reduce", "tp", ALL_REDUCE, 8, number))
+        past = board.recorded(1)
         last = 5 * KEPT + 3
         assert [each.sequence for each in past] == [*range(last - KEPT + 2, last + 1)]
         assert [each.number for each in past] == [each.sequence for each in past]
-        assert board.past(0) == ()
+        assert board.recorded(0) == ()
 
 
 def test_other_operations_are_kept_by_their_name() -> None:
     with Board.create(1, 0) as board:
-        board.stamp("forward" * 10)
-        (past,) = board.past(0)
+        board.record_begin("forward" * 10)
+        (past,) = board.recorded(0)
         assert (past.verb, past.group) == (("forward" * 10)[: layout.ENTRY_GROUP_BYTES], "")
         assert (past.end, past.outcome) == (None, "under way")
 
 
 def test_a_board_without_histories() -> None:
     with Board.create(2, 0, histories=False) as board:
-        board.ended(board.stamp("tp all_reduce", "tp", ALL_REDUCE))
+        board.record_end(board.record_begin("tp all_reduce", "tp", ALL_REDUCE))
         assert board.member_status(0).operation == "tp all_reduce"
-        assert board.past(0) == ()
+        assert board.recorded(0) == ()
         assert board.handle().segment.size == 4096
 
 
@@ -231,26 +231,26 @@ def test_a_successor_has_a_history_of_its_own() -> None:
         if pid == 0:
             other = Board.attach(board.handle(), 1)
             for _ in range(KEPT + 100):
-                other.stamp("tp send", "tp", SEND)
+                other.record_begin("tp send", "tp", SEND)
             os.kill(os.getpid(), signal.SIGKILL)
         os.waitpid(pid, 0)
-        assert len(board.past(1)) == KEPT - 1
+        assert len(board.recorded(1)) == KEPT - 1
         with Board.attach(board.handle(), 1) as successor:
-            assert board.past(1) == ()
-            successor.stamp("tp all_reduce", "tp", ALL_REDUCE)
-            assert [each.verb for each in board.past(1)] == ["all_reduce"]
+            assert board.recorded(1) == ()
+            successor.record_begin("tp all_reduce", "tp", ALL_REDUCE)
+            assert [each.verb for each in board.recorded(1)] == ["all_reduce"]
 
 
 # --- who can read it, and when ---------------------------------------------------------------
 
 
-def seen_of(board: Board) -> tuple[tuple[PastOperation, ...], ...]:
+def seen_of(board: Board) -> tuple[tuple[OperationRecord, ...], ...]:
     """The histories on a board of this process, from outside."""
     seen = scan()
     (program,) = of_process(os.getpid(), seen, programs(seen))
     key = board.handle().segment.nonce.hex()  # boards of other tests may not be collected yet
     ours = replace(program, boards=[each for each in program.boards if each.key == key])
-    return tuple(member.past for member in pasts(seen, ours)[0])
+    return tuple(member.past for member in histories(seen, ours)[0])
 
 
 def test_what_a_killed_process_did_is_there() -> None:
@@ -259,14 +259,14 @@ def test_what_a_killed_process_did_is_there() -> None:
         if pid == 0:
             with suppress(BaseException):
                 other = Board.attach(board.handle(), 1)
-                other.ended(other.stamp("tp send", "tp", SEND, 64, 1, 0, FLOAT32))
-                other.stamp("tp all_reduce", "tp", ALL_REDUCE, 128, 1)
+                other.record_end(other.record_begin("tp send", "tp", SEND, 64, 1, 0, FLOAT32))
+                other.record_begin("tp all_reduce", "tp", ALL_REDUCE, 128, 1)
                 other.wait(lambda: False, Deadline.after(60), "tp all_reduce", lambda: (0,))
             os._exit(1)
-        until(lambda: len(board.past(1)) == 2)
+        until(lambda: len(board.recorded(1)) == 2)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        sent, reducing = board.past(1)
+        sent, reducing = board.recorded(1)
         assert (sent.verb, sent.group, sent.size, sent.peer) == ("send", "tp", 64, 0)
         assert (sent.dtype, sent.outcome, sent.number) == ("float32", "done", 1)
         assert (reducing.verb, reducing.end, reducing.outcome) == ("all_reduce", None, "under way")
@@ -280,12 +280,14 @@ def test_it_is_read_while_it_is_written() -> None:
             other, number = Board.attach(board.handle(), 1), 0
             while True:
                 number += 1
-                other.ended(other.stamp("tp send", "tp", SEND, 8 * number, number & 0xFFFFFFFF))
+                other.record_end(
+                    other.record_begin("tp send", "tp", SEND, 8 * number, number & 0xFFFFFFFF)
+                )
         try:
-            until(lambda: any(each.sequence > KEPT for each in board.past(1)))
+            until(lambda: any(each.sequence > KEPT for each in board.recorded(1)))
             found = 0
             for _ in range(40):
-                for past in (board.past(1), seen_of(board)[1]):
+                for past in (board.recorded(1), seen_of(board)[1]):
                     if not past:  # a reader that is stalled each time finds all overwritten
                         continue
                     found += 1
@@ -309,7 +311,7 @@ def test_a_reader_whom_the_writer_overtakes_reads_again(stalls: int, last: int |
 
         def write(count: int) -> None:
             for _ in range(count):
-                board.ended(board.stamp("tp send", "tp", SEND))
+                board.record_end(board.record_begin("tp send", "tp", SEND))
 
         def read(at: int, size: int) -> bytes:
             nonlocal left
@@ -330,14 +332,14 @@ def test_threads_write_to_one_history() -> None:
 
         def work() -> None:
             for _ in range(count):
-                board.ended(board.stamp("tp send", "tp", SEND))
+                board.record_end(board.record_begin("tp send", "tp", SEND))
 
         threads = [threading.Thread(target=work) for _ in range(3)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        past = board.past(0)
+        past = board.recorded(0)
         assert [each.sequence for each in past] == [*range(1, 3 * count + 1)]
         assert {each.outcome for each in past} == {"done"}
 
@@ -346,7 +348,7 @@ def test_another_user_reads_none_of_it() -> None:
     if os.geteuid() != 0:
         pytest.skip("needs root, to become another user")
     with Board.create(1, 0) as board:
-        board.stamp("tp send", "tp", SEND)
+        board.record_begin("tp send", "tp", SEND)
         descriptor = board.handle().segment.fd
         assert os.fstat(descriptor).st_mode & 0o777 == 0o600
         path = f"/proc/{os.getpid()}/fd/{descriptor}"
@@ -361,14 +363,14 @@ def test_another_user_reads_none_of_it() -> None:
 def test_damage_is_left_out() -> None:
     with Board.create(1, 0) as board:
         for _ in range(3):
-            board.stamp("tp send", "tp", SEND)
+            board.record_begin("tp send", "tp", SEND)
         segment: Segment = board._segment
         second = layout.history_slot(0, 1) + layout.ENTRY_STRIDE
         segment.words.store64(second + layout.ENTRY_SEQUENCE, 999)
         third = second + layout.ENTRY_STRIDE
         segment.words.write(third + layout.ENTRY_VERB, b"\xff\xff\xff")
-        assert [each.sequence for each in board.past(0)] == [1, 3]
-        assert board.past(0)[1].dtype == ""
+        assert [each.sequence for each in board.recorded(0)] == [1, 3]
+        assert board.recorded(0)[1].dtype == ""
 
 
 # --- which groups a member is in -------------------------------------------------------------

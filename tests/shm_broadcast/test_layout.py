@@ -51,18 +51,18 @@ WIDTHS = {
     "SEGMENT": {"MAGIC": 4, "VERSION": 4, "SIZE": 8, "NONCE": 16},
     "BOARD": {"KEY": 32, "ABORT": 4, "MEMBERS": 4, "NAME": 48, "HISTORY": 4, "SLOTS": 0},
     "MEMBER": {
-        "DOORBELL": 8, "STATE": 4, "PID": 4, "START_TIME": 8, "JOINING": 8, "COLLECTIVE": 8,
+        "EVENTCOUNT": 8, "STATE": 4, "PID": 4, "START_TIME": 8, "JOINING": 8, "COLLECTIVE": 8,
         "COLLECTIVE_AS_OF": 8, "RANK": 4, "SEQUENCE": 8, "PROGRESS": 8, "OPERATION": 48,
     },
     "FAILURE": {"CLAIMED": 4, "CULPRIT": 4, "KIND": 56, "MESSAGE": 448},
-    "OUTWARD": {"STACKS": 4, "PLACE": 56, "WAITS": 4 * 128, "MEMBERSHIPS": 16 * 32},
+    "STATUS": {"STACKS": 4, "PLACE": 56, "WAITS": 4 * 128, "MEMBERSHIPS": 16 * 32},
     "WAIT": {"SINCE": 8, "COUNT": 4, "OPERATION": 48, "MEMBERS": 32 * 2},
     "ENTRY": {
         "BEGIN": 8, "END": 8, "SEQUENCE": 8, "BYTES": 8, "NUMBER": 4, "PEER": 2, "VERB": 1,
         "DTYPE": 1, "OUTCOME": 1, "GROUP": 23,
     },
     "TOTAL": {"ENDED": 8, "FAILED": 8, "NS": 8, "BYTES": 8},
-    "TALLY": {"GROUP": 8, "WORD": 8, "LAST": 48},
+    "FINGERPRINT": {"GROUP": 8, "WORD": 8, "LAST": 48},
     "RING": {
         "CAPACITY": 8, "READER_COUNT": 4, "CLOSED": 4, "BOARD": 16, "WRITER": 4, "PUBLISHED": 8,
         "SEQUENCE": 8, "GATE": 8, "READERS": 0,
@@ -70,7 +70,7 @@ WIDTHS = {
     "READER": {"CONSUMED": 8, "SEQUENCE": 8, "MEMBER": 4, "JOINED": 8, "READS": 8},
 }  # fmt: skip
 """The bytes of every field, by what it is a field of; 0: all other fields lie before it."""
-NO_FIELDS = {"WAIT_NAMED", "TOTAL_GROUPS", "TOTAL_VERBS", "TALLY_CLOSED"}
+NO_FIELDS = {"WAIT_NAMED", "TOTAL_GROUPS", "TOTAL_VERBS", "FINGERPRINT_CLOSED"}
 """Numbers that are called like fields."""
 
 
@@ -114,7 +114,7 @@ def test_what_different_processes_write_lies_on_different_lines() -> None:
     assert layout.data_offset(3) % layout.RECORD_ALIGN == 0
     # Whoever rings writes the first line of a slot, its member alone the second.
     slot = layout.member_slot(1)
-    assert line(slot + layout.MEMBER_DOORBELL) != line(slot + layout.MEMBER_PROGRESS)
+    assert line(slot + layout.MEMBER_EVENTCOUNT) != line(slot + layout.MEMBER_PROGRESS)
 
 
 def test_the_header_of_a_record_is_where_its_format_puts_it() -> None:

@@ -115,7 +115,7 @@ def look_without_descriptors() -> None:
     me, before = ProcessId.current(), open_descriptors()
     with no_descriptors():
         watch, gone = ProcessWatch(me), ProcessWatch(ProcessId(NOBODY, 1))
-        assert (watch.alive(), me.runs()) == (True, True)
+        assert (watch.alive(), me.is_running()) == (True, True)
     assert (watch.alive(), gone.alive()) == (True, False)
     watch.close()
     assert not watch.alive()

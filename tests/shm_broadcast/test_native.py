@@ -180,7 +180,7 @@ def test_a_python_writer_that_is_interrupted_cancels_only_what_is_not_out(last: 
     """The message has 5 records."""
     with ring() as made:
         writer: Any = made.writer
-        rings, writer._fast = writer._ring_readers, None
+        rings, writer._fast = writer._notify_readers, None
         records: list[None] = []
         withdrawn: list[bool] = []
 
@@ -189,12 +189,12 @@ def test_a_python_writer_that_is_interrupted_cancels_only_what_is_not_out(last: 
             if len(records) == last:
                 raise KeyboardInterrupt
 
-        writer._ring_readers = interrupted
+        writer._notify_readers = interrupted
         with pytest.raises(KeyboardInterrupt):
             writer.write(
                 CODEC, [b"m" * 40_000], [], pytest.fail, withdraw=lambda: withdrawn.append(True)
             )
-        writer._ring_readers = rings
+        writer._notify_readers = rings
         assert withdrawn == [True] * (last < 5)
         assert made.read() == ((b"m" * 40_000, []) if last == 5 else None)
         made.write(b"next")
@@ -272,6 +272,6 @@ def test_a_negative_offset_is_refused(slot: int, own_line: int) -> None:
     assert atomics.native is not None
     with ring() as made:
         board, data = made.boards[1], layout.data_offset(1)
-        words, bells = (made.words, board.words), (board.doorbell_offset(0),)
+        words, bells = (made.words, board.words), (board.eventcount_offset(0),)
         with pytest.raises(ValueError, match="negative"):
             atomics.native.FastReader(*words, data, slot, 0, bells, False, own_line)

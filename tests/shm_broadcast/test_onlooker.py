@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from shm_broadcast import DRIVER_RANK, Board, Deadline, GroupTimeoutError, MessageQueue, layout
-from shm_broadcast.inspection.diagnosis import Party, stacks_of
-from shm_broadcast.inspection.snapshot import BoardSeen, of_process, programs, scan
+from shm_broadcast.inspection.diagnosis import WaitNode, stacks_of
+from shm_broadcast.inspection.snapshot import BoardSnapshot, of_process, programs, scan
 from shm_broadcast.segment import Segment
 from shm_broadcast.state import stacks
 from shm_broadcast.state.stacks import (
@@ -24,7 +24,7 @@ from shm_broadcast.state.stacks import (
     read_stacks,
     write_stacks_when_asked,
 )
-from shm_broadcast.state.status import Outward, Wait, read_place, read_waits
+from shm_broadcast.state.status import PublishedStatus, Wait, read_place, read_waits
 from tests.commands import run_code, waiting
 from tests.forked import in_a_child
 from tests.patience import PATIENCE_SECONDS, until
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-def boards_here(*, of: str = "") -> list[BoardSeen]:
+def boards_here(*, of: str = "") -> list[BoardSnapshot]:
     """The boards that this process holds, ``of`` this test: others may not be collected yet."""
     seen = scan()
     found = of_process(os.getpid(), seen, programs(seen))
@@ -55,7 +55,7 @@ def test_a_wait_is_said_while_it_lasts() -> None:
         assert (wait.operation, wait.members, wait.count) == ("verb", (2, 1), 2)
         assert 0 < wait.seconds < 60
         ended.set()
-        board.ring_own()
+        board.notify_self()
         waiting.result()
         assert read_waits(board._segment, 0, 3) == ()
 
@@ -77,14 +77,14 @@ def test_a_wait_that_fails_is_taken_back() -> None:
 def test_a_wait_that_is_interrupted_while_it_is_said_is_taken_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    say = Outward.say_wait
+    say = PublishedStatus.publish_wait
 
     def interrupted(*args: Any) -> None:
         say(*args)
         raise KeyboardInterrupt
 
     with Board.create(2, 0) as board:
-        monkeypatch.setattr(Outward, "say_wait", interrupted)
+        monkeypatch.setattr(PublishedStatus, "publish_wait", interrupted)
         for _ in range(layout.WAITS + 1):
             with pytest.raises(KeyboardInterrupt):
                 board.wait(bool, Deadline.after(60), "verb", lambda: (1,))
@@ -100,7 +100,7 @@ def test_more_threads_wait_than_can_be_said() -> None:
         ]
         until(lambda: len(read_waits(board._segment, 0, 2)) == layout.WAITS)
         ended.set()
-        board.ring_own()
+        board.notify_self()
         for each in threads:
             each.result()
         assert read_waits(board._segment, 0, 2) == ()
@@ -112,15 +112,15 @@ def test_threads_that_begin_to_wait_at_once_may_find_the_last_entry_gone() -> No
             return True  # as another thread has seen it, too
 
     with Board.create(2, 0) as board:
-        assert board._outward is not None
-        kept, board._outward._free = board._outward._free, TakenJustNow()
-        assert board._outward.begin_wait() == 0
-        board._outward._free = kept
+        assert board._published is not None
+        kept, board._published._free = board._published._free, TakenJustNow()
+        assert board._published.begin_wait() == 0
+        board._published._free = kept
 
 
 def test_a_wait_that_is_none_on_the_board_is_shown() -> None:
     with Board.create(4, 1) as board, suppress(KeyboardInterrupt):
-        with board.showing_wait("the start") as show:
+        with board.published_wait("the start") as show:
             assert read_waits(board._segment, 1, 4) == ()
             for late in ((0, 1, 3), (3,), (1,), (0,)):
                 show(late)
@@ -131,18 +131,18 @@ def test_a_wait_that_is_none_on_the_board_is_shown() -> None:
 
 
 def test_who_only_looks_on_shows_no_wait() -> None:
-    with Board.create(2, None) as board, board.showing_wait("the start") as show:
+    with Board.create(2, None) as board, board.published_wait("the start") as show:
         show([0])
 
 
 def test_a_wait_for_many_names_the_first() -> None:
     with Board.create(100, 0) as board:
-        assert board._outward is not None
-        entry = board._outward.begin_wait()
-        board._outward.say_wait(entry, "verb", 1, range(1, 100))
+        assert board._published is not None
+        entry = board._published.begin_wait()
+        board._published.publish_wait(entry, "verb", 1, range(1, 100))
         (wait,) = read_waits(board._segment, 0, 100)
         assert (wait.members, wait.count) == (tuple(range(1, 1 + layout.WAIT_NAMED)), 99)
-        board._outward.say_wait(entry, "verb", 1, [7])
+        board._published.publish_wait(entry, "verb", 1, [7])
         (wait,) = read_waits(board._segment, 0, 100)
         assert (wait.members, wait.count) == ((7,), 1)
 
@@ -152,9 +152,9 @@ def test_a_successor_does_not_say_what_its_predecessor_said() -> None:
         pid = os.fork()
         if pid == 0:
             other = Board.attach(board.handle(), 1)
-            other.add_place("tp", 1)
-            assert other._outward is not None
-            other._outward.say_wait(other._outward.begin_wait(), "verb", 1, [0])
+            other.publish_place("tp", 1)
+            assert other._published is not None
+            other._published.publish_wait(other._published.begin_wait(), "verb", 1, [0])
             os.kill(os.getpid(), signal.SIGKILL)
         os.waitpid(pid, 0)
         assert read_waits(board._segment, 1, 2)
@@ -166,10 +166,10 @@ def test_a_successor_does_not_say_what_its_predecessor_said() -> None:
 
 def test_a_place_is_what_fits() -> None:
     with Board.create(1, 0) as board:
-        board.add_place("tp", 3)
-        board.add_place("tp", 3)
-        board.add_place("g" * layout.OUTWARD_PLACE_BYTES, 1)
-        board.add_place("pp", 1)
+        board.publish_place("tp", 3)
+        board.publish_place("tp", 3)
+        board.publish_place("g" * layout.STATUS_PLACE_BYTES, 1)
+        board.publish_place("pp", 1)
         assert read_place(board._segment, 0, 1) == "tp 3, pp 1"
 
 
@@ -229,7 +229,7 @@ def test_a_busy_process_may_be_asked_again_and_again() -> None:
         try:
             seen = scan()
             (program,) = of_process(process.pid, seen, programs(seen))
-            party = Party("rank 0", [program.boards[0].members[0]])
+            party = WaitNode("rank 0", [program.boards[0].members[0]])
             for _ in range(100):
                 assert stacks_of([party], Deadline.after(30))["rank 0"].startswith("Stack")
                 assert process.poll() is None
@@ -272,7 +272,7 @@ def test_who_does_not_catch_the_signal_does_not_get_it() -> None:
     with waiting(code) as deaf:
         seen = scan()
         (program,) = of_process(deaf, seen, programs(seen))
-        party = Party("rank 0", [program.boards[0].members[0]])
+        party = WaitNode("rank 0", [program.boards[0].members[0]])
         told = stacks_of([party], Deadline.after(30))
         assert told == {"rank 0": "it catches no signal for that"}
 
@@ -292,7 +292,7 @@ def test_a_board_is_found_with_its_queues() -> None:
         Board.create(3, 2, "a pool", (0, 1, DRIVER_RANK)) as board,
         MessageQueue.on_board(board, 2, [0, 1]) as queue,
     ):
-        board.add_place("tp", 0)
+        board.publish_place("tp", 0)
         for _ in range(3):
             queue.enqueue(b"message")
         (seen,) = boards_here(of="a pool")
@@ -353,7 +353,7 @@ def test_a_process_that_was_killed_is_lost() -> None:
     with Board.create(2, 0, "a killed one") as board:
         pid = os.fork()
         if pid == 0:
-            Board.attach(board.handle(), 1).stamp("verb")
+            Board.attach(board.handle(), 1).record_begin("verb")
             os.kill(os.getpid(), signal.SIGKILL)
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
         (seen,) = boards_here(of="a killed one")
@@ -396,7 +396,7 @@ def test_a_board_that_is_not_finished_is_left_out(words: list[tuple[int, int]]) 
 
 def test_what_others_write_into_a_place_of_ours_is_only_text() -> None:
     with Board.create(1, 0, "a text\x1b[2J\x00rest") as board:
-        board.stamp("\xff" * 30)
+        board.record_begin("\xff" * 30)
         (seen,) = boards_here(of="a text")
         assert seen.name == "a text\x1b[2J"
 

@@ -6,15 +6,21 @@ from dataclasses import replace
 
 from shm_broadcast import DRIVER_RANK
 from shm_broadcast.errors import MemberStatus
-from shm_broadcast.inspection.diagnosis import Verdict, judge
-from shm_broadcast.inspection.snapshot import BoardSeen, HostSeen, MemberSeen, Program, joined
+from shm_broadcast.inspection.diagnosis import Diagnosis, diagnose
+from shm_broadcast.inspection.snapshot import (
+    BoardSnapshot,
+    HostSnapshot,
+    MemberSnapshot,
+    Program,
+    merge_hosts,
+)
 from shm_broadcast.state.status import Wait
 
-ABSENT = MemberSeen(MemberStatus(0, 0, "absent"), "", "", 0, (), None)
+ABSENT = MemberSnapshot(MemberStatus(0, 0, "absent"), "", "", 0, (), None)
 
 
-def member(rank: int, pid: int, *waits: int, verb: str = "tp all_reduce") -> MemberSeen:
-    return MemberSeen(
+def member(rank: int, pid: int, *waits: int, verb: str = "tp all_reduce") -> MemberSnapshot:
+    return MemberSnapshot(
         MemberStatus(rank, pid, "busy", verb, 7, 3.0),
         *("", "sleeping", 0),
         (Wait(verb, 2.0, waits, len(waits)),) if waits else (),
@@ -22,24 +28,26 @@ def member(rank: int, pid: int, *waits: int, verb: str = "tp all_reduce") -> Mem
     )
 
 
-def board(key: str, n: int, *members: MemberSeen) -> BoardSeen:
+def board(key: str, n: int, *members: MemberSnapshot) -> BoardSnapshot:
     """A pool's, of so many workers and the driver; who is not given is absent."""
     ranks = [*range(n), DRIVER_RANK]
     given = {each.status.rank: each for each in members}
     absent = [replace(ABSENT, status=replace(ABSENT.status, rank=rank)) for rank in ranks]
     called = zip(ranks, absent, strict=True)
-    return BoardSeen(key, tuple(given.get(rank, other) for rank, other in called), None, (), key)
+    return BoardSnapshot(
+        key, tuple(given.get(rank, other) for rank, other in called), None, (), key
+    )
 
 
-def verdict(here: BoardSeen, *elsewhere: HostSeen) -> Verdict:
-    return judge(joined(Program(1, "", (here,), (), 0), elsewhere))
+def verdict(here: BoardSnapshot, *elsewhere: HostSnapshot) -> Diagnosis:
+    return diagnose(merge_hosts(Program(1, "", (here,), (), 0), elsewhere))
 
 
 def test_who_waits_for_whom_is_seen_over_hosts() -> None:
     """Rank 0 waits for rank 1 on b, which waits for rank 2 on c."""
     here = board("here", 3, member(0, 100, 1), member(DRIVER_RANK, 99))
-    b = HostSeen("b", "here", board("at b", 3, member(1, 101, 2)), ())
-    c = HostSeen("c", "here", board("at c", 3, member(2, 102)), ())
+    b = HostSnapshot("b", "here", board("at b", 3, member(1, 101, 2)), ())
+    c = HostSnapshot("c", "here", board("at c", 3, member(2, 102)), ())
     assert verdict(here, b, c).sentences == (
         "Rank 2 (pid 102 on c) holds up others: it waits for no other process; "
         "last seen in tp all_reduce #7, 3.0 s ago.",
@@ -53,7 +61,7 @@ def test_who_waits_for_whom_is_seen_over_hosts() -> None:
 
 def test_a_process_of_another_host_may_have_the_pid_of_one_here() -> None:
     here = board("here", 2, member(0, 100, 1), member(DRIVER_RANK, 99))
-    b = HostSeen("b", "here", board("at b", 2, member(1, 100)), ())
+    b = HostSnapshot("b", "here", board("at b", 2, member(1, 100)), ())
     (culprit,) = verdict(here, b).culprits
     assert culprit.who == "rank 1 (pid 100 on b)"
 
@@ -61,7 +69,7 @@ def test_a_process_of_another_host_may_have_the_pid_of_one_here() -> None:
 def test_the_driver_is_the_one_here_and_no_supervisor_of_another_host() -> None:
     here = board("here", 2, member(0, 100, 1), member(DRIVER_RANK, 99))
     waits = member(1, 101, 2, verb="dequeue")
-    b = HostSeen("b", "here", board("at b", 2, waits, member(DRIVER_RANK, 98, 0)), ())
+    b = HostSnapshot("b", "here", board("at b", 2, waits, member(DRIVER_RANK, 98, 0)), ())
     assert verdict(here, b).sentences[0] == (
         "Rank 1 (pid 101 on b) holds up others: it takes no part, and waits for the next message "
         "of the driver; last seen in dequeue #7, 3.0 s ago."
@@ -71,8 +79,10 @@ def test_the_driver_is_the_one_here_and_no_supervisor_of_another_host() -> None:
 def test_a_process_of_another_host_is_the_same_on_all_boards_there() -> None:
     """Rank 1 waits for its own helper there, so it is not to blame."""
     here = board("here", 2, member(0, 100, 1), member(DRIVER_RANK, 99))
-    helped = BoardSeen("", (member(0, 101, 1, verb="kv recv"), member(1, 300)), None, (), "more")
-    b = HostSeen("b", "here", board("at b", 2, member(1, 101)), (helped,))
+    helped = BoardSnapshot(
+        "", (member(0, 101, 1, verb="kv recv"), member(1, 300)), None, (), "more"
+    )
+    b = HostSnapshot("b", "here", board("at b", 2, member(1, 101)), (helped,))
     assert verdict(here, b).sentences[:2] == (
         "Rank 1 of board 2 (pid 300 on b) holds up others: it waits for no other process; "
         "last seen in tp all_reduce #7, 3.0 s ago.",
@@ -82,6 +92,6 @@ def test_a_process_of_another_host_is_the_same_on_all_boards_there() -> None:
 
 def test_what_is_said_of_another_board_is_left_out() -> None:
     here = board("here", 2, member(0, 100, 1))
-    b = HostSeen("b", "another", board("at b", 2, member(1, 101)), ())
-    more = HostSeen("b", "here", board("at b", 3, member(1, 101)), ())
+    b = HostSnapshot("b", "another", board("at b", 2, member(1, 101)), ())
+    more = HostSnapshot("b", "here", board("at b", 3, member(1, 101)), ())
     assert verdict(here, b, more).sentences == verdict(here).sentences

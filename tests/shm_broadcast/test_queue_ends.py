@@ -147,7 +147,7 @@ def test_a_dead_peer_ends_every_wait(name: str) -> None:
     with ends() as made:
         waiting = asleep_in(name, made)
         peer = 1 if end(made) is made.writer else 0
-        made.boards[peer].stamp("all_reduce")
+        made.boards[peer].record_begin("all_reduce")
         bury(made.boards[0], peer)
         with pytest.raises(
             PeerLostError, match=r"last seen in all_reduce #\d+, \d+\.\d s ago"

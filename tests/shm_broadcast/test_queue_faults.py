@@ -24,7 +24,7 @@ from shm_broadcast import (
     SharedMemoryError,
     layout,
 )
-from shm_broadcast.eventcount import Doorbell
+from shm_broadcast.eventcount import EventCount
 from shm_broadcast.state.board import Board
 from tests.forked import in_a_child
 from tests.patience import NAMED_WITHIN, quickest, until
@@ -159,7 +159,7 @@ def be_slow(rank: int, n: int, folder: str) -> None:
             put(folder, "done", True)
         else:
             assert [queue.dequeue(LIMIT) for _ in range(5)] == list(range(5))
-            board.stamp("load_weights")
+            board.record_begin("load_weights")
             put(folder, "busy", True)
             behind = get(folder, "timed out")
             get(folder, "done")
@@ -173,25 +173,25 @@ def test_a_slow_reader_is_named_with_what_it_does_and_how_far_behind_it_is(tmp_p
     run_ranks(2, be_slow, str(tmp_path))
 
 
-def stay_silent(self: Doorbell) -> None:
+def stay_silent(self: EventCount) -> None:
     pass
 
 
 def never_ring(rank: int, n: int, folder: str, turns: int) -> list[float]:
     """Every wake-up is dropped; the time from each enqueue to its dequeue."""
-    original = Board.doorbell_offset
+    original = Board.eventcount_offset
     if rank == 0:
         # The fast path rings a bell that nobody hears, the general path none at all.
-        Board.doorbell_offset = lambda self, member: (
+        Board.eventcount_offset = lambda self, member: (
             original(self, 0) if member == 1 else original(self, member)
         )
-        Doorbell.ring = stay_silent
+        EventCount.notify = stay_silent
     waited = []
     with joined(rank, n, folder) as (board, queue):
         for turn in range(turns):
             size = 20_000 if turn % 2 else 10
             if rank == 0:
-                sleepers = board.slot_offset(1) + layout.DOORBELL_SLEEPERS
+                sleepers = board.slot_offset(1) + layout.EVENTCOUNT_WAITERS
                 until(lambda at=sleepers: board.words.load32(at) > 0)  # type: ignore[misc]
                 time.sleep(0.01)
                 queue.enqueue((time.monotonic(), b"x" * size), LIMIT)

@@ -289,5 +289,5 @@ def test_a_dequeue_that_is_interrupted_at_its_first_look_has_ended() -> None:
         ring.read_small = interrupted
         with pytest.raises(Interruption):
             made.reader.dequeue(LIMIT)
-        (past,) = made.boards[1].past(1)
+        (past,) = made.boards[1].recorded(1)
         assert (past.verb, past.outcome) == ("dequeue", "failed")

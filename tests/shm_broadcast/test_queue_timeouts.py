@@ -27,7 +27,7 @@ LARGE = b"large " * CAPACITY
 @pytest.mark.parametrize("timeout", [0, 0.02, 0.2])
 def test_an_empty_queue_times_out(timeout: float) -> None:
     with ends() as made:
-        made.boards[0].stamp("load_weights")
+        made.boards[0].record_begin("load_weights")
         began = time.monotonic()
         with pytest.raises(GroupTimeoutError, match=f"dequeue: timed out after {timeout:g}") as e:
             made.reader.dequeue(timeout)
@@ -131,7 +131,7 @@ def test_an_enqueue_that_timed_out_names_who_is_behind_and_by_how_much() -> None
         for _ in range(count):
             made.readers[1].dequeue(LIMIT)
         made.readers[0].dequeue(LIMIT)
-        made.boards[1].stamp("all_reduce")
+        made.boards[1].record_begin("all_reduce")
         for _ in range(2):
             made.readers[2].dequeue(LIMIT)
         began = time.monotonic()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from shm_broadcast import MessageDecodeError, PeerLostError, SharedMemoryError
-from shm_broadcast.process import why
+from shm_broadcast.process import describe_os_error
 from shm_broadcast.segment import Segment
 from tests.patience import STALL_SECONDS
 from tests.ranks import run_ranks
@@ -70,8 +70,8 @@ def test_a_system_call_that_is_refused_is_named(name: str, number: int) -> None:
 
 
 def test_an_error_without_a_number_says_its_text() -> None:
-    assert why(OSError("no route")) == "no route"
-    assert why(OSError(errno.EMFILE, "full")) == "full (RLIMIT_NOFILE, ulimit -n)"
+    assert describe_os_error(OSError("no route")) == "no route"
+    assert describe_os_error(OSError(errno.EMFILE, "full")) == "full (RLIMIT_NOFILE, ulimit -n)"
 
 
 def lose_the_writer(rank: int, n: int, folder: str, number: int) -> int | None:

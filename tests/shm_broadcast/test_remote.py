@@ -343,10 +343,10 @@ class TestWaiting:
                 for _ in range(20):
                     writer.send([bytes(MIN_CREDIT_BYTES // 8)], LIMIT)
                     second.recv(LIMIT)
-                assert not writer.deserted()
+                assert not writer.has_no_readers()
                 second.close()
                 until(lambda: _state(writer, 2) == "closed")
-                assert writer.deserted()
+                assert writer.has_no_readers()
                 writer.send([bytes(2 * MIN_CREDIT_BYTES)], 0)  # waits for nobody
 
     def test_reader_that_left_while_nobody_looked_is_not_lost(

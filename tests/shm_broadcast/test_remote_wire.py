@@ -17,14 +17,14 @@ from shm_broadcast.net.protocol import (
     Assembler,
     Closed,
     Credit,
-    CreditLedger,
+    CreditAccount,
     CreditWindow,
     Fragment,
     FrameError,
     ReaderHello,
     Refused,
     RemoteHandle,
-    RemoteLink,
+    RemoteReaderState,
     Welcome,
     cost,
     encode,
@@ -122,7 +122,7 @@ class TestCredit:
             window.restore(Credit(consumed, 3))
 
     def test_reader_reports_every_quarter_of_the_window(self) -> None:
-        ledger = CreditLedger(100)
+        ledger = CreditAccount(100)
         assert ledger.consume(24, completes=False) is None
         assert ledger.consume(1, completes=True) == Credit(25, 1)
         assert ledger.consume(24, completes=True) is None
@@ -132,13 +132,13 @@ class TestCredit:
 class TestLink:
     """A reader's life as its writer sees it."""
 
-    def joined(self) -> RemoteLink:
-        link = RemoteLink(3, CREDIT)
-        assert isinstance(link.take(b"A", [encode(ReaderHello(77))]), Welcome)
+    def joined(self) -> RemoteReaderState:
+        link = RemoteReaderState(3, CREDIT)
+        assert isinstance(link.receive(b"A", [encode(ReaderHello(77))]), Welcome)
         return link
 
     def test_absent_reader_can_take_nothing(self) -> None:
-        link = RemoteLink(3, CREDIT)
+        link = RemoteReaderState(3, CREDIT)
         assert not link.can_take(0)
         assert str(link.status()) == "rank 3 (never joined)"
         link.require("send")
@@ -153,7 +153,7 @@ class TestLink:
     def test_another_connection_changes_nothing(self) -> None:
         link = self.joined()
         for frame in (ReaderHello(1), Credit(5, 5), Closed()):
-            assert isinstance(link.take(b"B", [encode(frame)]), Refused)
+            assert isinstance(link.receive(b"B", [encode(frame)]), Refused)
         assert link.can_take(CREDIT)
         assert link.status().pid == 77
 
@@ -171,31 +171,31 @@ class TestLink:
     )
     def test_nonsense_names_the_reader(self, frames: list[bytes], detail: str) -> None:
         link = self.joined()
-        assert isinstance(link.take(b"A", frames), Refused)
+        assert isinstance(link.receive(b"A", frames), Refused)
         for _ in range(2):
             with pytest.raises(PeerProtocolError, match=detail) as caught:
                 link.require("send")
             assert caught.value.rank == 3
-        assert link.take(b"A", [encode(Credit(0, 0))]) is None
+        assert link.receive(b"A", [encode(Credit(0, 0))]) is None
 
     def test_frames_before_hello(self) -> None:
-        link = RemoteLink(3, CREDIT)
-        link.take(b"A", [encode(Credit(0, 0))])
+        link = RemoteReaderState(3, CREDIT)
+        link.receive(b"A", [encode(Credit(0, 0))])
         with pytest.raises(PeerProtocolError, match="Credit before hello"):
             link.require("send")
 
     def test_lost_reader_stays_lost(self) -> None:
         link = self.joined()
-        link.lose()
-        assert isinstance(link.take(b"B", [encode(ReaderHello(78))]), Refused)
+        link.mark_lost()
+        assert isinstance(link.receive(b"B", [encode(ReaderHello(78))]), Refused)
         with pytest.raises(PeerLostError, match=r"lost rank 3 \(pid 77\)") as caught:
             link.require("send")
         assert caught.value.rank == 3
 
     def test_reader_that_left_gates_nobody_and_is_not_lost(self) -> None:
         link = self.joined()
-        link.take(b"A", [encode(Closed())])
-        link.lose()
+        link.receive(b"A", [encode(Closed())])
+        link.mark_lost()
         assert link.left
         assert link.can_take(1 << 40)
         link.require("send")

@@ -309,9 +309,9 @@ def test_a_reader_that_comes_amid_fragments_skips_to_the_next_message() -> None:
 
 def test_a_reader_that_left_gates_nobody() -> None:
     with ring(2) as made:
-        made.readers[0].leave()
+        made.readers[0].detach()
         assert made.writer.has_left(0)
-        assert not made.writer.deserted()
+        assert not made.writer.has_no_readers()
         for turn in range(100):
             made.write(body(3000, turn))
             assert made.read(1) == (body(3000, turn), [])
@@ -321,22 +321,22 @@ def test_a_reader_that_left_gates_nobody() -> None:
 def test_a_ring_that_all_have_left() -> None:
     with ring(2) as made:
         for reader in made.readers:
-            reader.leave()
-        assert made.writer.deserted()
+            reader.detach()
+        assert made.writer.has_no_readers()
         assert made.writer.behind() == {}
         made.begin_at(0)
         for reader in made.readers:
-            reader.leave()
+            reader.detach()
         while made.writer.try_write(CODEC, body(3000)):
             pass
         assert not made.writer.has_room(layout.RECORD_ALIGN * 200)
-        assert made.writer.laggards(made.capacity) == []
+        assert made.writer.slow_readers(made.capacity) == []
 
 
 def test_a_reader_that_joins_again_begins_with_the_next_message() -> None:
     with ring(2) as made:
         made.write(b"one")
-        made.readers[0].leave()
+        made.readers[0].detach()
         for _ in range(40):
             made.write(body(3000))
             made.read(1)
@@ -349,7 +349,7 @@ def test_a_reader_that_joins_again_begins_with_the_next_message() -> None:
 
 def test_a_reader_that_joins_again_is_behind_by_nothing() -> None:
     with ring(2) as made:
-        made.readers[0].leave()
+        made.readers[0].detach()
         for _ in range(10):
             made.write(b"missed")
         made.readers[0] = made.attach_reader(0)
@@ -386,7 +386,7 @@ def test_a_writer_that_goes_on_while_a_reader_joins_again_overwrites_nothing(
             assert made.read(1) == (body(3000, turn), [])
 
     with ring(2) as made:
-        made.readers[0].leave()
+        made.readers[0].detach()
         racing = Racing(made.words, layout.RING_PUBLISHED, go_on)
         monkeypatch.setattr(ring_reader, "native", None)
         monkeypatch.setattr(made.segment, "words", racing)
@@ -407,7 +407,7 @@ def test_a_reader_that_joins_again_while_the_writer_looks_is_seen(
 
     monkeypatch.setattr(ring_writer, "native", None)
     with ring(2) as made:
-        made.readers[0].leave()
+        made.readers[0].detach()
         while made.writer.try_write(CODEC, body(3000)):
             pass
         while made.read(1) is not None:
@@ -438,11 +438,11 @@ def test_laggards_are_those_that_keep_room_from_being_free() -> None:
     with ring(2) as made:
         while made.writer.try_write(CODEC, body(1000)):
             pass
-        assert made.writer.laggards(2048) == [1, 2]
+        assert made.writer.slow_readers(2048) == [1, 2]
         while made.read(1) is not None:
             pass
-        assert made.writer.laggards(2048) == [1]
-        assert made.writer.laggards(0) == []
+        assert made.writer.slow_readers(2048) == [1]
+        assert made.writer.slow_readers(0) == []
 
 
 def test_closing_lets_readers_finish() -> None:
@@ -482,9 +482,9 @@ def test_most_buffers_fit_the_smallest_ring() -> None:
 def test_every_record_rings_the_readers_and_every_read_the_writer() -> None:
     with ring(2) as made:
         board = made.boards[0]
-        bells = [board.doorbell_offset(member) for member in range(3)]
+        bells = [board.eventcount_offset(member) for member in range(3)]
         for bell in bells:
-            board.words.add32(bell + layout.DOORBELL_SLEEPERS, 1)
+            board.words.add32(bell + layout.EVENTCOUNT_WAITERS, 1)
 
         def rung() -> list[int]:
             return [board.words.load32(bell) for bell in bells]
@@ -495,12 +495,12 @@ def test_every_record_rings_the_readers_and_every_read_the_writer() -> None:
         assert rung() == [0, 2, 2]
         made.read(0)
         assert rung() == [1, 2, 2]
-        made.readers[1].leave()
+        made.readers[1].detach()
         assert rung() == [2, 2, 2]
         made.writer.close()
         assert rung() == [2, 3, 3]
         for bell in bells:
-            board.words.add32(bell + layout.DOORBELL_SLEEPERS, -1)
+            board.words.add32(bell + layout.EVENTCOUNT_WAITERS, -1)
 
 
 def test_reading_and_writing_is_progress() -> None:
@@ -519,7 +519,7 @@ def test_reading_and_writing_is_progress() -> None:
 def test_small_messages_are_seen_as_operations() -> None:
     """A slow reader is named with what it did last, also if it never had to wait."""
     with ring() as made:
-        made.boards[1].stamp("all_reduce")
+        made.boards[1].record_begin("all_reduce")
         made.writer.try_write(CODEC, b"small")
         made.readers[0].try_read(0, begins=True)
         made.readers[0].try_read(0)

@@ -67,7 +67,7 @@ class History:
         self.ring.readers[reader] = self.ring.attach_reader(reader)
 
     def leave(self, reader: int) -> None:
-        self.ring.readers[reader].leave()
+        self.ring.readers[reader].detach()
 
     def check(self) -> None:
         for reader in range(2):

@@ -19,18 +19,18 @@ def test_a_message_wakes_all_readers_that_sleep(n: int) -> None:
     """Each on a doorbell of its own."""
 
     def sleep(bell: int) -> None:
-        words.add32(bell + layout.DOORBELL_SLEEPERS, 1)
+        words.add32(bell + layout.EVENTCOUNT_WAITERS, 1)
         while words.load32(bell) == 0:
             words.sleep_on(bell, 0, 30.0)
 
     with ring(n) as made:
         words = made.boards[0].words
-        bells = [made.boards[0].doorbell_offset(1 + reader) for reader in range(n)]
+        bells = [made.boards[0].eventcount_offset(1 + reader) for reader in range(n)]
         assert [words.load32(bell) for bell in bells] == [0] * n
         threads = [threading.Thread(target=sleep, args=(bell,)) for bell in bells]
         for thread in threads:
             thread.start()
-        until(lambda: all(words.load32(bell + layout.DOORBELL_SLEEPERS) for bell in bells))
+        until(lambda: all(words.load32(bell + layout.EVENTCOUNT_WAITERS) for bell in bells))
         began = time.monotonic()
         assert made.writer.try_write(CODEC, b"small")
         for thread in threads:

@@ -71,14 +71,14 @@ def test_pages_settle_where_they_are_reserved_anew(
     monkeypatch.setattr(os, "posix_fallocate", spy)
     with Segment.attach(segment.handle()) as other:
         segment.memory[64:] = b"x" * (4 * PAGE - 64)
-        other.settle(PAGE - 1, 3 * PAGE + 1)
+        other.first_touch(PAGE - 1, 3 * PAGE + 1)
         assert freed == [(PAGE, 2 * PAGE, 2 * PAGE)]
         assert os.fstat(segment.handle().fd).st_blocks * 512 == 4 * PAGE
         assert bytes(segment.memory[64:PAGE]) == b"x" * (PAGE - 64)
         assert bytes(segment.memory[PAGE : 3 * PAGE]) == bytes(2 * PAGE)
         assert bytes(segment.memory[3 * PAGE :]) == b"x" * PAGE
         segment.memory[PAGE : PAGE + 5] = b"hello"
-        segment.touch()
+        segment.prefault()
         assert bytes(other.memory[PAGE : PAGE + 5]) == b"hello"
 
 
@@ -87,8 +87,8 @@ def test_less_than_a_page_does_not_settle(
 ) -> None:
     monkeypatch.setattr(os, "posix_fallocate", None)
     segment.memory[64:] = b"x" * (4 * PAGE - 64)
-    segment.settle(PAGE + 1, 3 * PAGE - 1)
-    segment.settle(PAGE, PAGE)
+    segment.first_touch(PAGE + 1, 3 * PAGE - 1)
+    segment.first_touch(PAGE, PAGE)
     assert bytes(segment.memory[64:]) == b"x" * (4 * PAGE - 64)
 
 
@@ -101,7 +101,7 @@ def test_no_memory_to_settle_in_is_an_error(
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     says = "cannot reserve 4096 bytes: fallocate: No space left"
     with pytest.raises(SharedMemoryError, match=says):
-        segment.settle(PAGE, 2 * PAGE)
+        segment.first_touch(PAGE, 2 * PAGE)
 
 
 def test_it_cannot_shrink_grow_or_be_unsealed(segment: Segment) -> None:

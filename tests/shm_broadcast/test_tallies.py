@@ -7,61 +7,69 @@ from contextlib import ExitStack
 import pytest
 
 from shm_broadcast import Board, Deadline, GroupTimeoutError, layout
-from shm_broadcast.state.fingerprint import Tally
+from shm_broadcast.state.fingerprint import Fingerprint
 
 LAST = b"the last one" + bytes(36)
 
 
 def entries_of(board: Board, n: int) -> list[int]:
-    return [board.tallies.take(group) for group in range(1, n + 1)]
+    return [board.fingerprints.allocate(group) for group in range(1, n + 1)]
 
 
 def test_what_a_member_tells_the_others_read() -> None:
     with Board.create(3, 0) as board, Board.attach(board.handle(), 2) as other:
-        assert [list(board.tallies.of(member)) for member in range(3)] == [[], [], []]
-        entry = other.tallies.take((1 << 63) - 1)
-        assert list(board.tallies.of(2)) == []  # it has called nothing yet
-        other.tallies.tell(entry, 5, 0xFFFFFFFF, LAST)
-        expected = Tally((1 << 63) - 1, 5, 0xFFFFFFFF, b"the last one")
-        assert list(board.tallies.of(2)) == list(other.tallies.of(2)) == [expected]
-        other.tallies.tell(entry, (1 << 32) + 6, 0, None)
-        assert list(board.tallies.of(2)) == [Tally((1 << 63) - 1, 6, 0, b"the last one")]
-        assert list(board.tallies.of(1)) == []
-        assert not board.tallies.closed((1 << 63) - 1, 2)
-        other.tallies.close(entry)
-        assert list(board.tallies.of(2)) == [Tally((1 << 63) - 1, 6, 0, b"the last one", True)]
-        assert board.tallies.closed((1 << 63) - 1, 2)
-        assert not board.tallies.closed(1, 2)
+        assert [list(board.fingerprints.of_member(member)) for member in range(3)] == [[], [], []]
+        entry = other.fingerprints.allocate((1 << 63) - 1)
+        assert list(board.fingerprints.of_member(2)) == []  # it has called nothing yet
+        other.fingerprints.publish(entry, 5, 0xFFFFFFFF, LAST)
+        expected = Fingerprint((1 << 63) - 1, 5, 0xFFFFFFFF, b"the last one")
+        assert (
+            list(board.fingerprints.of_member(2))
+            == list(other.fingerprints.of_member(2))
+            == [expected]
+        )
+        other.fingerprints.publish(entry, (1 << 32) + 6, 0, None)
+        assert list(board.fingerprints.of_member(2)) == [
+            Fingerprint((1 << 63) - 1, 6, 0, b"the last one")
+        ]
+        assert list(board.fingerprints.of_member(1)) == []
+        assert not board.fingerprints.closed((1 << 63) - 1, 2)
+        other.fingerprints.close(entry)
+        assert list(board.fingerprints.of_member(2)) == [
+            Fingerprint((1 << 63) - 1, 6, 0, b"the last one", True)
+        ]
+        assert board.fingerprints.closed((1 << 63) - 1, 2)
+        assert not board.fingerprints.closed(1, 2)
 
 
 def test_a_group_without_a_collective_is_closed_as_well() -> None:
     with Board.create(1, 0) as board:
-        board.tallies.close(board.tallies.take(7))
-        assert list(board.tallies.of(0)) == [Tally(7, 0, 0, b"", True)]
+        board.fingerprints.close(board.fingerprints.allocate(7))
+        assert list(board.fingerprints.of_member(0)) == [Fingerprint(7, 0, 0, b"", True)]
 
 
 def test_there_is_room_for_so_many_and_what_is_given_back_is_used_again_last() -> None:
     with Board.create(2, 0) as board:
-        entries = entries_of(board, layout.TALLIES)
-        assert len({*entries}) == layout.TALLIES
-        assert board.tallies.take(99) == 0
+        entries = entries_of(board, layout.FINGERPRINTS)
+        assert len({*entries}) == layout.FINGERPRINTS
+        assert board.fingerprints.allocate(99) == 0
         for entry in entries:
-            board.tallies.tell(entry, 1, 1, LAST)
+            board.fingerprints.publish(entry, 1, 1, LAST)
         for entry in entries[:2]:
-            board.tallies.close(entry)
-        assert board.tallies.take(98) == entries[0]
+            board.fingerprints.close(entry)
+        assert board.fingerprints.allocate(98) == entries[0]
         # Nothing is left of the group that had it; that the other one was closed is known still.
-        told = sorted((each.group, each.closed) for each in board.tallies.of(0))
-        assert told == [(2, True), *((group, False) for group in range(3, layout.TALLIES + 1))]
+        told = sorted((each.group, each.closed) for each in board.fingerprints.of_member(0))
+        assert told == [(2, True), *((group, False) for group in range(3, layout.FINGERPRINTS + 1))]
 
 
 def test_the_log_says_once_that_there_is_no_more_room(caplog: pytest.LogCaptureFixture) -> None:
     with Board.create(2, 0) as board, Board.attach(board.handle(), None) as onlooker:
-        entries_of(board, layout.TALLIES)
+        entries_of(board, layout.FINGERPRINTS)
         assert caplog.messages == []
         for group in (97, 98):
-            assert board.tallies.take(group) == 0
-        assert onlooker.tallies.take(99) == 0
+            assert board.fingerprints.allocate(group) == 0
+        assert onlooker.fingerprints.allocate(99) == 0
     assert caplog.messages == [
         "calls are compared in 32 open groups at once; in further ones they are not"
     ]
@@ -71,21 +79,21 @@ def test_whoever_looks_meanwhile_finds_no_other_count_of_a_closed_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with Board.create(1, 0) as board:
-        for entry in entries_of(board, layout.TALLIES):
-            board.tallies.tell(entry, 5, 1, LAST)
-            board.tallies.close(entry)
-        seen: list[Tally] = []
-        words = board.tallies._words
+        for entry in entries_of(board, layout.FINGERPRINTS):
+            board.fingerprints.publish(entry, 5, 1, LAST)
+            board.fingerprints.close(entry)
+        seen: list[Fingerprint] = []
+        words = board.fingerprints._words
 
         class Watched:
             def store64(self, offset: int, value: int) -> None:
                 words.store64(offset, value)
-                monkeypatch.setattr(board.tallies, "_words", words)
-                seen.extend(board.tallies.of(0))
-                monkeypatch.setattr(board.tallies, "_words", self)
+                monkeypatch.setattr(board.fingerprints, "_words", words)
+                seen.extend(board.fingerprints.of_member(0))
+                monkeypatch.setattr(board.fingerprints, "_words", self)
 
-        monkeypatch.setattr(board.tallies, "_words", Watched())
-        board.tallies.take(99)
+        monkeypatch.setattr(board.fingerprints, "_words", Watched())
+        board.fingerprints.allocate(99)
         assert {each.count for each in seen if each.closed} == {5}
 
 
@@ -93,36 +101,36 @@ def test_who_takes_a_slot_over_finds_no_tally_in_it() -> None:
     with ExitStack() as stack:
         board = stack.enter_context(Board.create(2, 0))
         first = Board.attach(board.handle(), 1)
-        first.tallies.tell(first.tallies.take(7), 3, 4, LAST)
-        assert len(board.tallies.of(1)) == 1
+        first.fingerprints.publish(first.fingerprints.allocate(7), 3, 4, LAST)
+        assert len(board.fingerprints.of_member(1)) == 1
         first.close()
         stack.enter_context(Board.attach(board.handle(), 1))
-        assert list(board.tallies.of(1)) == []
+        assert list(board.fingerprints.of_member(1)) == []
 
 
 def test_tallies_lie_behind_the_histories() -> None:
-    assert layout.tallies_slot(0, 5) == layout.history_slot(4, 5) + layout.HISTORY_STRIDE
-    assert layout.tallies_slot(5, 5) == layout.board_size(5)
-    assert layout.TALLY_LAST + layout.TALLY_LAST_BYTES == layout.TALLY_STRIDE
+    assert layout.fingerprints_slot(0, 5) == layout.history_slot(4, 5) + layout.HISTORY_STRIDE
+    assert layout.fingerprints_slot(5, 5) == layout.board_size(5)
+    assert layout.FINGERPRINT_LAST + layout.FINGERPRINT_LAST_BYTES == layout.FINGERPRINT_STRIDE
     for member in range(5):
-        assert layout.tallies_slot(member, 5) % layout.LINE == 0
+        assert layout.fingerprints_slot(member, 5) % layout.LINE == 0
 
 
 def test_an_onlooker_has_none_to_give() -> None:
     with Board.create(1, None) as board:
-        assert board.tallies.take(1) == 0
+        assert board.fingerprints.allocate(1) == 0
 
 
 def test_there_are_none_where_no_histories_are() -> None:
     with Board.create(2, 0, histories=False) as board:
-        assert board.tallies.take(1) == 0
-        assert list(board.tallies.of(1)) == []
+        assert board.fingerprints.allocate(1) == 0
+        assert list(board.fingerprints.of_member(1)) == []
 
 
 def test_whoever_waits_compares_now_and_then() -> None:
     looks: list[int] = []
     with Board.create(2, 0) as board, Board.attach(board.handle(), 1):
-        board.tallies.comparing.append(lambda: looks.append(1))
+        board.fingerprints.comparing.append(lambda: looks.append(1))
         with pytest.raises(GroupTimeoutError):
             board.wait(lambda: False, Deadline.after(0.35), "a wait", lambda: [1])
     assert len(looks) >= 2

@@ -36,7 +36,7 @@ def another_thread_has(lock: TimedLock) -> Iterator[Callable[[], None]]:
     has, gives_back = threading.Event(), threading.Event()
 
     def keep() -> None:
-        with lock.turn as mine:
+        with lock.owner_lock as mine:
             assert mine
             has.set()
             assert gives_back.wait(PATIENCE_SECONDS)
@@ -54,7 +54,7 @@ def another_thread_has(lock: TimedLock) -> Iterator[Callable[[], None]]:
 
 
 def is_free(lock: TimedLock) -> bool:
-    with lock.turn as mine:
+    with lock.owner_lock as mine:
         return mine
 
 
@@ -66,26 +66,26 @@ def test_one_at_a_time(lock: TimedLock) -> None:
 
 
 def test_who_has_it_is_refused(lock: TimedLock) -> None:
-    with lock.turn as mine:
+    with lock.owner_lock as mine:
         assert mine
-        assert lock.turn.is_owned()
-        with pytest.raises(RuntimeError, match="in it already"), lock.turn:
+        assert lock.owner_lock.is_owned()
+        with pytest.raises(RuntimeError, match="in it already"), lock.owner_lock:
             pass
-        assert lock.turn.is_owned()
-    assert not lock.turn.is_owned()
+        assert lock.owner_lock.is_owned()
+    assert not lock.owner_lock.is_owned()
     assert is_free(lock)
 
 
 def test_who_did_not_get_it_gives_nothing_back(lock: TimedLock) -> None:
     with another_thread_has(lock):
-        with lock.turn as mine:
+        with lock.owner_lock as mine:
             assert not mine
         assert not is_free(lock)
 
 
 def test_what_was_adopted_is_given_back(lock: TimedLock) -> None:
-    lock.turn.__enter__()
-    thread = threading.Thread(target=lambda: (lock.turn.adopt(), lock.turn.__exit__()))
+    lock.owner_lock.__enter__()
+    thread = threading.Thread(target=lambda: (lock.owner_lock.adopt(), lock.owner_lock.__exit__()))
     thread.start()
     thread.join()
     assert is_free(lock)
@@ -95,11 +95,11 @@ def test_a_deadline_ends_the_wait(lock: TimedLock) -> None:
     with another_thread_has(lock):
         for seconds in (0.0, 0.05):
             with pytest.raises(GroupTimeoutError, match="another thread of this process is in it"):
-                lock.take(Deadline.after(seconds), "enqueue", nothing)
-    with lock.turn:
+                lock.acquire(Deadline.after(seconds), "enqueue", nothing)
+    with lock.owner_lock:
         pass
-    lock.take(Deadline.after(0.0), "enqueue", nothing)
-    assert lock.turn.is_owned()
+    lock.acquire(Deadline.after(0.0), "enqueue", nothing)
+    assert lock.owner_lock.is_owned()
 
 
 def test_what_the_check_raises_ends_the_wait(lock: TimedLock) -> None:
@@ -107,7 +107,7 @@ def test_what_the_check_raises_ends_the_wait(lock: TimedLock) -> None:
         raise ConnectionError(operation)
 
     with another_thread_has(lock), pytest.raises(ConnectionError, match="enqueue"):
-        lock.take(Deadline.after(None), "enqueue", refuse)
+        lock.acquire(Deadline.after(None), "enqueue", refuse)
 
 
 def test_a_signal_s_handler_ends_the_wait(lock: TimedLock) -> None:
@@ -122,7 +122,7 @@ def test_a_signal_s_handler_ends_the_wait(lock: TimedLock) -> None:
         with another_thread_has(lock):
             timer.start()
             with pytest.raises(KeyboardInterrupt):
-                lock.take(Deadline.after(PATIENCE_SECONDS), "enqueue", nothing)
+                lock.acquire(Deadline.after(PATIENCE_SECONDS), "enqueue", nothing)
     finally:
         timer.join()
         signal.signal(signal.SIGUSR2, before)
@@ -133,9 +133,9 @@ def test_who_waits_gets_it_and_others_run_meanwhile(lock: TimedLock) -> None:
     looked, got, done = threading.Event(), threading.Event(), threading.Event()
 
     def wait() -> None:
-        with lock.turn as mine:
+        with lock.owner_lock as mine:
             assert not mine
-            lock.take(Deadline.after(PATIENCE_SECONDS), "dequeue", lambda _: looked.set())
+            lock.acquire(Deadline.after(PATIENCE_SECONDS), "dequeue", lambda _: looked.set())
             got.set()
             assert done.wait(PATIENCE_SECONDS)
 
@@ -159,9 +159,9 @@ def test_no_two_threads_have_it_at_once(lock: TimedLock) -> None:
 
     def take_turns() -> None:
         for _ in range(turns):
-            with lock.turn as mine:
+            with lock.owner_lock as mine:
                 if not mine:
-                    lock.take(Deadline.after(PATIENCE_SECONDS), "enqueue", nothing)
+                    lock.acquire(Deadline.after(PATIENCE_SECONDS), "enqueue", nothing)
                 inside.append(None)
                 most.append(len(inside))
                 inside.pop()

@@ -107,7 +107,7 @@ def test_both_languages_write_the_same() -> None:
 
 def test_a_board_without_histories_has_none() -> None:
     with Board.create(1, 0, histories=False) as board:
-        board.ended(board.stamp("x", "tp", ALL_REDUCE))
+        board.record_end(board.record_begin("x", "tp", ALL_REDUCE))
         assert board.totals(0) == ()
 
 
@@ -117,7 +117,7 @@ def test_who_takes_the_slot_of_one_that_died_begins_anew() -> None:
         if pid == 0:
             other = Board.attach(board.handle(), 1)
             for _ in range(3):
-                other.ended(other.stamp("tp all_reduce", "tp", ALL_REDUCE, 8))
+                other.record_end(other.record_begin("tp all_reduce", "tp", ALL_REDUCE, 8))
             os.kill(os.getpid(), signal.SIGKILL)
         os.waitpid(pid, 0)
         assert [each.ended for each in board.totals(1)] == [3]  # it can still be read

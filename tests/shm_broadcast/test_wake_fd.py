@@ -34,8 +34,8 @@ def test_it_is_readable_from_a_ring_until_it_is_cleared() -> None:
     wake = WakeFd()
     assert not readable(wake)
     wake.clear()
-    wake.ring()
-    wake.ring()
+    wake.notify()
+    wake.notify()
     assert readable(wake)
     wake.clear()
     assert not readable(wake)
@@ -59,7 +59,7 @@ def test_after_close_the_descriptor_is_gone_and_a_ring_writes_nowhere() -> None:
     wake.close()
     reused = os.eventfd(0, os.EFD_NONBLOCK)
     assert reused == wake.fileno()
-    wake.ring()
+    wake.notify()
     with pytest.raises(BlockingIOError):
         os.eventfd_read(reused)
     os.close(reused)
@@ -75,12 +75,12 @@ def test_a_close_within_a_ring_leaves_the_descriptor_open_until_the_ring_is_over
         @staticmethod
         def eventfd_write(fd: int, value: int) -> None:
             wake.close()
-            wake.ring()
+            wake.notify()
             seen.append(is_open(fd))
             os.eventfd_write(fd, value)
 
     vars(eventcount)["os"] = InterruptedOs
-    wake.ring()
+    wake.notify()
     assert seen == [True]
     assert not is_open(wake.fileno())
 
@@ -90,7 +90,7 @@ def test_rings_of_several_threads_beside_a_close_write_nowhere_else() -> None:
     for _ in range(200):
         wake = WakeFd()
         begin = threading.Barrier(3)
-        does: list[Callable[[], None]] = [wake.ring, wake.ring, wake.close]
+        does: list[Callable[[], None]] = [wake.notify, wake.notify, wake.close]
 
         def run(do: Callable[[], None], begin: threading.Barrier = begin) -> None:
             begin.wait()

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from coordinator import group as native
-from coordinator.compat.shared import GroupFace, divide, native_of
+from coordinator.compat.shared import GroupAdapter, divide, unwrap
 from coordinator.compat.vllm.device_communicators.shm_broadcast import MessageQueue
 from coordinator.group import GraphCaptureContext
 from coordinator.group import GroupCoordinator as NativeGroup
@@ -63,7 +63,7 @@ class _Sender:
         self.receiving = False
 
 
-class TaggedMail:
+class TaggedMessages:
     """One member's messages with tags. Threads may send and receive at once."""
 
     def __init__(self, group: NativeGroup) -> None:
@@ -105,7 +105,7 @@ class TaggedMail:
         sender.kept[found].append(obj)
 
 
-class GroupCoordinator(GroupFace):
+class GroupCoordinator(GroupAdapter):
     """One member's end of a named group, in SGLang's words.
 
     Attributes:
@@ -178,7 +178,7 @@ class GroupCoordinator(GroupFace):
     def _show(self, group: native.GroupCoordinator, kind: Callable[[], list[list[int]]]) -> None:
         """Show a group, with one more for its tagged messages. Collective: yes, every member."""
         super()._show(group, kind)
-        self._tagged = TaggedMail(group._part("tagged", list(range(group.world_size))))
+        self._tagged = TaggedMessages(group._part("tagged", list(range(group.world_size))))
 
     # --- tensors -------------------------------------------------------------------------
 
@@ -351,7 +351,7 @@ class GroupCoordinator(GroupFace):
         """
         if self.world_size == 1:
             return tensor_dict
-        peers = native_of(all_gather_group)
+        peers = unwrap(all_gather_group)
         if async_send:
             return [P2PWork(self.group.isend_tensor_dict(tensor_dict, dst, peers), None)]
         self.group.send_tensor_dict(tensor_dict, dst, peers)
@@ -366,7 +366,7 @@ class GroupCoordinator(GroupFace):
         """
         if self.world_size == 1:
             return None
-        return self.group.recv_tensor_dict(src, native_of(all_gather_group))
+        return self.group.recv_tensor_dict(src, unwrap(all_gather_group))
 
     def send_recv_tensor_dict(
         self,
@@ -379,7 +379,7 @@ class GroupCoordinator(GroupFace):
         """Send one dict and receive another at once; None in a group of one. Collective: no."""
         if self.world_size == 1:
             return None
-        peers = native_of(send_all_gather_group)
+        peers = unwrap(send_all_gather_group)
         sent = self.group.isend_tensor_dict(send_tensor_dict, send_dst, peers)
         found = self.recv_tensor_dict(recv_src, recv_all_gather_group)
         sent.wait()
@@ -391,7 +391,7 @@ class GroupCoordinator(GroupFace):
     def mq_broadcaster(self) -> MessageQueue | None:
         """The queue of `broadcast_object` from rank 0, if there is one."""
         queue = self.group.mq_broadcaster
-        return None if queue is None else MessageQueue.over(queue)
+        return None if queue is None else MessageQueue.wrap(queue)
 
     def graph_capture(
         self,
@@ -421,7 +421,7 @@ def refuse_elastic(*, recovered_rank: bool, max_world_size: int | None) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Widths:
+class ParallelSizes:
     """How a model is cut: what SGLang has in its runtime context.
 
     Attributes:
@@ -495,7 +495,7 @@ def build(
     world: NativeGroup,
     closing: ExitStack,
     *,
-    widths: Widths,
+    widths: ParallelSizes,
     broadcaster: bool,
     duplicate_tp: bool,
 ) -> dict[str, Known]:

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, TCPStore
 
 from coordinator.compat.sglang import group as model_groups
-from coordinator.compat.sglang.group import GroupCoordinator, P2PWork, Widths, refuse_elastic
-from coordinator.compat.shared import DefaultTopology, Getters, in_the_same_node_as
+from coordinator.compat.sglang.group import GroupCoordinator, P2PWork, ParallelSizes, refuse_elastic
+from coordinator.compat.shared import Getters, GlobalState, in_the_same_node_as
 from coordinator.group import GraphCaptureContext, capture_on_side_stream
 from coordinator.rendezvous import DEFAULT_TIMEOUT
 from shm_broadcast import Deadline
@@ -25,7 +25,7 @@ __all__ = [
     "GraphCaptureContext",
     "GroupCoordinator",
     "P2PWork",
-    "Widths",
+    "ParallelSizes",
     "abort_distributed_environment",
     "cleanup_dist_env_and_memory",
     "create_custom_parallel_group",
@@ -66,7 +66,7 @@ __all__ = [
     "set_global_tcp_store",
 ]
 
-_state = DefaultTopology(GroupCoordinator)
+_state = GlobalState(GroupCoordinator)
 """The one instance that the functions below speak of."""
 
 _getters = Getters(_state)
@@ -226,7 +226,7 @@ def initialize_model_parallel(
     rank_offset: int = 0,
     max_world_size: int | None = None,
     *,
-    widths: Widths | None = None,
+    widths: ParallelSizes | None = None,
     use_message_queue_broadcaster: bool = False,
 ) -> None:
     """Build the groups of a model.
@@ -249,7 +249,7 @@ def initialize_model_parallel(
     """
     del enable_symm_mem
     refuse_elastic(recovered_rank=recovered_rank or rank_offset > 0, max_world_size=max_world_size)
-    cut = Widths(tp=get_world_group().world_size) if widths is None else widths
+    cut = ParallelSizes(tp=get_world_group().world_size) if widths is None else widths
     make = partial(
         model_groups.build,
         widths=cut,

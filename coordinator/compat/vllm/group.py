@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from coordinator import group as native
-from coordinator.compat.shared import native_of
+from coordinator.compat.shared import unwrap
 from coordinator.compat.vllm.device_communicators.base_device_communicator import (
     DeviceCommunicatorBase,
     RowVerbs,
@@ -61,10 +61,10 @@ class GroupCoordinator(RowVerbs):
 
     def _show(self, group: native.GroupCoordinator, kind: Callable[[], list[list[int]]]) -> None:
         super()._show(group, kind)
-        settings = group._link.settings
+        settings = group._context.settings
         self.torch_distributed_backend = settings.backend
         self.use_device_communicator = not settings.torch_only
-        self.device_communicator = DeviceCommunicatorBase.over(group, kind)
+        self.device_communicator = DeviceCommunicatorBase.wrap(group, kind)
 
     def cpu_all_reduce_(self, tensor: Tensor) -> Tensor:
         """Sum a CPU tensor into itself. Collective: yes, every member."""
@@ -102,7 +102,7 @@ class GroupCoordinator(RowVerbs):
         """
         if self.world_size == 1:
             return tensor_dict
-        peers = native_of(all_gather_group)
+        peers = unwrap(all_gather_group)
         self.group.send_tensor_dict(tensor_dict, dst, peers, all_gather_tensors)
         return None
 
@@ -120,7 +120,7 @@ class GroupCoordinator(RowVerbs):
         """
         if self.world_size == 1:
             return []
-        peers = native_of(all_gather_group)
+        peers = unwrap(all_gather_group)
         return [self.group.isend_tensor_dict(tensor_dict, dst, peers, all_gather_tensors)]
 
     def recv_tensor_dict(
@@ -135,7 +135,7 @@ class GroupCoordinator(RowVerbs):
         """
         if self.world_size == 1:
             return None
-        return self.group.recv_tensor_dict(src, native_of(all_gather_group), all_gather_tensors)
+        return self.group.recv_tensor_dict(src, unwrap(all_gather_group), all_gather_tensors)
 
     def irecv_tensor_dict(
         self,
@@ -151,7 +151,7 @@ class GroupCoordinator(RowVerbs):
         """
         if self.world_size == 1:
             return None, [], []
-        work = self.group.irecv_tensor_dict(src, native_of(all_gather_group), all_gather_tensors)
+        work = self.group.irecv_tensor_dict(src, unwrap(all_gather_group), all_gather_tensors)
         found: dict[str, Any] = {}
         return found, [work], [lambda: found.update(work.wait())]
 
@@ -161,7 +161,7 @@ class GroupCoordinator(RowVerbs):
     def mq_broadcaster(self) -> MessageQueue | None:
         """The queue of `broadcast_object` from rank 0, if there is one."""
         queue = self.group.mq_broadcaster
-        return None if queue is None else MessageQueue.over(queue)
+        return None if queue is None else MessageQueue.wrap(queue)
 
     def create_mq_broadcaster(
         self,
@@ -176,7 +176,7 @@ class GroupCoordinator(RowVerbs):
             external_writer_handle: of a queue whose writer is not in the group.
             blocking: return once all have joined.
         """
-        return MessageQueue.over(
+        return MessageQueue.wrap(
             self.group.create_mq_broadcaster(writer_rank, external_writer_handle, blocking)
         )
 
@@ -190,7 +190,7 @@ class GroupCoordinator(RowVerbs):
         queue, handles = self.group.create_single_reader_mq_broadcasters(
             reader_rank_in_group, blocking
         )
-        return MessageQueue.over(queue), [Handle.of(handle) for handle in handles]
+        return MessageQueue.wrap(queue), [Handle.of(handle) for handle in handles]
 
 
 def build(

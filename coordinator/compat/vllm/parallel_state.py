@@ -18,7 +18,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from coordinator.compat.shared import DefaultTopology, Getters, in_the_same_node_as
+from coordinator.compat.shared import Getters, GlobalState, in_the_same_node_as
 from coordinator.compat.vllm import group as model_groups
 from coordinator.compat.vllm.group import GroupCoordinator
 from coordinator.group import GraphCaptureContext, capture_on_side_stream
@@ -68,7 +68,7 @@ __all__ = [
 Handle = Work
 """What sends and receives under way are: ``is_completed()`` and ``wait()``."""
 
-_state = DefaultTopology(GroupCoordinator)
+_state = GlobalState(GroupCoordinator)
 """The one instance that the functions below speak of."""
 
 _getters = Getters(_state)
@@ -165,7 +165,7 @@ def new_group(ranks: Sequence[int], group_name: str = "group") -> GroupCoordinat
     topology, members = _state.topology, sorted(ranks)
     if topology.rank not in members:
         return None
-    return GroupCoordinator.over(topology.group(group_name, members))
+    return GroupCoordinator.wrap(topology.group(group_name, members))
 
 
 def is_global_first_rank() -> bool:

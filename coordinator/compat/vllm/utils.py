@@ -34,7 +34,7 @@ from coordinator.secret import launcher_secret
 from coordinator.torch_groups import SocketChoice
 from device_comm import ReduceOp
 from shm_broadcast import Deadline
-from shm_broadcast.process import Closing
+from shm_broadcast.process import ForkSafeExitStack
 
 _TIMEOUT = timedelta(minutes=30)
 """What torch's process groups allow each operation."""
@@ -229,14 +229,14 @@ class StatelessProcessGroup:
         store = None
         if listen_socket is not None:
             store = meet_at(host, port, rank, listen_socket, timedelta(seconds=store_timeout))
-        with Closing() as undo:
+        with ForkSafeExitStack() as undo:
             launch = Launch(rank, world_size, 0, host, port, secret=launcher_secret(None))
             settings = Settings.of("gloo", launch.local_rank, secret=launch.secret)
             topology = Topology.meet(launch, settings, undo, store=store, timeout=deadline)
-            with topology.telling_why():
+            with topology.abort_on_error():
                 group = topology.group("stateless", list(range(world_size)), deadline)
             undo.enter_context(group)
-            undo.enter_context(topology.telling_why())
+            undo.enter_context(topology.abort_on_error())
             return cls(group, undo.pop_all())
 
     def send_obj(self, obj: Any, dst: int) -> None:

@@ -36,7 +36,7 @@ def keep_page() -> None:
         atexit.register(_print_the_end, os.getpid(), fd)
 
 
-def tell(end: str) -> None:
+def report_end(end: str) -> None:
     """Say why the engine ended; nothing without a page. Collective: no."""
     path = os.environ.get(PAGE_VARIABLE)
     if path is None:

@@ -54,7 +54,7 @@ def _watch(executor: weakref.ref[Any], workers: Sequence[Any]) -> None:
     first = next(each for each in workers if each.proc.sentinel == ended[0])
     first.proc.join()
     words = f"worker rank {first.rank} (pid {first.proc.pid}) {how_it_ended(first.proc.exitcode)}"
-    hooks.tell(end=words)
+    hooks.report_end(end=words)
     logger.error("%s: ending the engine.", words)
     # Nothing can be finished without it, and who waits for it in one of vLLM's own collectives
     # does not hear of anything: the others end now.

@@ -32,23 +32,29 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Self
 from torch import Tensor
 
 from device_comm.backend import Backend, Capabilities, Explanation, Identity
-from device_comm.cuda.driver import Driver, Passage, PreparedLaunch, StreamMark, pass_within
+from device_comm.cuda.driver import (
+    Driver,
+    PreparedLaunch,
+    StreamEvent,
+    StreamEventPending,
+    pass_within,
+)
 from device_comm.cuda.ipc.abi import ALIGN, NUMBERS, Algorithm, Limits, RegionLayout, kernels_reduce
-from device_comm.cuda.ipc.mappings import Registry
-from device_comm.cuda.ipc.planner import Planner, PreparedLaunches, recipe
-from device_comm.cuda.ipc.setup import ENDPOINT_PROBE_SECONDS, Endpoint, meet_peers
+from device_comm.cuda.ipc.mappings import GraphBufferRegistry
+from device_comm.cuda.ipc.planner import Planner, PreparedLaunches, launch_plan
+from device_comm.cuda.ipc.setup import ENDPOINT_PROBE_SECONDS, Endpoint, connect_peers
 from device_comm.operation import REDUCTIONS, Operation, ReduceOp
 from device_comm.selection import Candidate
 from device_comm.torch_backend import reduce_here
-from device_comm.torch_waiting import Boundary
+from device_comm.torch_waiting import ErrorTranslator
 from device_comm.watch import LoneWatch, Watch
-from device_comm.work import Followed, Pending
+from device_comm.work import Pending, PendingThen
 from device_comm.wrappers import Wrapper
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import DivergenceError, GroupTimeoutError
 
 if TYPE_CHECKING:
-    from device_comm.cuda.agree import Swap
+    from device_comm.cuda.agree import AllGatherBytes
 
 
 _POLL_SECONDS = 0.0005
@@ -66,10 +72,10 @@ class StreamCompletion:
 
     def __init__(
         self,
-        mark: StreamMark,
+        mark: StreamEvent,
         operation: str,
         peers: Sequence[int],
-        boundary: Boundary,
+        boundary: ErrorTranslator,
         check: Callable[[], None],
     ) -> None:
         """Wait for work on a stream.
@@ -84,12 +90,12 @@ class StreamCompletion:
         self._mark = mark
         self._operation = operation
         self._peers = peers
-        self._boundary = boundary
+        self._errors = boundary
         self._check = check
 
     def ready(self) -> bool:
         """Whether the device has done it."""
-        return self._mark.passed()
+        return self._mark.query()
 
     def wait(self, deadline: Deadline) -> None:
         """Wait until the device has done the work."""
@@ -103,8 +109,8 @@ class StreamCompletion:
         self._check()
 
     def _look(self, deadline: Deadline) -> None:
-        self._boundary.wait(
-            self._mark.passed, deadline, self._operation, self._peers, poll=_POLL_SECONDS
+        self._errors.wait(
+            self._mark.query, deadline, self._operation, self._peers, poll=_POLL_SECONDS
         )
 
 
@@ -152,7 +158,7 @@ class StreamOrder:
         stream = self._driver.current_stream()
         return StreamPlace(stream, self._driver.is_capturing(stream))
 
-    def marks(self) -> list[StreamMark]:
+    def marks(self) -> list[StreamEvent]:
         """The ends of all work on the last stream used and on the current one, replays included."""
         streams = {self._driver.current_stream()}
         if self._eager is not None:
@@ -174,11 +180,11 @@ class SideStreams:
         """Make no stream yet."""
         self._driver = driver
         self._streams: dict[tuple[str, int], int] = {}
-        self._under_way: deque[tuple[StreamMark, object]] = deque()
+        self._under_way: deque[tuple[StreamEvent, object]] = deque()
 
     def run(
         self, way: tuple[str, int], launches: Sequence[PreparedLaunch], stream: int, keep: object
-    ) -> Passage:
+    ) -> StreamEventPending:
         """Launch on a side stream, after all work that is on ``stream`` now.
 
         Args:
@@ -197,9 +203,9 @@ class SideStreams:
             launch(side)
         mark = driver.mark(side)
         self._under_way.append((mark, keep))
-        return Passage(mark)
+        return StreamEventPending(mark)
 
-    def marks(self) -> list[StreamMark]:
+    def marks(self) -> list[StreamEvent]:
         """The ends of all unfinished messages."""
         return [mark for mark, _ in self._under_way]
 
@@ -211,7 +217,7 @@ class SideStreams:
 
     def _forget(self) -> None:
         """Drop finished messages; those of different ways may end in any order."""
-        still = [entry for entry in self._under_way if not entry[0].passed()]
+        still = [entry for entry in self._under_way if not entry[0].query()]
         self._under_way = deque(still)
 
 
@@ -245,19 +251,19 @@ class IpcBackend(Backend):
                 "ipc",
                 stream_ordered=True,
                 detects_loss=not isinstance(identity.watch, LoneWatch),
-                sends_ahead=True,
+                eager_sends=True,
                 normed=frozenset(NUMBERS),
             ),
         )
         self._driver = driver
         self._endpoint = endpoint
         self._health = endpoint.health
-        self._boundary = Boundary(self.watch)
+        self._errors = ErrorTranslator(self.watch)
         self._order = StreamOrder(driver, self.name)
         self._messages = SideStreams(driver)
         self._planner = Planner(group, endpoint.limits)
         self._prepared = PreparedLaunches(driver, self._planner, self.world_size)
-        self._registry = Registry(driver, endpoint.mappings, group.rank, endpoint.swap)
+        self._registry = GraphBufferRegistry(driver, endpoint.mappings, group.rank, endpoint.swap)
         self._closing.callback(self._give_back)
 
     @classmethod
@@ -266,7 +272,7 @@ class IpcBackend(Backend):
         driver: Driver,
         rank: int,
         world_size: int,
-        swap: Swap,
+        swap: AllGatherBytes,
         *,
         name: str = "group",
         timeout: float | None = 60.0,
@@ -307,7 +313,7 @@ class IpcBackend(Backend):
             watch=watch,
             members=members,
         )
-        endpoint = meet_peers(
+        endpoint = connect_peers(
             identity, driver, swap, layout=layout, limits=limits, probe_seconds=probe_seconds
         )
         return cls(identity, endpoint)
@@ -325,7 +331,7 @@ class IpcBackend(Backend):
     def explain(self) -> Explanation:
         """As `Backend.explain`, and why captured collectives had to be staged. Collective: no."""
         refused = tuple(("ipc without staging in graphs", reason) for reason in self.reasons)
-        return replace(super().explain(), refused=refused)
+        return replace(super().explain(), unavailable=refused)
 
     @contextmanager
     def graph_capture(self) -> Iterator[None]:
@@ -373,7 +379,7 @@ class IpcBackend(Backend):
         if self._health.failed:
             self._health.check(self.identity.operation("check"), self.timeout)
 
-    def goes_ahead(self, peer: int, size: int) -> bool:  # noqa: ARG002 - never
+    def sends_eagerly(self, peer: int, size: int) -> bool:  # noqa: ARG002 - never
         """As every backend's. What was sent before may still fill the channel."""
         return False
 
@@ -438,7 +444,7 @@ class IpcBackend(Backend):
             return None
         way = (operation.verb, operation.peer)
         passage = self._messages.run(way, launches, place.stream, operation)
-        transfer = Followed(passage, lambda: self._check(operation))
+        transfer = PendingThen(passage, lambda: self._check(operation))
         if operation.background:
             return transfer
         transfer.wait(operation.deadline)
@@ -452,11 +458,11 @@ class IpcBackend(Backend):
         mark = self._driver.mark(place.stream)
         return self._wait_for(mark, operation.name, operation.deadline.timeout)
 
-    def _wait_for(self, mark: StreamMark, operation: str, timeout: float | None) -> Pending:
+    def _wait_for(self, mark: StreamEvent, operation: str, timeout: float | None) -> Pending:
         def check() -> None:
             self._health.check(operation, timeout)
 
-        return StreamCompletion(mark, operation, self.peers, self._boundary, check)
+        return StreamCompletion(mark, operation, self.peers, self._errors, check)
 
     def _launches(
         self, operation: Operation, algorithm: Algorithm, *, captured: bool
@@ -465,7 +471,7 @@ class IpcBackend(Backend):
         usual = operation.timeout == self.timeout
         if usual and not captured:
             return self._prepared.launches(operation, algorithm)
-        launches, direct = recipe(operation, self.world_size, algorithm, captured=captured)
+        launches, direct = launch_plan(operation, self.world_size, algorithm, captured=captured)
         table = 0
         if captured and direct is not None:
             what = f"{operation.verb} of {direct.nbytes} bytes of {direct.dtype}"
@@ -501,16 +507,16 @@ _REDUCTIONS: Final = frozenset(
 )
 
 
-def ways(ipc: IpcBackend) -> list[Candidate]:
+def ipc_algorithms(ipc: IpcBackend) -> list[Candidate]:
     """A candidate for each algorithm of ``ipc``; they do not close ``ipc``."""
     limits = {Algorithm.PACKETS: ipc.packet_bytes}
     return [
-        Candidate(f"ipc {each.value}", IpcWay(ipc, each), up_to=limits.get(each))
+        Candidate(f"ipc {each.value}", IpcAlgorithm(ipc, each), up_to=limits.get(each))
         for each in Algorithm
     ]
 
 
-class IpcWay(Wrapper):
+class IpcAlgorithm(Wrapper):
     """The all-reduce of an `IpcBackend` by one fixed algorithm."""
 
     def __init__(self, ipc: IpcBackend, algorithm: Algorithm) -> None:

@@ -5,12 +5,12 @@ are threads of one process the plain address is used: a process cannot open its 
 
 Releasing
     Memory that a peer still maps must not be freed. Each rank unmaps everything, sets its word
-    in the group's `Departures`, and frees its own memory when all peers have set theirs or have
+    in the group's `UnmapFlags`, and frees its own memory when all peers have set theirs or have
     died. No collective call is needed. If a peer stays, the memory is freed by the end of the
     process only.
 
     Memory of torch's allocator, which captured graphs read, is torch's to free. Its owner finds out
-    later (`Mappings.gone`), and tells the peers, which unmap it.
+    later (`Mappings.freed`), and tells the peers, which unmap it.
 
 During a capture ranks cannot exchange anything, and a kernel's arguments are fixed. So a captured
 collective gets the address of a table on the device (`device_comm.cuda.ipc.abi.KernelJob`).
@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 import msgspec
 
-from device_comm.cuda.agree import agree
+from device_comm.cuda.agree import unanimous
 from device_comm.cuda.driver import Driver, NotShareableError
 from device_comm.cuda.ipc.abi import SOURCES_BYTES, pack_sources
 from shm_broadcast.deadline import Deadline
@@ -49,11 +49,11 @@ from shm_broadcast.process import ProcessId, ProcessWatch
 from shm_broadcast.segment import Segment, SegmentHandle
 
 if TYPE_CHECKING:
-    from device_comm.cuda.agree import Swap
+    from device_comm.cuda.agree import AllGatherBytes
 
 
 _FIRST_WORD = 64
-"""The offset of the first word of `Departures`, after the segment's header."""
+"""The offset of the first word of `UnmapFlags`, after the segment's header."""
 
 _NAP = 0.001
 """Seconds between two looks at who has departed."""
@@ -81,7 +81,7 @@ class Shared(msgspec.Struct, frozen=True, array_like=True):
     allocation: int
 
 
-class Gone(msgspec.Struct, frozen=True, array_like=True):
+class FreedMemory(msgspec.Struct, frozen=True, array_like=True):
     """What a rank has freed of the memory that it had shared.
 
     Attributes:
@@ -108,7 +108,7 @@ class Mappings:
         self._given: dict[int, int] = {}
         self._reached = {driver.identity}
 
-    def share(self, pointer: int) -> Shared:
+    def export(self, pointer: int) -> Shared:
         """Name this rank's memory to its peers.
 
         Raises:
@@ -126,7 +126,7 @@ class Mappings:
             exported.allocation,
         )
 
-    def gone(self) -> Gone:
+    def freed(self) -> FreedMemory:
         """Which of the memory that this rank had shared was freed since the last call."""
         allocations = [
             allocation
@@ -135,9 +135,9 @@ class Mappings:
         ]
         for allocation in allocations:
             del self._given[allocation]
-        return Gone(self._me.pid, self._me.start_time, allocations)
+        return FreedMemory(self._me.pid, self._me.start_time, allocations)
 
-    def forget(self, gone: Gone) -> None:
+    def unmap(self, gone: FreedMemory) -> None:
         """Unmap what a peer has freed."""
         for allocation in gone.allocations:
             base = self._bases.pop((gone.pid, gone.start_time, allocation), None)
@@ -167,7 +167,7 @@ class Mappings:
             self._driver.unmap(self._bases.popitem()[1])
 
 
-class Departures:
+class UnmapFlags:
     """Which ranks have unmapped everything: a word for each rank, in shared host memory."""
 
     def __init__(self, segment: Segment, rank: int) -> None:
@@ -193,7 +193,7 @@ class Departures:
         """The handle for `attach`."""
         return self._segment.handle()
 
-    def depart(self) -> None:
+    def set_unmapped(self) -> None:
         """Tell the others that this rank has unmapped everything."""
         self._segment.words.store32(_FIRST_WORD + 4 * self._rank, 1)
 
@@ -225,7 +225,7 @@ _FAILED = "ended its capture by an error"
 _log = logging.getLogger(__name__)
 
 
-class _Beginning(msgspec.Struct, frozen=True, array_like=True):
+class _CaptureBegin(msgspec.Struct, frozen=True, array_like=True):
     """What one rank says before a capture.
 
     Attributes:
@@ -234,10 +234,10 @@ class _Beginning(msgspec.Struct, frozen=True, array_like=True):
     """
 
     reason: str
-    gone: Gone
+    gone: FreedMemory
 
 
-class _Account(msgspec.Struct, frozen=True, array_like=True):
+class _CaptureReport(msgspec.Struct, frozen=True, array_like=True):
     """What one rank has captured.
 
     Attributes:
@@ -255,8 +255,8 @@ class _Account(msgspec.Struct, frozen=True, array_like=True):
     received: dict[int, list[int]] = {}
 
 
-_BEGINNING = msgspec.msgpack.Decoder(_Beginning)
-_ACCOUNT = msgspec.msgpack.Decoder(_Account)
+_BEGINNING = msgspec.msgpack.Decoder(_CaptureBegin)
+_ACCOUNT = msgspec.msgpack.Decoder(_CaptureReport)
 
 
 class _Reserved(NamedTuple):
@@ -264,14 +264,14 @@ class _Reserved(NamedTuple):
     source: int
 
 
-class Registry:
+class GraphBufferRegistry:
     """One rank's tables.
 
     Attributes:
         reasons: why captured collectives had to be staged; empty if none were.
     """
 
-    def __init__(self, driver: Driver, mappings: Mappings, rank: int, swap: Swap) -> None:
+    def __init__(self, driver: Driver, mappings: Mappings, rank: int, swap: AllGatherBytes) -> None:
         """Begin without tables.
 
         Args:
@@ -304,9 +304,9 @@ class Registry:
         if self._depth:
             self._depth += 1
             return
-        said = [_BEGINNING.decode(each) for each in agree(self._swap, self._prepare)]
+        said = [_BEGINNING.decode(each) for each in unanimous(self._swap, self._prepare)]
         for each in said:
-            self._mappings.forget(each.gone)
+            self._mappings.unmap(each.gone)
         refused = [f"rank {rank}: {each.reason}" for rank, each in enumerate(said) if each.reason]
         self._direct = not refused
         self._note(refused)
@@ -318,7 +318,7 @@ class Registry:
         if self._free < ENTRIES // 2:
             self._blocks.append(self._driver.allocate(ENTRIES * SOURCES_BYTES))
             self._free = ENTRIES
-        mine = _Beginning(self._driver.why_pool_not_shareable(), self._mappings.gone())
+        mine = _CaptureBegin(self._driver.why_pool_not_shareable(), self._mappings.freed())
         return msgspec.msgpack.encode(mine)
 
     def note_message(self, verb: str, peer: int, size: int) -> None:
@@ -374,23 +374,23 @@ class Registry:
         for rank, other in enumerate(accounts):
             _compare(rank, account, other)
         _compare_messages(self._rank, accounts)
-        agree(self._swap, lambda: self._fill(accounts))
+        unanimous(self._swap, lambda: self._fill(accounts))
 
     def close(self) -> None:
         """Free the tables; no graph may be replayed any more."""
         while self._blocks:
             self._driver.free(self._blocks.pop())
 
-    def _account(self, failed: bool) -> _Account:
+    def _account(self, failed: bool) -> _CaptureReport:
         if failed:
-            return _Account(_FAILED)
+            return _CaptureReport(_FAILED)
         try:
-            memory = [self._mappings.share(each.source) for each in self._reserved]
+            memory = [self._mappings.export(each.source) for each in self._reserved]
         except NotShareableError as error:
-            return _Account(str(error))
-        return _Account("", self._events, memory, self._sent, self._received)
+            return _CaptureReport(str(error))
+        return _CaptureReport("", self._events, memory, self._sent, self._received)
 
-    def _fill(self, accounts: list[_Account]) -> bytes:
+    def _fill(self, accounts: list[_CaptureReport]) -> bytes:
         rows = []
         for index, reserved in enumerate(self._reserved):
             addresses = [
@@ -411,7 +411,7 @@ class Registry:
                 _log.warning("captured collectives copy their inputs: %s", reason)
 
 
-def _compare(rank: int, ours: _Account, theirs: _Account) -> None:
+def _compare(rank: int, ours: _CaptureReport, theirs: _CaptureReport) -> None:
     for account in (ours, theirs):
         if account.problem:
             raise DivergenceError(rank, ours.problem or "captured", theirs.problem or "captured")
@@ -422,7 +422,7 @@ def _compare(rank: int, ours: _Account, theirs: _Account) -> None:
     raise DivergenceError(rank, here, there)
 
 
-def _compare_messages(here: int, accounts: Sequence[_Account]) -> None:
+def _compare_messages(here: int, accounts: Sequence[_CaptureReport]) -> None:
     """Require that what a rank has captured to send, the other has captured to receive.
 
     All ranks compare all pairs: where two of them cannot go on, the others do not either.

@@ -385,7 +385,7 @@ class Planner:
         return tuple(span if other == rank else NOTHING for other in range(self._n))
 
 
-class Recipe(NamedTuple):
+class LaunchPlan(NamedTuple):
     """How an operation is carried out.
 
     Attributes:
@@ -397,9 +397,9 @@ class Recipe(NamedTuple):
     direct: Tensor | None = None
 
 
-def recipe(
+def launch_plan(
     operation: Operation, world_size: int, algorithm: Algorithm, *, captured: bool = False
-) -> Recipe:
+) -> LaunchPlan:
     """How to carry out an operation.
 
     Args:
@@ -416,14 +416,14 @@ def recipe(
         case "all_reduce" if (norm := operation.norm) is not None:
             given_rows = Span.of(source), Span.of(norm.residual), Span.of(norm.weight)
             made_rows = Span.of(output), Span.of(norm.kept)
-            return Recipe(
+            return LaunchPlan(
                 lambda plan, _: plan.all_reduce_norm(given_rows, made_rows, dtype, norm.epsilon)
             )
         case "all_reduce":
             from_table = algorithm is Algorithm.TWO_SHOT or (
                 algorithm is Algorithm.ONE_SHOT and given != taken
             )
-            return Recipe(
+            return LaunchPlan(
                 lambda plan, table: plan.all_reduce(
                     taken, given, size, dtype, op, algorithm=algorithm, table=table
                 ),
@@ -431,15 +431,15 @@ def recipe(
             )
         case "all_gather":
             sizes = [size] * world_size
-            return Recipe(
+            return LaunchPlan(
                 lambda plan, table: plan.all_gather(taken, given, sizes, table=table), source
             )
         case "all_gatherv":
             takes = _in_bytes(operation.output_parts(world_size), source)
-            return Recipe(lambda plan, _: plan.all_gather(taken, given, takes))
+            return LaunchPlan(lambda plan, _: plan.all_gather(taken, given, takes))
         case "reduce_scatter" | "reduce_scatterv":
             gives = _in_bytes(operation.source_parts(world_size), source)
-            return Recipe(
+            return LaunchPlan(
                 lambda plan, table: plan.reduce_scatter(
                     taken, given, gives, dtype, op, table=table
                 ),
@@ -448,22 +448,24 @@ def recipe(
         case "all_to_all":
             takes = _in_bytes(operation.output_parts(world_size), source)
             gives = _in_bytes(operation.source_parts(world_size), source)
-            return Recipe(lambda plan, _: plan.all_to_all(taken, given, takes, gives))
+            return LaunchPlan(lambda plan, _: plan.all_to_all(taken, given, takes, gives))
         case "broadcast":
             buffer = operation.buffer
-            return Recipe(lambda plan, _: plan.broadcast(buffer.data_ptr(), buffer.nbytes, peer))
+            return LaunchPlan(
+                lambda plan, _: plan.broadcast(buffer.data_ptr(), buffer.nbytes, peer)
+            )
         case "reduce":
-            return Recipe(lambda plan, _: plan.reduce(taken, given, size, dtype, op, peer))
+            return LaunchPlan(lambda plan, _: plan.reduce(taken, given, size, dtype, op, peer))
         case "gather":
-            return Recipe(lambda plan, _: plan.gather(taken, given, size, peer))
+            return LaunchPlan(lambda plan, _: plan.gather(taken, given, size, peer))
         case "scatter":
-            return Recipe(lambda plan, _: plan.scatter(taken, given, output.nbytes, peer))
+            return LaunchPlan(lambda plan, _: plan.scatter(taken, given, output.nbytes, peer))
         case "send":
-            return Recipe(lambda plan, _: plan.send(given, size, peer, messages))
+            return LaunchPlan(lambda plan, _: plan.send(given, size, peer, messages))
         case "recv":
-            return Recipe(lambda plan, _: plan.recv(taken, output.nbytes, peer, messages))
+            return LaunchPlan(lambda plan, _: plan.recv(taken, output.nbytes, peer, messages))
         case "barrier":
-            return Recipe(lambda plan, _: plan.barrier())
+            return LaunchPlan(lambda plan, _: plan.barrier())
     assert_never(operation.verb)
 
 
@@ -489,7 +491,7 @@ class PreparedLaunches:
         """The launches of ``operation``, staged.
 
         Args:
-            operation: as for `recipe`.
+            operation: as for `launch_plan`.
             algorithm: the algorithm of an all-reduce.
         """
         source, output = operation.source, operation.output
@@ -510,7 +512,7 @@ class PreparedLaunches:
         )
         known = self._kept.get(key)
         if known is None:
-            planned = recipe(operation, self._world_size, algorithm).launches(self._planner, 0)
+            planned = launch_plan(operation, self._world_size, algorithm).launches(self._planner, 0)
             known = [self._driver.prepare(*each) for each in planned]
             if len(self._kept) >= MOST:
                 self._kept.clear()

@@ -32,7 +32,7 @@ import msgspec
 import numpy as np
 import torch
 
-from device_comm.cuda.agree import agree
+from device_comm.cuda.agree import unanimous
 from device_comm.cuda.driver import DeviceError, Driver, HostBlock, pass_within
 from device_comm.cuda.ipc import abi
 from device_comm.cuda.ipc.abi import (
@@ -44,7 +44,7 @@ from device_comm.cuda.ipc.abi import (
     Phase,
     warm_up,
 )
-from device_comm.cuda.ipc.mappings import Departures, Mappings, Shared
+from device_comm.cuda.ipc.mappings import Mappings, Shared, UnmapFlags
 from device_comm.cuda.ipc.planner import Planner
 from device_comm.operation import ReduceOp
 from shm_broadcast.atomics import make_words
@@ -61,7 +61,7 @@ from shm_broadcast.segment import SegmentHandle
 
 if TYPE_CHECKING:
     from device_comm.backend import Identity
-    from device_comm.cuda.agree import Swap
+    from device_comm.cuda.agree import AllGatherBytes
 
 
 _PHASES = {
@@ -76,10 +76,10 @@ _TELLS = 0.5
 """How long to wait until the board says why a rank's kernels were stopped."""
 
 _JOIN = 1.0
-"""How long `Health.close` waits for the thread to end."""
+"""How long `KernelWatchdog.close` waits for the thread to end."""
 
 
-class Health:
+class KernelWatchdog:
     """One rank's control block, and the thread that stops its kernels."""
 
     def __init__(self, control: memoryview, identity: Identity) -> None:
@@ -132,7 +132,7 @@ class Health:
         """End the thread, and keep a copy of the control block, which may be freed afterwards."""
         self._over = True
         if self._watch.member is not None:
-            self._watch.ring(self._watch.member)
+            self._watch.notify(self._watch.member)
         self._thread.join(_JOIN)
         self._control = memoryview(bytearray(self._control))
         self._words = make_words(self._control)
@@ -208,8 +208,10 @@ class MemoryProbe:
             self._driver.free(self._source)
             self._source = 0
 
-    def run(self, group: abi.Group, limits: Limits, health: Health, seconds: float) -> bytes:
-        """Test ``group``; returns ``b""``, for `agree`. Collective: yes, every member.
+    def run(
+        self, group: abi.Group, limits: Limits, health: KernelWatchdog, seconds: float
+    ) -> bytes:
+        """Test ``group``; returns ``b""``, for `unanimous`. Collective: yes, every member.
 
         Args:
             group: the group; all regions are mapped and all kernels loaded.
@@ -251,18 +253,18 @@ ENDPOINT_PROBE_SECONDS = 10.0
 """How long the first collectives wait for a peer, in seconds."""
 
 
-class _Offer(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank tells the others: its region, and rank 0 also the segment of `Departures`.
+class _RegionExport(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank tells the others: its region, and rank 0 also the segment of `UnmapFlags`.
 
     ``terms`` describes layout and limits, and must be the same on all ranks.
     """
 
     region: Shared
-    departures: SegmentHandle | None
+    unmap_flags: SegmentHandle | None
     terms: str
 
 
-_DECODER = msgspec.msgpack.Decoder(_Offer)
+_DECODER = msgspec.msgpack.Decoder(_RegionExport)
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,15 +286,15 @@ class Endpoint:
     group: abi.Group
     limits: Limits
     mappings: Mappings
-    health: Health
-    swap: Swap
+    health: KernelWatchdog
+    swap: AllGatherBytes
     closing: ExitStack
 
 
-def meet_peers(
+def connect_peers(
     identity: Identity,
     driver: Driver,
-    swap: Swap,
+    swap: AllGatherBytes,
     *,
     layout: abi.RegionLayout | None,
     limits: Limits | None,
@@ -311,29 +313,29 @@ def meet_peers(
     rank, world_size = identity.rank, identity.world_size
     with ExitStack() as undo:
         layout = layout or abi.RegionLayout(world_size)
-        loan = _RegionLoan(driver, rank, undo)
+        loan = _ExportedRegion(driver, rank, undo)
         control: HostBlock
 
         def offer() -> bytes:
             nonlocal control
             control = driver.host_allocate(abi.CONTROL_BYTES)
             undo.callback(driver.host_free, control)
-            return loan.offer(layout.size, f"{layout} {limits}")
+            return loan.export(layout.size, f"{layout} {limits}")
 
-        payloads = agree(swap, offer)
+        payloads = unanimous(swap, offer)
         offers = [_DECODER.decode(each) for each in payloads]
         if limits is None:
             devices = [offer.region.device for offer in offers]
             crowd = max(devices.count(device) for device in devices)
             limits = Limits.for_ranks(world_size, ranks_on_device=crowd)
-        health = Health(control.view, identity)
+        health = KernelWatchdog(control.view, identity)
         undo.callback(health.close)
         chosen = limits
         probe: MemoryProbe
 
         def take() -> bytes:
             nonlocal probe
-            loan.take(offers)
+            loan.map_peers(offers)
             driver.load(KERNELS)
             probe = MemoryProbe(driver, layout, rank)
             undo.callback(probe.close)
@@ -342,14 +344,14 @@ def meet_peers(
                 driver.prepare(*launch)(stream)
             return b""
 
-        agree(swap, take)
+        unanimous(swap, take)
         nanoseconds = 0 if identity.timeout is None else int(identity.timeout * 1e9)
         group = abi.Group(loan.regions, control.pointer, rank, layout, nanoseconds)
-        agree(swap, lambda: probe.run(group, chosen, health, probe_seconds))
+        unanimous(swap, lambda: probe.run(group, chosen, health, probe_seconds))
         return Endpoint(driver, group, limits, loan.mappings, health, swap, undo.pop_all())
 
 
-class _RegionLoan:
+class _ExportedRegion:
     """This rank's region, and its mappings of the other ranks' regions."""
 
     def __init__(self, driver: Driver, rank: int, undo: ExitStack) -> None:
@@ -358,47 +360,47 @@ class _RegionLoan:
         self._driver = driver
         self._rank = rank
         self._undo = undo
-        self._departures: Departures | None = None
+        self._unmap_flags: UnmapFlags | None = None
         self._peers: list[tuple[int, ProcessId]] = []
 
-    def offer(self, size: int, terms: str) -> bytes:
-        """Allocate the region; returns the encoded `_Offer`."""
+    def export(self, size: int, terms: str) -> bytes:
+        """Allocate the region; returns the encoded `_RegionExport`."""
         region = self._driver.allocate(size)
         self._undo.callback(self._free, region)
         handle = None
         if self._rank == 0:
-            self._departures = Departures.create(0)
-            handle = self._departures.handle()
-        return msgspec.msgpack.encode(_Offer(self.mappings.share(region), handle, terms))
+            self._unmap_flags = UnmapFlags.create(0)
+            handle = self._unmap_flags.handle()
+        return msgspec.msgpack.encode(_RegionExport(self.mappings.export(region), handle, terms))
 
-    def take(self, offers: Sequence[_Offer]) -> None:
+    def map_peers(self, offers: Sequence[_RegionExport]) -> None:
         """Map the other ranks' regions."""
         for offer in offers:
             if offer.terms != offers[0].terms:
                 raise ValueError(f"ranks differ: {offers[0].terms}, but {offer.terms}")
-        self._undo.callback(self._depart)
+        self._undo.callback(self._set_unmapped)
         self._peers = [
             (rank, ProcessId(offer.region.pid, offer.region.start_time))
             for rank, offer in enumerate(offers)
             if rank != self._rank
         ]
-        if offers[0].departures is not None and self._departures is None:
-            self._departures = Departures.attach(offers[0].departures, self._rank)
+        if offers[0].unmap_flags is not None and self._unmap_flags is None:
+            self._unmap_flags = UnmapFlags.attach(offers[0].unmap_flags, self._rank)
         own = offers[self._rank].region.pointer
         self.regions = tuple(
             own if rank == self._rank else self.mappings.address(offer.region)
             for rank, offer in enumerate(offers)
         )
 
-    def _depart(self) -> None:
+    def _set_unmapped(self) -> None:
         self.mappings.close()
-        if self._departures is not None:
-            self._departures.depart()
+        if self._unmap_flags is not None:
+            self._unmap_flags.set_unmapped()
 
     def _free(self, region: int) -> None:
         alone = not self._peers
-        if self._departures is not None:
-            alone = alone or self._departures.wait(self._peers, Deadline.after(ENDPOINT_LINGER))
-            self._departures.close()
+        if self._unmap_flags is not None:
+            alone = alone or self._unmap_flags.wait(self._peers, Deadline.after(ENDPOINT_LINGER))
+            self._unmap_flags.close()
         if alone:
             self._driver.free(region)

@@ -27,7 +27,7 @@ DEVICE const char *source(const Job &job, const Meeting &meeting, u32 rank) {
     return (job.table ? job.table[rank] : meeting.staging(rank)) + job.offset;
 }
 
-/* The k-th rank after this one: ranks begin with different ones, so that no link is crowded. */
+/* The k-th rank after this one: ranks begin with different ones, so that no link is oversubscribed. */
 DEVICE u32 rank_after(const Group &group, u32 k) {
     u32 rank = group.rank + k;
     return rank < group.world_size ? rank : rank - group.world_size;

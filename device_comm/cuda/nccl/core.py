@@ -10,7 +10,7 @@ which they are issued: two ranks that both send first would deadlock. Issued tog
 sends and receives progress side by side. So messages that the caller does not wait for are held
 back until one of them is waited for, any other operation is issued, or `HOLD_SECONDS` have passed.
 
-A `StreamGuard` ends calls and operations that do not end by themselves, by aborting the
+A `StreamWatchdog` ends calls and operations that do not end by themselves, by aborting the
 communicator.
 """
 
@@ -27,7 +27,14 @@ from typing import TYPE_CHECKING, Final, Self
 import torch
 
 from device_comm.backend import Backend, Capabilities, Identity
-from device_comm.cuda.driver import CudaStreams, Passage, Stream, StreamMark, Streams, pass_within
+from device_comm.cuda.driver import (
+    CudaStreams,
+    Stream,
+    StreamEvent,
+    StreamEventPending,
+    Streams,
+    pass_within,
+)
 from device_comm.cuda.nccl.library import (
     BYTE,
     NcclError,
@@ -35,9 +42,9 @@ from device_comm.cuda.nccl.library import (
     NcclResult,
     NcclUnavailableError,
 )
-from device_comm.cuda.watchdog import Issued, StreamGuard
+from device_comm.cuda.watchdog import Issued, StreamWatchdog
 from device_comm.operation import Operation
-from device_comm.torch_waiting import Boundary, HelperThreads
+from device_comm.torch_waiting import ErrorTranslator, HelperThreads
 from device_comm.watch import Watch
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import CoordinatorError, GroupClosedError
@@ -241,7 +248,7 @@ class MessageBatch:
 
     stream: Stream
     messages: list[Operation] = field(default_factory=list)
-    mark: StreamMark | None = None
+    mark: StreamEvent | None = None
     error: CoordinatorError | None = None
 
     def enqueue(self, nccl: NcclLibrary, comm: int, stream: int) -> None:
@@ -260,31 +267,31 @@ NCCL_POLL_SECONDS: Final = 0.001
 """Seconds between two looks at NCCL's or the device's progress."""
 
 
-class NcclArrival:
+class NcclHostPending:
     """An operation whose `wait` blocks the host, such as a barrier."""
 
     def __init__(
-        self, mark: StreamMark, operation: str, peers: Sequence[int], boundary: Boundary
+        self, mark: StreamEvent, operation: str, peers: Sequence[int], boundary: ErrorTranslator
     ) -> None:
         self._mark = mark
         self._operation = operation
         self._peers = peers
-        self._boundary = boundary
+        self._errors = boundary
 
     def ready(self) -> bool:
         """Whether the device is done."""
-        return self._mark.passed()
+        return self._mark.query()
 
     def wait(self, deadline: Deadline) -> None:
         """Block until the device is done; raise at the deadline, on an abort or a lost peer."""
-        self._boundary.wait(
-            self._mark.passed, deadline, self._operation, self._peers, poll=NCCL_POLL_SECONDS
+        self._errors.wait(
+            self._mark.query, deadline, self._operation, self._peers, poll=NCCL_POLL_SECONDS
         )
         # The mark is also passed when an abort has ended the operation.
-        self._boundary.watch.check(self._operation)
+        self._errors.watch.check(self._operation)
 
 
-class Underway:
+class BatchPending:
     """A message of a batch that may not have been issued yet."""
 
     def __init__(self, batch: MessageBatch, release: Callable[[MessageBatch], None]) -> None:
@@ -294,16 +301,16 @@ class Underway:
     def ready(self) -> bool:
         """Whether the device is done, or the message could not be issued."""
         mark = self._issued()
-        return mark is None or mark.passed()
+        return mark is None or mark.query()
 
     def wait(self, deadline: Deadline) -> None:  # noqa: ARG002 - the host does not wait
         """Have the current stream wait for the message."""
         mark = self._issued()
         if mark is None:
             raise self._batch.error or GroupClosedError("the message was never issued")
-        mark.follow()
+        mark.stream_wait()
 
-    def _issued(self) -> StreamMark | None:
+    def _issued(self) -> StreamEvent | None:
         if self._batch.mark is None and self._batch.error is None:
             self._release(self._batch)
         return self._batch.mark
@@ -346,9 +353,9 @@ class NcclCore(Backend):
         self._library = library
         self._handle = handle
         self.streams = streams
-        self._boundary = Boundary(self.watch)
-        self._guard = StreamGuard(
-            f"{self.name}-nccl", self._boundary, self.peers, self._look, self._fail_later
+        self._errors = ErrorTranslator(self.watch)
+        self._guard = StreamWatchdog(
+            f"{self.name}-nccl", self._errors, self.peers, self._look, self._fail_later
         )
         self._helpers = HelperThreads(f"{self.name}-nccl-helper")
         self._order = threading.RLock()
@@ -417,7 +424,7 @@ class NcclCore(Backend):
         self._release()
         mark = self.streams.current().mark()
         operation = self.identity.operation("flush")
-        NcclArrival(mark, operation, self.peers, self._boundary).wait(deadline)
+        NcclHostPending(mark, operation, self.peers, self._errors).wait(deadline)
         self._raise_failure()
 
     def check(self) -> None:
@@ -517,7 +524,7 @@ class NcclCore(Backend):
                 return None
             if len(batch.messages) == 1:
                 self._helpers.start(lambda: self._release_later(batch), lambda: None)
-        return Underway(batch, self._release_batch)
+        return BatchPending(batch, self._release_batch)
 
     def _batch_on(self, stream: Stream) -> MessageBatch:
         held = self._held
@@ -566,7 +573,7 @@ class NcclCore(Backend):
         deadline: Deadline,
         peers: Sequence[int],
         captured: bool,
-    ) -> StreamMark | None:
+    ) -> StreamEvent | None:
         self._raise_failure()
         issued = Issued(operation, deadline, peers)
         self._guard.follow(issued)
@@ -577,7 +584,7 @@ class NcclCore(Backend):
         except NcclError as error:
             if self._failure is not None:  # the call returned because the guard has ended it
                 raise self._failure from error
-            raise _translate(error, self._boundary, operation, peers, deadline) from error
+            raise _translate(error, self._errors, operation, peers, deadline) from error
         except GroupClosedError:
             self._raise_failure()
             raise
@@ -593,14 +600,14 @@ class NcclCore(Backend):
         """The `Pending` of an operation on the current stream; None if the caller needs none."""
         if not operation.background or self.streams.capturing():
             return None
-        return Passage(self.streams.current().mark())
+        return StreamEventPending(self.streams.current().mark())
 
     def _arrival(self, operation: Operation) -> Pending | None:
         """A `Pending` that blocks the host until the device has done the operation."""
         if self.streams.capturing():
             return None
         mark = self.streams.current().mark()
-        return NcclArrival(mark, operation.name, self.peers, self._boundary)
+        return NcclHostPending(mark, operation.name, self.peers, self._errors)
 
     # --- failing -------------------------------------------------------------------------
 
@@ -610,7 +617,7 @@ class NcclCore(Backend):
             self._handle.check()
         except NcclError as error:
             soon = Deadline.after(_CAUSE)
-            raise _translate(error, self._boundary, self.name, self.peers, soon) from error
+            raise _translate(error, self._errors, self.name, self.peers, soon) from error
 
     def _fail_later(self, error: CoordinatorError) -> None:
         """Abort the group because of an issued operation, and keep the error for the next call.
@@ -631,30 +638,30 @@ def _formed(
 ) -> NcclHandle:
     """A communicator on the current device. Collective: yes, every member."""
     operation, watch, peers = identity.operation("nccl set-up"), identity.watch, identity.peers
-    boundary = Boundary(watch)
+    boundary = ErrorTranslator(watch)
 
     def settle(settled: Callable[[], bool]) -> None:
         boundary.wait(settled, deadline, operation, peers, poll=NCCL_POLL_SECONDS)
 
     forming = NcclForming(library, identity.world_size, unique_id, identity.rank)
-    entry = watch.stamp(operation)
+    entry = watch.record_begin(operation)
     try:
         handle = forming.finish(settle)
     except CoordinatorError as error:
-        watch.ended(entry, error)
+        watch.record_end(entry, error)
         forming.abort()
         if isinstance(error, NcclError):
             raise _translate(error, boundary, operation, peers, deadline) from error
         raise
     finally:
         watch.idle()
-    watch.ended(entry)
+    watch.record_end(entry)
     return handle
 
 
 def _translate(
     error: NcclError,
-    boundary: Boundary,
+    boundary: ErrorTranslator,
     operation: str,
     peers: Sequence[int],
     deadline: Deadline,

@@ -19,9 +19,9 @@ The configuration has the layout of NCCL 2.14, the first with one: later librari
     complex, SUM and AVG                                 as pairs of reals
 
 NCCL cannot do bitwise operations on integers, BXOR of bools, and PRODUCT of complex numbers, and
-loses NaN in MIN and MAX of floats: `nccl_wire` returns None for them. Sums of float16 and bfloat16
-over more than two ranks may be rounded by NCCL after each addition. AVG is NCCL's own, which
-divides before it adds.
+loses NaN in MIN and MAX of floats: `nccl_reduction` returns None for them. Sums of float16 and
+bfloat16 over more than two ranks may be rounded by NCCL after each addition. AVG is NCCL's own,
+which divides before it adds.
 """
 
 from __future__ import annotations
@@ -424,7 +424,7 @@ BYTE = TYPES[torch.uint8]
 
 
 @dataclass(frozen=True, slots=True)
-class NcclWire:
+class NcclReduction:
     """A reduction as NCCL does it.
 
     Attributes:
@@ -441,17 +441,17 @@ class NcclWire:
 
 
 @cache
-def nccl_wire(op: ReduceOp, dtype: torch.dtype) -> NcclWire | None:
+def nccl_reduction(op: ReduceOp, dtype: torch.dtype) -> NcclReduction | None:
     """How NCCL does ``op`` on ``dtype``; None if it cannot: gather, and reduce with torch."""
     if dtype is torch.bool:
         asked = _BOOL_OPS.get(op)
-        return None if asked is None else NcclWire(asked, BYTE)
+        return None if asked is None else NcclReduction(asked, BYTE)
     asked = _OPS.get(op)
     if asked is None:
         return None
     if op in (ReduceOp.MIN, ReduceOp.MAX) and dtype.is_floating_point:
         return None
     if dtype.is_complex:
-        return None if op is ReduceOp.PRODUCT else NcclWire(asked, TYPES[_REAL[dtype]], 2)
+        return None if op is ReduceOp.PRODUCT else NcclReduction(asked, TYPES[_REAL[dtype]], 2)
     wider = _WIDER.get(dtype)
-    return NcclWire(asked, TYPES[wider or dtype], 1, wider)
+    return NcclReduction(asked, TYPES[wider or dtype], 1, wider)

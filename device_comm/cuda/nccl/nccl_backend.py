@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from device_comm.cuda.nccl.core import NcclCore, NcclMemory
-from device_comm.cuda.nccl.library import BYTE, NcclLibrary, NcclWire, Op, nccl_wire
+from device_comm.cuda.nccl.library import BYTE, NcclLibrary, NcclReduction, Op, nccl_reduction
 from device_comm.cuda.symmetric_backend import LIMIT, Staging
 from device_comm.operation import NO_TENSOR, REDUCTIONS, Operation, ReduceOp
 from device_comm.torch_backend import as_bytes, reduce_here
@@ -30,7 +30,7 @@ from device_comm.work import Pending
 from device_comm.wrappers import Wrapper
 from shm_broadcast.deadline import Deadline
 
-_MEETING = NcclWire(Op.MAX, BYTE)
+_MEETING = NcclReduction(Op.MAX, BYTE)
 """A barrier is an all-reduce of one byte."""
 
 
@@ -51,10 +51,10 @@ class NcclBackend(NcclCore):
         if operation.verb in ("send", "recv"):
             return self._message(operation)
         if operation.verb == "barrier":
-            self._reduce(operation.instead(self._token, self._token, verb="all_reduce"), _MEETING)
+            self._reduce(operation.replace(self._token, self._token, verb="all_reduce"), _MEETING)
             return self._arrival(operation)
         if operation.verb in REDUCTIONS:
-            wire = nccl_wire(operation.op, operation.source.dtype)
+            wire = nccl_reduction(operation.op, operation.source.dtype)
             if wire is None or operation.verb == "reduce_scatterv":
                 moving, reduce = reduce_here(operation, self.rank, self.world_size)
                 self._move(moving)
@@ -65,7 +65,7 @@ class NcclBackend(NcclCore):
             self._move(operation)
         return self.after(operation)
 
-    def _reduce(self, operation: Operation, wire: NcclWire) -> None:
+    def _reduce(self, operation: Operation, wire: NcclReduction) -> None:
         """Issue a reduction, converting to NCCL's dtype and back if need be."""
         source, output, root = operation.source, operation.output, operation.peer
         given = source if wire.wider is None else source.to(wire.wider)
@@ -234,7 +234,7 @@ class NcclWindow(Wrapper):
         """Copy the tensor into the window, reduce there, and copy the result out."""
 
         def step(given: Tensor, taken: Tensor) -> None:
-            self._nccl.start(operation.instead(given, taken))
+            self._nccl.start(operation.replace(given, taken))
 
         self._staging.reduce(operation, self.capabilities, step)
         return self._nccl.after(operation)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shm_broadcast.deadline import Deadline
-from shm_broadcast.inspection.diagnosis import judge, stacks_of
+from shm_broadcast.inspection.diagnosis import diagnose, stacks_of
 from shm_broadcast.inspection.snapshot import scan
 
 from ..terminal import end_with_reader, screen
@@ -49,8 +49,8 @@ def run(args: argparse.Namespace) -> int:
     size = screen()
     texts = []
     for program in found:
-        verdict = judge(program)
-        stacks = stacks_of(verdict.asked[:_MOST_STACKS], Deadline.after(_STACK_SECONDS))
+        verdict = diagnose(program)
+        stacks = stacks_of(verdict.sample[:_MOST_STACKS], Deadline.after(_STACK_SECONDS))
         width = size[0] if size else program_text.UNLIMITED
         texts.append(program_text.explanation(program, verdict, stacks, width))
     print("\n\n".join(texts))

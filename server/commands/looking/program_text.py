@@ -9,12 +9,12 @@ from pathlib import PurePath
 from typing import Final
 
 from shm_broadcast.errors import counted, name_of
-from shm_broadcast.inspection.diagnosis import Verdict, judge
+from shm_broadcast.inspection.diagnosis import Diagnosis, diagnose
 from shm_broadcast.inspection.snapshot import (
-    BoardSeen,
-    MemberSeen,
+    BoardSnapshot,
+    MemberSnapshot,
     Program,
-    QueueSeen,
+    QueueSnapshot,
     Scan,
     of_process,
     programs,
@@ -74,17 +74,17 @@ def program(seen: Program, width: int = UNLIMITED) -> str:
         several = f"board {number}" if len(seen.boards) > 1 else ""
         title = ", ".join(filter(None, (several, board.name)))
         lines += ["", *_board(title, board, width)]
-    told = [line for line in judge(seen).sentences if not line.startswith(" ")]
+    told = [line for line in diagnose(seen).sentences if not line.startswith(" ")]
     return "\n".join([*lines, "", *(line for each in told for line in _wrapped(each, width))])
 
 
 def explanation(
-    seen: Program, verdict: Verdict, stacks: Mapping[str, str], width: int = UNLIMITED
+    seen: Program, verdict: Diagnosis, stacks: Mapping[str, str], width: int = UNLIMITED
 ) -> str:
     """The verdict about a program in sentences, then the stacks that tell more."""
     lines = [_title(seen, width), ""]
     lines += [line for each in verdict.sentences for line in _wrapped(each, width)]
-    for party in verdict.asked:
+    for party in verdict.sample:
         if party.name in stacks:
             told = stacks[party.name].splitlines()
             if len(told) == 1:
@@ -108,7 +108,7 @@ def _command(seen: Program) -> str:
     return " ".join(names + words[2:])
 
 
-def _board(title: str, board: BoardSeen, width: int) -> list[str]:
+def _board(title: str, board: BoardSnapshot, width: int) -> list[str]:
     rows = [row for member in board.members for row in _rows(board, member)]
     columns = [c for c in _COLUMNS if any(row[c] for row in rows)]
     if len({member.cores for member in board.members if member.cores}) < 2:
@@ -127,7 +127,7 @@ def _board(title: str, board: BoardSeen, width: int) -> list[str]:
     return lines
 
 
-def _rows(board: BoardSeen, member: MemberSeen) -> list[dict[str, str]]:
+def _rows(board: BoardSnapshot, member: MemberSnapshot) -> list[dict[str, str]]:
     status = member.status
     operation = f"{status.operation} #{status.sequence}" if status.operation else ""
     state = _STATES.get(status.state, status.state)
@@ -158,7 +158,7 @@ def _rows(board: BoardSeen, member: MemberSeen) -> list[dict[str, str]]:
     return rows
 
 
-def _queue(queue: QueueSeen) -> str:
+def _queue(queue: QueueSnapshot) -> str:
     readers = [name_of(each.rank) for each in queue.readers]
     to = ", ".join(readers[:_NAMED])
     if len(readers) > _NAMED:
@@ -170,10 +170,10 @@ def _queue(queue: QueueSeen) -> str:
 
 
 def _in_short(seen: Program) -> str:
-    verdict = judge(seen)
+    verdict = diagnose(seen)
     if any(board.failure is not None for board in seen.boards):
         return "aborted"
-    return "held up" if verdict.held_up else "goes on"
+    return "held up" if verdict.is_hang else "goes on"
 
 
 def _table(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from shm_broadcast.inspection.diagnosis import judge
+from shm_broadcast.inspection.diagnosis import diagnose
 from shm_broadcast.inspection.snapshot import Program, Scan, of_process, programs, scan
 
 from ..terminal import end_with_reader, screen
@@ -27,7 +27,7 @@ _CLEAR = "\x1b[H\x1b[J"
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _StatusRecord:
     """A program as ``--json`` prints it.
 
     Attributes:
@@ -81,7 +81,10 @@ def run(args: argparse.Namespace) -> int:
 def _print(args: argparse.Namespace, seen: Scan, found: list[Program]) -> None:
     if args.json:
         unseen = len(seen.unseen)
-        told = [_Told(each, (verdict := judge(each)).held_up, verdict.sentences) for each in found]
+        told = [
+            _StatusRecord(each, (verdict := diagnose(each)).is_hang, verdict.sentences)
+            for each in found
+        ]
         text = msgspec.json.encode({"programs": told, "unseen_processes": unseen}).decode()
     else:
         size = screen()

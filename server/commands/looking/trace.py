@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shm_broadcast.inspection.snapshot import scan
-from shm_broadcast.inspection.trace import MemberPast, chrome_trace, flight_dumps, pasts
+from shm_broadcast.inspection.trace import MemberHistory, chrome_trace, flight_dumps, histories
 
 from .program_text import check_pid, chosen
 
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     found = chosen(args.pid, seen)
     if found is None:
         return 1
-    boards = [board for program in found for board in pasts(seen, program)]
+    boards = [board for program in found for board in histories(seen, program)]
     if args.output is not None:
         trace = json.dumps(chrome_trace(boards, time.monotonic_ns()))
         if args.output == _STANDARD_OUTPUT:
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if args.flight_recorder is None else _dump(args.flight_recorder, boards)
 
 
-def _dump(folder: Path, boards: Sequence[Sequence[MemberPast]]) -> int:
+def _dump(folder: Path, boards: Sequence[Sequence[MemberHistory]]) -> int:
     """Write the dumps of each board that has groups, with a folder for each if they are several.
 
     Returns 1 if there is none.

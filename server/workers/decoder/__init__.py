@@ -13,8 +13,8 @@ of text. Needs the packages safetensors and tokenizers (extra ``decoder``).
 from .decoder_cache import Sampling
 from .decoder_config import DecoderFolder, DecoderFolderError, is_decoder, smollm2
 from .decoder_text import AnswerReader, ChatError, DecoderText
-from .decoder_worker import DecoderWorker, Room
-from .engine import Engine, Generation, GenerationTimeoutError, PromptTooLongError
+from .decoder_worker import DecoderWorker, EngineLimits
+from .engine import Engine, GeneratedSequence, GenerationTimeoutError, PromptTooLongError
 
 __all__ = [
     "AnswerReader",
@@ -24,10 +24,10 @@ __all__ = [
     "DecoderText",
     "DecoderWorker",
     "Engine",
-    "Generation",
+    "EngineLimits",
+    "GeneratedSequence",
     "GenerationTimeoutError",
     "PromptTooLongError",
-    "Room",
     "Sampling",
     "is_decoder",
     "smollm2",

@@ -39,7 +39,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class SampleRequest:
     """One token to draw.
 
     Attributes:
@@ -51,7 +51,7 @@ class Draw:
     number: float
 
 
-def choose(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
+def choose(logits: torch.Tensor, draws: Sequence[SampleRequest]) -> list[int]:
     """Draw a token from each row of ``logits``, [draws, vocabulary]."""
     chosen = logits.argmax(dim=1)
     for row, draw in enumerate(draws):
@@ -61,7 +61,7 @@ def choose(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
     return tokens
 
 
-def _sample(logits: torch.Tensor, draw: Draw) -> torch.Tensor:
+def _sample(logits: torch.Tensor, draw: SampleRequest) -> torch.Tensor:
     how = draw.sampling
     # The most likely one becomes 0 first, so that no temperature, however low, overflows.
     scaled = (logits - logits.max()) / max(how.temperature, 1e-6)
@@ -77,7 +77,7 @@ def _sample(logits: torch.Tensor, draw: Draw) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ScheduledSequence:
     """What one sequence contributes to a step.
 
     Attributes:
@@ -92,7 +92,7 @@ class Row:
     slot: int
     start: int
     tokens: Sequence[int]
-    draw: Draw | None
+    draw: SampleRequest | None
 
     @property
     def stop(self) -> int:
@@ -143,7 +143,7 @@ class KVCache:
         self.slots, self.context = slots, context
         self._held: list[tuple[int, int] | None] = [None] * slots
 
-    def extend(self, rows: Sequence[Row]) -> None:
+    def extend(self, rows: Sequence[ScheduledSequence]) -> None:
         """Make room for the tokens of a step. Every rank of the pool decides alike.
 
         Raises:
@@ -174,7 +174,7 @@ class KVCache:
         """
         self._layers[layer][slots, :, places] = new
 
-    def held(self, row: Row) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def held(self, row: ScheduledSequence) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Keys and values of a row's sequence up to its end, of each layer, each
         [1, heads, ``row.stop``, head_size]; views of the cache.
         """

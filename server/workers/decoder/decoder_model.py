@@ -25,7 +25,7 @@ from ..parallel import (
     read_parameters,
     whole_parameters,
 )
-from .decoder_cache import KVCache, Row
+from .decoder_cache import KVCache, ScheduledSequence
 from .decoder_config import DecoderFolder, LlamaConfig
 
 
@@ -94,7 +94,11 @@ class RowsArrangement:
     """
 
     def __init__(
-        self, rows: Sequence[Row], config: LlamaConfig, rotary: RotaryTable, cache: KVCache
+        self,
+        rows: Sequence[ScheduledSequence],
+        config: LlamaConfig,
+        rotary: RotaryTable,
+        cache: KVCache,
     ) -> None:
         device = rotary.cos.device
         self._cache = cache
@@ -153,7 +157,7 @@ class FixedArrangement:
         self.tokens, self._slots, self._places = self._numbers
         self._every = torch.arange(reach, device=device)
 
-    def fill(self, rows: Sequence[Row]) -> None:
+    def fill(self, rows: Sequence[ScheduledSequence]) -> None:
         """Take the rows of a step."""
         lacking = self._numbers.shape[1] - len(rows)
         padded = [*rows, *[rows[-1]] * lacking]
@@ -172,7 +176,7 @@ class FixedArrangement:
         return functional.scaled_dot_product_attention(asked, keys, values, attn_mask=self._seen)
 
 
-def _causal(row: Row, queries: int, device: torch.device) -> torch.Tensor | None:
+def _causal(row: ScheduledSequence, queries: int, device: torch.device) -> torch.Tensor | None:
     """Which tokens of its sequence are seen by each of the ``queries`` of every token of a row;
     ``None``: all, since it has one token.
     """

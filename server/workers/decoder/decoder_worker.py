@@ -19,8 +19,8 @@ from coordinator import GroupCoordinator
 
 from ...config import CONTEXT, SLOTS
 from ..model_folder import share
-from ..parallel import compute_with, hand_on, handed_on, regroup
-from .decoder_cache import KVCache, Row, choose
+from ..parallel import compute_with, recv_activations, regroup, send_activations
+from .decoder_cache import KVCache, ScheduledSequence, choose
 from .decoder_config import DecoderFolder
 from .decoder_model import (
     DecoderStage,
@@ -58,11 +58,11 @@ class StepGraphs:
         self._steps: dict[tuple[int, int], _FixedStep] = {}
         self._memory = torch.cuda.graph_pool_handle() if tp.device.type == "cuda" else None
 
-    def take(self, rows: Sequence[Row]) -> bool:
+    def take(self, rows: Sequence[ScheduledSequence]) -> bool:
         """Whether a step can be a graph."""
         return all(len(row.tokens) == 1 for row in rows)
 
-    def run(self, rows: Sequence[Row], given: torch.Tensor | None) -> torch.Tensor:
+    def run(self, rows: Sequence[ScheduledSequence], given: torch.Tensor | None) -> torch.Tensor:
         """Compute a step that they `take`.
 
         Args:
@@ -107,7 +107,7 @@ class _FixedStep:
         self._given = None if given is None else given.new_empty(size, given.shape[1])
         self.replay = self.compute
 
-    def fill(self, rows: Sequence[Row], given: torch.Tensor | None) -> None:
+    def fill(self, rows: Sequence[ScheduledSequence], given: torch.Tensor | None) -> None:
         """Take the inputs of a step."""
         self._arrangement.fill(rows)
         if self._given is not None and given is not None:
@@ -146,7 +146,7 @@ def _at_least(wanted: int, least: int, most: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class EngineLimits:
     """What the workers take, which their driver has to keep to.
 
     Attributes:
@@ -205,7 +205,7 @@ class DecoderWorker:
         layers = share(config.num_hidden_layers, pp.rank_in_group, pp.world_size)
         self._stage = load_decoder(folder, layers, tp, self._device, context.report_progress, kind)
         length = min(length, config.max_position_embeddings)
-        self._room = Room(slots, length, pp.world_size, config.vocab_size, folder.ends)
+        self._limits = EngineLimits(slots, length, pp.world_size, config.vocab_size, folder.ends)
         self._rotary = RotaryTable(config, length, kind, self._device)
         self._cache = KVCache(
             len(layers),
@@ -226,12 +226,12 @@ class DecoderWorker:
         regroup(self._stage, context.groups.tp)
         self._graphs = self._make_graphs()
 
-    def room(self) -> Room:
+    def limits(self) -> EngineLimits:
         """What these workers take. Collective: no."""
-        return self._room
+        return self._limits
 
     @torch.inference_mode()
-    def step(self, rows: Sequence[Row]) -> list[int] | None:
+    def step(self, rows: Sequence[ScheduledSequence]) -> list[int] | None:
         """Compute the next tokens of some sequences, each in a slot of its own.
 
         Args:
@@ -249,7 +249,7 @@ class DecoderWorker:
         """
         self._cache.extend(rows)
         tp, pp = self._groups.tp, self._groups.pp
-        given = None if pp.is_first_rank else handed_on(self._groups)
+        given = None if pp.is_first_rank else recv_activations(self._groups)
         if self._graphs is not None and self._graphs.take(rows):
             hidden = self._graphs.run(rows, given)
             ends = torch.tensor([number for number, row in enumerate(rows) if row.draw])
@@ -258,7 +258,7 @@ class DecoderWorker:
             hidden = self._stage(arranged.tokens if given is None else given, arranged)
             ends = arranged.ends
         if not pp.is_last_rank:
-            hand_on(self._groups, hidden)
+            send_activations(self._groups, hidden)
             return None
         draws = [row.draw for row in rows if row.draw]
         if not draws:
@@ -276,6 +276,6 @@ class DecoderWorker:
         """Those of the present groups, if any are wanted."""
         tp, wanted = self._groups.tp, self._wants_graphs
         if wanted is None and self._device.type == "cuda":
-            size = self._config.hidden_size * self._room.slots * self._rotary.cos.itemsize
+            size = self._config.hidden_size * self._limits.slots * self._rotary.cos.itemsize
             wanted = tp.explain().backend("all_reduce", size) != "host"
         return StepGraphs(self._stage, tp, self._rotary, self._cache) if wanted else None

@@ -29,13 +29,13 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 from shm_broadcast import CoordinatorError, GroupClosedError
 from shm_broadcast.deadline import Deadline
-from shm_broadcast.process import DISOWNED, disown_in_children
+from shm_broadcast.process import IN_FORKED_CHILD, call_in_forked_children
 
 from ...config import CHUNK_TOKENS
 from ...errors import CallStuckError, CallTimeoutError, PoolClosedError, QueueFullError, again
 from ...replicas import Replicas
-from .decoder_cache import Draw, Row, Sampling
-from .decoder_worker import Room
+from .decoder_cache import SampleRequest, Sampling, ScheduledSequence
+from .decoder_worker import EngineLimits
 
 if TYPE_CHECKING:
     Reason = Literal["stop", "length", "cancelled"]
@@ -45,7 +45,7 @@ class GenerationTimeoutError(CoordinatorError, TimeoutError):
     """A token did not come in time, the wait for a free slot included; the answer was cancelled."""
 
 
-class Generation:
+class GeneratedSequence:
     """The tokens of one answer as they are made: iterate over it, by ``for`` or ``async for``.
 
     Each token is given out once; who iterates again after the end comes to it at once. Leaving the
@@ -88,24 +88,24 @@ class Generation:
         self._news: queue.SimpleQueue[int | Exception | None] = queue.SimpleQueue()
         self._ring = _nobody_waits
         self._told = False
-        disown_in_children(self)
+        call_in_forked_children(self)
 
-    def disown(self) -> None:
+    def after_fork_in_child(self) -> None:
         """In a forked child: nothing comes any more, and what has come is the parent's."""
         self._news = queue.SimpleQueue()
-        self._news.put(GroupClosedError(f"the tokens of an answer: {DISOWNED}"))
+        self._news.put(GroupClosedError(f"the tokens of an answer: {IN_FORKED_CHILD}"))
 
     @property
     def behind(self) -> int:
         """How many of its tokens the workers do not have yet."""
         return len(self._tokens) - self.cached
 
-    def row(self, slot: int, most: int) -> Row:
+    def row(self, slot: int, most: int) -> ScheduledSequence:
         """The next ``most`` of these tokens, and whether another one is to be drawn after them."""
         tokens = self._tokens[self.cached : self.cached + most]
         is_last = self.cached + len(tokens) == len(self._tokens)
-        draw = Draw(self._sampling, self._number) if is_last else None
-        return Row(self._sequence, slot, self.cached, tokens, draw)
+        draw = SampleRequest(self._sampling, self._number) if is_last else None
+        return ScheduledSequence(self._sequence, slot, self.cached, tokens, draw)
 
     def take(self, token: int) -> None:
         """Go on with a token that was drawn."""
@@ -165,7 +165,7 @@ class Generation:
                 return
             yield token
 
-    def __enter__(self) -> Generation:
+    def __enter__(self) -> GeneratedSequence:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -242,23 +242,25 @@ class Engine:
     ) -> None:
         if isinstance(pool, Replicas):
             raise TypeError("an engine has one pool: make one for each of Replicas.pools")
-        self.room: Room = pool.call("room")
-        if chunk < self.room.slots:
-            raise ValueError(f"chunk must be {self.room.slots}, the slots, or more; got {chunk}")
+        self.limits: EngineLimits = pool.call("limits")
+        if chunk < self.limits.slots:
+            raise ValueError(f"chunk must be {self.limits.slots}, the slots, or more; got {chunk}")
         self._owner = os.getpid()
         self._pool = pool
         self._chunk = chunk
         self._max_waiting = max_waiting
-        self._waiting: deque[Generation] = deque()
+        self._waiting: deque[GeneratedSequence] = deque()
         # Taken by itself: a Condition would keep it where a signal handler raises on its way in.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._ended: Exception | None = None
-        n_lanes = min(self.room.stages, self.room.slots)
-        self._lanes = [_Lane(range(at, self.room.slots, n_lanes)) for at in range(n_lanes)]
+        n_lanes = min(self.limits.stages, self.limits.slots)
+        self._slot_groups = [
+            _SlotGroup(range(at, self.limits.slots, n_lanes)) for at in range(n_lanes)
+        ]
         self._threads = [
             threading.Thread(target=self._run, args=(lane,), name="decoder-lane", daemon=True)
-            for lane in self._lanes
+            for lane in self._slot_groups
         ]
         try:
             for thread in self._threads:
@@ -276,7 +278,7 @@ class Engine:
     @property
     def running(self) -> int:
         """Requests that have a slot."""
-        return sum(len(lane.taken) for lane in self._lanes)
+        return sum(len(lane.taken) for lane in self._slot_groups)
 
     def submit(
         self,
@@ -286,7 +288,7 @@ class Engine:
         *,
         timeout: float | None = None,
         ignore_ends: bool = False,
-    ) -> Generation:
+    ) -> GeneratedSequence:
         """Ask for an answer.
 
         Args:
@@ -312,13 +314,13 @@ class Engine:
                 "forked"
             )
         Deadline.after(timeout)  # checks it
-        room = self.room
+        limits = self.limits
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens must be 1 or more; got {max_tokens}")
-        tokens = _ids(prompt, room)
-        stop = min(room.context, len(tokens) + (max_tokens or room.context))
-        ends = frozenset[int]() if ignore_ends else room.ends
-        made = Generation(tokens, stop, ends, sampling or Sampling(), timeout)
+        tokens = _ids(prompt, limits)
+        stop = min(limits.context, len(tokens) + (max_tokens or limits.context))
+        ends = frozenset[int]() if ignore_ends else limits.ends
+        made = GeneratedSequence(tokens, stop, ends, sampling or Sampling(), timeout)
         with self._lock:
             self._check()
             if len(self._waiting) >= self._max_waiting:
@@ -354,14 +356,14 @@ class Engine:
         if self._ended is not None:
             raise again(self._ended)
 
-    def _run(self, lane: _Lane) -> None:
+    def _run(self, lane: _SlotGroup) -> None:
         """Make one step after another; an error in between is told to all who wait for answers."""
         try:
             self._make_steps(lane)
         except Exception as error:  # noqa: BLE001 - readers get it
             self._end(error)
 
-    def _make_steps(self, lane: _Lane) -> None:
+    def _make_steps(self, lane: _SlotGroup) -> None:
         lost = 0
         while rows := self._next_step(lane):
             try:
@@ -378,7 +380,7 @@ class Engine:
             else:
                 lost = 0
 
-    def _next_step(self, lane: _Lane) -> list[Row]:
+    def _next_step(self, lane: _SlotGroup) -> list[ScheduledSequence]:
         """What the lane's next step computes, once there is something; empty at the end."""
         with self._lock:
             while self._ended is None:
@@ -401,8 +403,8 @@ class Engine:
                 with suppress(ValueError):
                     self._waiting.remove(each)
 
-    def _is_emptiest(self, lane: _Lane) -> bool:
-        return len(lane.taken) == min(len(each.taken) for each in self._lanes if each.free)
+    def _is_emptiest(self, lane: _SlotGroup) -> bool:
+        return len(lane.taken) == min(len(each.taken) for each in self._slot_groups if each.free)
 
     def _end(self, error: Exception) -> None:
         """Take no more requests, and end those that there are."""
@@ -412,7 +414,7 @@ class Engine:
             for each in tuple(self._waiting):
                 each.end(self._ended)
             self._waiting.clear()
-            for lane in self._lanes:
+            for lane in self._slot_groups:
                 lane.end(self._ended)
             self._changed.notify_all()
 
@@ -431,14 +433,14 @@ class PromptTooLongError(ValueError):
         super().__init__(f"the prompt has {length} tokens; with its answer at most {limit} fit")
 
 
-class _Lane:
+class _SlotGroup:
     """Some slots, and the generations that have them."""
 
     def __init__(self, slots: range) -> None:
         self.free = list(slots)
-        self.taken: dict[int, Generation] = {}
+        self.taken: dict[int, GeneratedSequence] = {}
 
-    def add(self, generation: Generation) -> None:
+    def add(self, generation: GeneratedSequence) -> None:
         self.taken[self.free.pop()] = generation
 
     def drop(self) -> None:
@@ -450,7 +452,7 @@ class _Lane:
                 del self.taken[slot]
                 self.free.append(slot)
 
-    def rows(self, chunk: int) -> list[Row]:
+    def rows(self, chunk: int) -> list[ScheduledSequence]:
         """The next tokens of each sequence; those that need one come before prompts, which come in
         the order in which they were taken in.
         """
@@ -461,7 +463,7 @@ class _Lane:
                 chunk -= len(rows[-1].tokens)
         return rows
 
-    def advance(self, rows: Sequence[Row], drawn: Sequence[int]) -> None:
+    def advance(self, rows: Sequence[ScheduledSequence], drawn: Sequence[int]) -> None:
         """Go on with what a step has drawn for those rows that draw.
 
         Raises:
@@ -487,17 +489,17 @@ class _Lane:
             each.end(error)
 
 
-def _ids(prompt: Iterable[int], room: Room) -> list[int]:
+def _ids(prompt: Iterable[int], limits: EngineLimits) -> list[int]:
     """The prompt's token ids, checked; see `Engine.submit`."""
     tokens = list(prompt)
     if not tokens:
         raise ValueError("the prompt is empty: it has no token")
-    if len(tokens) >= room.context:
-        raise PromptTooLongError(len(tokens), room.context)
+    if len(tokens) >= limits.context:
+        raise PromptTooLongError(len(tokens), limits.context)
     tokens = [_id(each) for each in tokens]
     for token in (min(tokens), max(tokens)):
-        if not 0 <= token < room.vocabulary:
-            raise ValueError(f"token id {token} is not in 0 to {room.vocabulary - 1}")
+        if not 0 <= token < limits.vocabulary:
+            raise ValueError(f"token id {token} is not in 0 to {limits.vocabulary - 1}")
     return tokens
 
 

@@ -32,10 +32,10 @@ from ..parallel import (
     VocabParallelEmbedding,
     checkpoint_name,
     compute_with,
-    hand_on,
-    handed_on,
     read_parameters,
+    recv_activations,
     regroup,
+    send_activations,
     whole_parameters,
 )
 from .model_config import BertConfig, ModelFolder
@@ -435,7 +435,7 @@ class MiniLMWorker:
             if self._groups.pp.is_last_rank:
                 vectors[batch.rows] = self._sentence_vectors(hidden, arranged.lengths).cpu().numpy()
             else:
-                hand_on(self._groups, hidden)
+                send_activations(self._groups, hidden)
         is_output = self._groups.pp.is_last_rank and self._groups.tp.is_first_rank
         return vectors if is_output else None
 
@@ -458,6 +458,6 @@ class MiniLMWorker:
     def _input(self, batch: PackedBatch, tokens: Sequence[np.ndarray]) -> torch.Tensor:
         """What this stage computes on: the batch's tokens, or what the stage before has sent."""
         if not self._groups.pp.is_first_rank:
-            return handed_on(self._groups)
+            return recv_activations(self._groups)
         ids = np.concatenate([tokens[row] for row in batch.rows], dtype=np.int64)
         return torch.from_numpy(ids).to(self._device)

@@ -18,7 +18,7 @@ from device_comm.cuda.ipc import abi
 from device_comm.cuda.ipc.abi import KERNELS, Limits
 from device_comm.cuda.ipc.ipc_backend import IpcBackend
 from device_comm.cuda.ipc.mappings import Mappings
-from device_comm.cuda.ipc.setup import Endpoint, Health
+from device_comm.cuda.ipc.setup import Endpoint, KernelWatchdog
 from tests.device_comm.cuda.fake_library import compile_library
 
 if TYPE_CHECKING:
@@ -61,10 +61,10 @@ def compile_fake(folder: Path) -> str:
 class PassedMark:
     """What no device has to reach."""
 
-    def passed(self) -> bool:
+    def query(self) -> bool:
         return True
 
-    def follow(self) -> None:
+    def stream_wait(self) -> None:
         """Nothing to wait for."""
 
 
@@ -128,7 +128,7 @@ def stubbed(
 def rank_0_of_2(driver: CupyDriver, board: Board) -> Iterator[Communicator]:
     """A group whose kernels nobody runs."""
     identity = Identity.of(0, 2, driver.device, name="tp", watch=board)
-    health = Health(memoryview(bytearray(abi.CONTROL_BYTES)), identity)
+    health = KernelWatchdog(memoryview(bytearray(abi.CONTROL_BYTES)), identity)
     group = abi.Group((4096, 8192), 12288, 0, abi.RegionLayout(2), 10**9)
     closing = ExitStack()
     closing.callback(health.close)

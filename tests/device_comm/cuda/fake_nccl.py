@@ -39,10 +39,10 @@ class HostMark:
         fake.fakeMark.restype = ctypes.c_uint64
         self._at = fake.fakeMark()
 
-    def passed(self) -> bool:
+    def query(self) -> bool:
         return bool(self._fake.fakePassed(ctypes.c_uint64(self._at)))
 
-    def follow(self) -> None:
+    def stream_wait(self) -> None:
         """There is one stream."""
 
 
@@ -74,7 +74,7 @@ class HostStreams:
         """What a user calls, who knows nothing of groups."""
         mark = mark or HostMark(self.fake)
         end = time.monotonic() + seconds
-        while not mark.passed():
+        while not mark.query():
             assert time.monotonic() < end, "the stream hangs"
             time.sleep(0.0002)
 

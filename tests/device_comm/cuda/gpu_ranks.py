@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from device_comm.cuda.agree import swap_over
+from device_comm.cuda.agree import all_gather_bytes_over
 from shm_broadcast import Board
 from tests.device_comm.shm_ranks import make_comm
 
@@ -48,6 +48,6 @@ def cuda_comm(
     with (
         Board.attach(handle, rank) as board,
         make_comm(rank, board, path, timeout=60.0) as over,
-        make_cuda(rank, n, swap_over(over), watch=board, **options) as comm,
+        make_cuda(rank, n, all_gather_bytes_over(over), watch=board, **options) as comm,
     ):
         yield comm

@@ -69,10 +69,10 @@ class HostMark:
         self._driver = driver
         self.event = threading.Event()
 
-    def passed(self) -> bool:
+    def query(self) -> bool:
         return self.event.is_set()
 
-    def follow(self) -> None:
+    def stream_wait(self) -> None:
         self.hold(self._driver.current_stream())
 
     def hold(self, stream: int) -> None:

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
 from device_comm import Communicator
-from device_comm.cuda.agree import swap_over
+from device_comm.cuda.agree import all_gather_bytes_over
 from device_comm.cuda.ipc import setup
 from device_comm.cuda.ipc.ipc_backend import IpcBackend
 from shm_broadcast import Board
@@ -69,7 +69,7 @@ def make_ipc(
             driver or HostDriver(library),
             rank,
             n,
-            swap_over(over),
+            all_gather_bytes_over(over),
             name="tp",
             timeout=timeout,
             watch=mine,

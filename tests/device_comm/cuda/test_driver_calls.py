@@ -15,7 +15,7 @@ from device_comm.cuda import cupy_driver
 from device_comm.cuda.driver import DeviceError
 from device_comm.cuda.ipc import abi
 from device_comm.cuda.ipc.abi import KERNELS, MOVE_KERNEL, ErrorCode
-from device_comm.cuda.ipc.setup import Health
+from device_comm.cuda.ipc.setup import KernelWatchdog
 from device_comm.operation import Norm
 from shm_broadcast import Board, CoordinatorError
 from shm_broadcast.extension import extension_of
@@ -213,9 +213,9 @@ def comm(over: tuple[StubbedDriver, FakeLaunch]) -> Iterator[Communicator]:
 
 def test_the_error_word_is_read_once(comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[None] = []
-    failed = vars(Health)["failed"].fget
+    failed = vars(KernelWatchdog)["failed"].fget
     monkeypatch.setattr(
-        Health, "failed", property(lambda health: (reads.append(None), failed(health))[1])
+        KernelWatchdog, "failed", property(lambda health: (reads.append(None), failed(health))[1])
     )
     x = torch.ones(4)
     comm.all_reduce(x)

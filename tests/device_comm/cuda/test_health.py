@@ -6,7 +6,7 @@ import struct
 
 from device_comm import Identity
 from device_comm.cuda.ipc import abi
-from device_comm.cuda.ipc.setup import Health
+from device_comm.cuda.ipc.setup import KernelWatchdog
 from shm_broadcast import Board
 from tests.patience import until
 from tests.shm_broadcast.test_board import bury
@@ -20,10 +20,10 @@ def test_the_end_of_a_rank_is_noticed_after_another_has_closed() -> None:
 
     with Board.create(4, member=0) as board:
         first, second, third = (Board.attach(board.handle(), member) for member in (1, 2, 3))
-        health = Health(control, Identity.of(0, 4, name="tp", watch=board))
+        health = KernelWatchdog(control, Identity.of(0, 4, name="tp", watch=board))
         for closing in (first, second):
             closing.close()
-            board.ring(0)
+            board.notify(0)
         assert not stopped()
         bury(board, 3)
         until(stopped)

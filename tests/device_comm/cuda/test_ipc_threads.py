@@ -7,12 +7,12 @@ import time
 import pytest
 import torch
 
-from coordinator.messages.incoming import Routes
-from coordinator.messages.transport import Outgoing
+from coordinator.messages.incoming import Communicators
+from coordinator.messages.transport import Sender
 from device_comm import Communicator
 from device_comm.cuda.ipc import setup
 from device_comm.cuda.ipc.ipc_backend import IpcBackend
-from device_comm.cuda.ipc.mappings import Departures
+from device_comm.cuda.ipc.mappings import UnmapFlags
 from shm_broadcast import Board, BoardHandle, Deadline, GroupTimeoutError
 from shm_broadcast.process import ProcessId
 from tests.device_comm.cuda.emulator import LIMITS
@@ -140,10 +140,10 @@ def test_memory_that_a_peer_keeps_is_left(
 
 def test_departures() -> None:
     me = ProcessId.current()
-    here = Departures.create(0)
-    there = Departures.attach(here.handle(), 1)
+    here = UnmapFlags.create(0)
+    there = UnmapFlags.attach(here.handle(), 1)
     assert not here.wait([(1, me)], Deadline.after(0.02))
-    there.depart()
+    there.set_unmapped()
     assert here.wait([(1, me)], Deadline.after(0))
     assert not there.wait([(0, me), (1, me)], Deadline.after(0))
     assert there.wait([(0, ProcessId(me.pid, me.start_time + 1))], Deadline.after(0))
@@ -199,7 +199,7 @@ def cross(rank: int, n: int, library: str, path: str, board: BoardHandle) -> Non
     driver = HostDriver(library)
     with make_ipc(rank, n, library, path, board, driver, timeout=60) as comm:
         other, size = 1 - rank, 4 * small_layout(n).channel_bytes
-        outgoing = Outgoing(Routes(comm, comm), numbered=False)
+        outgoing = Sender(Communicators(comm, comm), numbered=False)
         x, found = (torch.full((size,), rank, dtype=torch.uint8) for _ in range(2))
         for _ in range(3):
             outgoing.send(None, (x,), other, Deadline.after(60))

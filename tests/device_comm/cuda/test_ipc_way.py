@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from device_comm import Communicator, ReduceOp
-from device_comm.cuda.ipc.ipc_backend import ways
+from device_comm.cuda.ipc.ipc_backend import ipc_algorithms
 from device_comm.measuring import measure_candidates
 from device_comm.selection import Candidate, Measured, SelectingBackend, Selection, Table
 from tests.device_comm.cuda.host_driver import HostDriver
@@ -25,7 +25,7 @@ NAMES = ["ipc packets", "ipc one-shot", "ipc two-shot"]
 def reduced(rank: int, n: int, library: str, path: str, board: BoardHandle) -> list[str]:
     driver = HostDriver(library)
     with make_ipc(rank, n, library, path, board, driver) as ipc:
-        candidates = [*ways(ipc_of(ipc)), Candidate("ipc", ipc.backend)]
+        candidates = [*ipc_algorithms(ipc_of(ipc)), Candidate("ipc", ipc.backend)]
         assert [each.name for each in candidates[:3]] == NAMES
         limit = candidates[0].up_to
         assert limit == ipc_of(ipc).packet_bytes

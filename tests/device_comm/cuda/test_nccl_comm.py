@@ -75,7 +75,7 @@ def test_table(n: int, library: str, store_path: str) -> None:
 def absent(rank: int, n: int, board: BoardHandle, library: str, path: str) -> str:
     mine = Board.attach(board, rank)
     if rank == 1:
-        mine.stamp("loading weights")
+        mine.record_begin("loading weights")
     meet(rank, n, path)
     if rank == 1:
         return ""
@@ -139,7 +139,7 @@ def late(rank: int, n: int, board: BoardHandle, library: str, path: str) -> str:
     comm, streams = make_nccl(rank, n, board, library, path, patient=False)
     x = torch.ones(100)
     if rank == 1:
-        comm.watch.stamp("thinking")
+        comm.watch.record_begin("thinking")
     meet(rank, n, path)
     if rank == 1:
         wait_for_abort(comm.watch)
@@ -228,7 +228,7 @@ def stuck(rank: int, n: int, board: BoardHandle, library: str, path: str, ends: 
             until(lambda: mine.member_status(0).operation == "tp all_reduce")
             comm.abort("enough")
         else:
-            comm.watch.stamp("thinking")
+            comm.watch.record_begin("thinking")
             wait_for_abort(mine)
         return ""
     streams.fake.fakeStallNext()
@@ -281,10 +281,10 @@ def test_what_fails_in_the_background_ends_the_group(library: str, store_path: s
 class Overslept(HostMark):
     """The rank's own thread is stalled until the device has passed; others look on."""
 
-    def passed(self) -> bool:
+    def query(self) -> bool:
         if threading.current_thread() is threading.main_thread():
-            until(super().passed)
-        return super().passed()
+            until(super().query)
+        return super().query()
 
 
 def cut_short(rank: int, n: int, board: BoardHandle, library: str, path: str) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from coordinator.cuda_candidates import try_together
 from device_comm import Communicator, Operation, ReduceOp
-from device_comm.cuda.agree import swap_over
+from device_comm.cuda.agree import all_gather_bytes_over
 from device_comm.cuda.nccl import core as nccl_core
 from device_comm.cuda.nccl.library import NcclLibrary, NcclResult, NcclUnavailableError
 from device_comm.cuda.nccl.nccl_backend import NcclWindow
@@ -108,15 +108,19 @@ def offered(
             return NcclWindow.allocate(nccl, 1 << 60 if (how, rank) == ("full", 1) else LIMIT)
 
         made = try_together(
-            "nccl window", prepare, lambda memory: make(nccl, memory), swap_over(over), closing
+            "nccl window",
+            prepare,
+            lambda memory: make(nccl, memory),
+            all_gather_bytes_over(over),
+            closing,
         )
         limit = made.backend.limit if isinstance(made.backend, NcclWindow) else None
-        window = Candidate(made.name, made.backend, made.refused, limit)
+        window = Candidate(made.name, made.backend, made.unavailable, limit)
         chosen = SelectingBackend(Selection([window, Candidate("nccl", nccl)]))
         total = Communicator(chosen).all_reduce(torch.ones(100))
         assert total.unique().tolist() == [n]
         left = 0 if how == "old" else streams.fake.fakeMemories()
-        refused = dict(chosen.explain().refused).get("nccl window", "")
+        refused = dict(chosen.explain().unavailable).get("nccl window", "")
         small, large = (chosen.explain().backend("all_reduce", size) for size in (1, LIMIT + 1))
         assert small == ("nccl" if refused else "nccl window")
         return refused, large, left
@@ -149,7 +153,7 @@ def absent(rank: int, n: int, board: BoardHandle, library: str, path: str) -> st
         memory = NcclWindow.allocate(nccl_of(comm), LIMIT)
         meet(rank, n, path)
         if rank == 1:
-            mine.stamp("thinking")
+            mine.record_begin("thinking")
             wait_for_abort(mine)
             return ""
         with pytest.raises(CoordinatorError) as info:

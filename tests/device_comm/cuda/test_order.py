@@ -31,7 +31,7 @@ def test_another_stream_comes_behind_the_last_one(driver: HostDriver) -> None:
         with driver.on(stream):
             assert order.look() == order.place() == StreamPlace(stream, False)
     assert driver.orders == [(0, a), (a, b), (b, 0)]
-    assert order.marks()[0].passed()
+    assert order.marks()[0].query()
     with driver.on(a):
         assert len(order.marks()) == 2
     driver.free_stream(a)

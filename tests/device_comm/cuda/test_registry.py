@@ -11,7 +11,7 @@ import torch
 
 from device_comm.cuda.driver import DeviceError, IpcUnavailableError
 from device_comm.cuda.ipc import mappings as graph
-from device_comm.cuda.ipc.mappings import Mappings, Registry
+from device_comm.cuda.ipc.mappings import GraphBufferRegistry, Mappings
 from shm_broadcast import DivergenceError
 from tests.device_comm.cuda.host_driver import HostDriver
 from tests.device_comm.cuda.ipc_ranks import local_swaps, on_threads
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Rank:
     def __init__(self, rank: int, swap: Callable[[bytes], list[bytes]]) -> None:
         self.driver = HostDriver(None, f"device {rank}")
-        self.registry = Registry(self.driver, Mappings(self.driver), rank, swap)
+        self.registry = GraphBufferRegistry(self.driver, Mappings(self.driver), rank, swap)
         self.x = self.driver.tensor((64,), torch.float32)
 
     def row(self, table: int) -> tuple[int, ...]:

@@ -24,10 +24,10 @@ class NotedStream:
     def mark(self) -> NotedStream:
         return self
 
-    def passed(self) -> bool:
+    def query(self) -> bool:
         return True
 
-    def follow(self) -> None:
+    def stream_wait(self) -> None:
         self.notes.append(f"after {self.address}")
 
 

@@ -6,15 +6,17 @@ import threading
 
 import pytest
 
-from device_comm.cuda.watchdog import StreamGuard
-from device_comm.torch_waiting import Boundary
+from device_comm.cuda.watchdog import StreamWatchdog
+from device_comm.torch_waiting import ErrorTranslator
 from shm_broadcast import Board
 from tests.refused_threads import refusing_threads
 
 
 def test_a_guard_that_had_no_thread_gets_one_with_the_next_call() -> None:
     with Board.create(1, 0) as board:
-        guard = StreamGuard("guard-test", Boundary(board), (), lambda: None, lambda _: None)
+        guard = StreamWatchdog(
+            "guard-test", ErrorTranslator(board), (), lambda: None, lambda _: None
+        )
         with refusing_threads("guard-test"), pytest.raises(RuntimeError, match="new thread"):
             guard.follow_replays()
         guard.follow_replays()

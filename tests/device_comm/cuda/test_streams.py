@@ -24,7 +24,7 @@ GLOBAL, RELAXED = 0, 2
 @pytest.mark.parametrize(
     "mark",
     [
-        lambda stream: streams.CudaMark(stream).passed,
+        lambda stream: streams.CudaEvent(stream).query,
         lambda stream: CudaSideStream(stream).mark(),
     ],
     ids=["mark", "side stream"],
@@ -71,5 +71,5 @@ def test_only_what_is_to_come_is_waited_for(monkeypatch: pytest.MonkeyPatch, rea
     current = SimpleNamespace(wait_event=waits.append)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current)
     stream: Any = SimpleNamespace(device=torch.device("cuda", 0))
-    streams.CudaMark(stream).follow()
+    streams.CudaEvent(stream).stream_wait()
     assert waits == ([] if reached else [event])

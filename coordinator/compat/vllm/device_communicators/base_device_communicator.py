@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from coordinator import group as native
-from coordinator.compat.shared import GroupFace
+from coordinator.compat.shared import GroupAdapter
 from coordinator.torch_groups import backend_of
 
 
@@ -18,11 +18,11 @@ from coordinator.torch_groups import backend_of
 class UsesCommunicationBuffers(Protocol):
     """A module that prepares buffers once it is known in which group it communicates."""
 
-    def prepare_communication_buffers(self, group: GroupFace) -> None:
+    def prepare_communication_buffers(self, group: GroupAdapter) -> None:
         """Allocate or register what communicating in ``group`` needs."""
 
 
-class RowVerbs(GroupFace):
+class RowVerbs(GroupAdapter):
     """Collectives over tensors. Collective: yes, every member, all of them."""
 
     def all_gather(self, input_: Tensor, dim: int = -1) -> Tensor:

@@ -142,7 +142,7 @@ class MessageQueue:
         return native.DRIVER_RANK
 
     @classmethod
-    def over(cls, queue: native.MessageQueue, max_chunk_bytes: int = 4 << 20) -> Self:
+    def wrap(cls, queue: native.MessageQueue, max_chunk_bytes: int = 4 << 20) -> Self:
         """One of ours, in vLLM's words."""
         face = cls.__new__(cls)
         face._show(queue, max_chunk_bytes)
@@ -169,7 +169,7 @@ class MessageQueue:
             (rank,) = handle.remote.readers
         rank = handle.rank_of(rank)
         secret = None if rank in handle.reader_ranks else launcher_secret()
-        return cls.over(native.MessageQueue.create_from_handle(handle, rank, secret=secret))
+        return cls.wrap(native.MessageQueue.create_from_handle(handle, rank, secret=secret))
 
     @classmethod
     def create_from_process_group(
@@ -194,7 +194,7 @@ class MessageQueue:
             blocking,
             secret=launcher_secret(),
         )
-        return cls.over(queue, max_chunk_bytes)
+        return cls.wrap(queue, max_chunk_bytes)
 
     @classmethod
     def create_from_process_group_single_reader(
@@ -212,7 +212,7 @@ class MessageQueue:
         queue, handles = native.MessageQueue.create_from_process_group_single_reader(
             pg, max_chunk_bytes, max_chunks, reader_rank, blocking, secret=launcher_secret()
         )
-        return cls.over(queue, max_chunk_bytes), [Handle.of(handle) for handle in handles]
+        return cls.wrap(queue, max_chunk_bytes), [Handle.of(handle) for handle in handles]
 
     def export_handle(self) -> Handle:
         """What readers join with."""
