@@ -42,6 +42,9 @@ AARCH64_STAMP := $(AARCH64)/.installed
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt $(wildcard shm_broadcast/native/* device_comm/native/*)
+	@command -v $${CC:-cc} > /dev/null || { echo "make: a C compiler is needed: apt-get install gcc"; exit 1; }
+	@$(PYTHON) -c 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")' 2> /dev/null \
+	  || { echo "make: Python's headers are needed: apt-get install python3-dev"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[server,demo,decoder,dev]'

@@ -1,38 +1,44 @@
-"""What pyproject.toml cannot say: names of packages, and tags of wheels.
+"""Names of packages, tags of wheels and the check for a compiler, for pyproject.toml.
 
-The folder ``server`` is installed as ``group_coordinator``: users have a server.py of their own.
-
-The extensions are optional. A wheel that has them is for every CPython from 3.11 on, and for one
-platform; one that was built without a compiler has none, and says so by its name.
+The folder ``server`` is installed as ``group_coordinator``: users have a server.py of their own. A
+wheel is for every CPython from 3.11 on, and for one platform.
 """
 
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+CURE = "Install them, then build again. Debian: apt-get install gcc python3-dev"
+
+
+class Extensions(build_ext):
+    """Builds the extensions, or ends with one sentence where a tool for that is missing."""
+
+    def build_extensions(self) -> None:
+        """Check for a compiler and Python's headers, then build."""
+        command = self.compiler.compiler_so[0]
+        if shutil.which(command) is None:
+            raise SystemExit(f"group-coordinator needs a C compiler; {command} is missing. {CURE}")
+        folders = self.compiler.include_dirs
+        if not any(Path(folder, "Python.h").is_file() for folder in folders):
+            missing = f"Python.h is not in {' or '.join(folders)}"
+            raise SystemExit(f"group-coordinator needs Python's headers; {missing}. {CURE}")
+        super().build_extensions()
 
 
 class Wheel(bdist_wheel):
-    """Tags ``cp311-abi3-PLATFORM`` with all extensions, ``py3-none-any`` with none of them."""
+    """Tags wheels ``cp311-abi3-PLATFORM``."""
 
-    def run(self) -> None:
-        """Build first, then decide."""
-        extensions = self.reinitialize_command("build_ext")
-        extensions.inplace = False
-        self.run_command("build")
-        due = [Path(extensions.get_ext_fullpath(each.name)) for each in extensions.extensions]
-        built = [path for path in due if path.exists()]
-        if built == due:
-            self.py_limited_api = "cp311"
-        else:
-            for path in built:
-                path.unlink()
-            self.distribution.ext_modules = []
-            self.root_is_pure = True
-        super().run()
+    def finalize_options(self) -> None:
+        """Choose the stable ABI."""
+        self.py_limited_api = "cp311"
+        super().finalize_options()
 
 
 FLOORS = ("shm_broadcast*", "device_comm*", "coordinator*", "server*")
@@ -42,5 +48,5 @@ setup(
         re.sub("^server", "group_coordinator", each) for each in find_packages(include=FLOORS)
     ],
     package_dir={"group_coordinator": "server"},
-    cmdclass={"bdist_wheel": Wheel},
+    cmdclass={"bdist_wheel": Wheel, "build_ext": Extensions},
 )

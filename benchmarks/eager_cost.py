@@ -1,22 +1,18 @@
 """What an eager call over CUDA IPC costs the host: python -m benchmarks.eager_cost [--quick].
 
-CUDA's driver is a stub that does nothing, and torch is on the CPU: what is measured is this
-project's part of a call and CuPy's, not CUDA's launches, torch's allocator for devices and its
-events, nor what the look for the current device costs CuPy. With the C extension, which calls the
-driver itself, and without it. In microseconds, the best of many batches. Calls come again with the
-same tensors, as those of a model's layers do.
+CUDA's driver is a stub that does nothing, and torch is on the CPU: the figures hold this project's
+part of a call, not CUDA's launches, torch's allocator for devices and its events. In microseconds,
+the best of many batches. Calls repeat the same tensors, as those of a model's layers do.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import cupy
 import torch
 
 from benchmarks.verb_cost import best
@@ -62,14 +58,12 @@ def calls(comm: Communicator, driver: Driver) -> Mapping[str, Callable[[], Any]]
     }
 
 
-def measure(library: str, batches: int, *, native: bool) -> dict[str, float]:
-    """The cost of each call, by the C extension or by CuPy."""
-    # CuPy finds it by its name then
-    ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
+def measure(library: str, batches: int) -> dict[str, float]:
+    """The cost of each call."""
     gc.disable()
     try:
         with (
-            stubbed(library, cupy.cuda.driver, native=native) as (driver, _),
+            stubbed(library) as (driver, _),
             Board.create(2, 0) as board,
             rank_0_of_2(driver, board) as comm,
         ):
@@ -83,16 +77,14 @@ def main() -> None:
     options.add_argument("--quick", action="store_true", help="end within 10 s")
     rounds = 1 if options.parse_args().quick else 6
     torch.set_num_threads(1)
-    least: dict[bool, dict[str, float]] = {True: {}, False: {}}
+    least: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         library = compile_fake(Path(folder))
-        for _ in range(rounds):  # in turns, for the machine has moods
-            for native, costs in least.items():
-                for name, cost in measure(library, 20, native=native).items():
-                    costs[name] = min(cost, costs.get(name, cost))
-    print(f"{'':<22}{'by C':>8}{'by CuPy':>10}")
-    for name, cost in least[True].items():
-        print(f"{name:<22}{cost:8.2f}{least[False][name]:10.2f}")
+        for _ in range(rounds):
+            for name, cost in measure(library, 20).items():
+                least[name] = min(cost, least.get(name, cost))
+    for name, cost in least.items():
+        print(f"{name:<22}{cost:8.2f}")
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def _serve(rank: int, n: int, path: str, board: BoardHandle, chunks: int, seed: 
         watch = stack.enter_context(Board.attach(board, rank))
         progress = ProgressEngine(watch)
         stack.callback(progress.close)
-        comms, sizes = make_groups(stack, rank, n, watch, path, progress, use_native=True)
+        comms, sizes = make_groups(stack, rank, n, watch, path, progress)
         for chunk in range(chunks):
             run(draw(seed + chunk, CHUNK, sizes), comms)
         comms[0].barrier()

@@ -10,17 +10,13 @@ from __future__ import annotations
 import random
 import time
 import zlib
-from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import numpy as np
 
 from shm_broadcast import Board, MessageQueue
 from shm_broadcast.queue.handle import SMALLEST_CAPACITY
-from shm_broadcast.ring import reader as ring_reader
-from shm_broadcast.ring import writer as ring_writer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,8 +55,6 @@ def stress(
     messages: int,
     seed: int,
     say: Callable[[str], None],
-    *,
-    in_python: bool = False,
 ) -> Stressed:
     """Send ``messages`` to ``readers`` processes.
 
@@ -70,22 +64,18 @@ def stress(
         messages: how many to each of them.
         seed: decides sizes, contents and pauses.
         say: told of progress.
-        in_python: have both ends move records without the extension.
 
     Raises:
         RuntimeError: a reader found a message that is wrong, or failed.
     """
     started = time.monotonic()
     members = range(1, readers + 1)
-    with (
-        Board.create(readers + 1, member=0, name="soak") as board,
-        _python_moves_records(in_python),
-    ):
+    with Board.create(readers + 1, member=0, name="soak") as board:
         queue = MessageQueue.on_board(board, 0, members, SMALLEST_CAPACITY)
         processes, pipes = [], []
         for member in members:
             ours, theirs = context.Pipe()
-            arguments = (theirs, queue.export_handle(), member, messages, seed, in_python)
+            arguments = (theirs, queue.export_handle(), member, messages, seed)
             process = context.Process(target=_read, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -134,12 +124,10 @@ def _write(
     return total
 
 
-def _read(
-    pipe: Any, handle: QueueHandle, member: int, messages: int, seed: int, in_python: bool
-) -> None:
+def _read(pipe: Any, handle: QueueHandle, member: int, messages: int, seed: int) -> None:
     draw = random.Random(seed * 1000 + member)
     verdict: int | str = messages
-    with Board.attach(handle.board, member) as board, _python_moves_records(in_python):
+    with Board.attach(handle.board, member) as board:
         queue = MessageQueue.attach(handle, board)
         try:
             for wanted in range(messages):
@@ -151,15 +139,6 @@ def _read(
             verdict = f"{type(error).__name__}: {error}"
         pipe.send(verdict)
         pipe.poll(LIMIT)  # the writer may still ring
-
-
-def _python_moves_records(does: bool) -> AbstractContextManager[object]:
-    if not does:
-        return nullcontext()
-    stack = ExitStack()
-    for module in (ring_reader, ring_writer):
-        stack.enter_context(patch.object(module, "native", None))
-    return stack
 
 
 def _random_bytes(seed: int) -> bytes:

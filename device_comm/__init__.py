@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any, Final
 
+from shm_broadcast.extension import require_extension
+
 if TYPE_CHECKING:
     from device_comm.backend import Backend, Capabilities, Identity, LoopbackBackend
     from device_comm.communicator import Communicator
@@ -47,6 +49,8 @@ __all__ = [
     "check_reduction",
     "reduce_in_rank_order",
 ]
+
+require_extension("device_comm")
 
 _HOMES: Final = {
     "device_comm.backend": (

@@ -38,6 +38,12 @@ class Comm:
     def halfway(self) -> bool: ...
     @property
     def way(self) -> tuple[bool, int, int]: ...
+
+    # One plan at a time, one thread at a time. `begin` takes a plan, in the call of that number;
+    # the plan before is done. `advance` goes on, waits up to ``spin_ns`` for more, and returns a
+    # `Status`; it is blocked too, and `ready` at once, when it has moved a few MiB. `missing`: the
+    # ranks that a blocked plan waits for. `divergent`: the first rank that has arrived with another
+    # signature; this rank's, and its.
     def begin(self, plan: SlotPlan, call: int, /) -> None: ...
     def advance(self, spin_ns: int, /) -> int: ...
     def ready(self) -> bool: ...
@@ -58,10 +64,20 @@ class Comm:
     def give_up(self, outcome: int, /) -> None: ...
 
 class Pipe:
+    """Moves bytes through one channel."""
+
     def __init__(self, memory: Buffer, board: Buffer, eventcount: int, /) -> None: ...
+
+    # Sender: posts the bytes at ``address`` of a tensor of ``total`` bytes, from byte ``sent`` on.
+    # Returns how many of ``total`` are sent: all, about `AT_ONCE_BYTES` more, or as many as there
+    # was room for; then the receiver has taken nothing for ``patience_ns``.
     def push(
         self, address: int, total: int, dtype: int, call: int, sent: int, patience_ns: int, /
     ) -> int: ...
+
+    # Receiver: copies what has arrived of a tensor to ``address``, from byte ``received`` on.
+    # Returns how many of ``total`` bytes are received: all, about `AT_ONCE_BYTES` more, or as many
+    # as came before nothing did for ``spin_ns``, or before another transfer's or overflow chunk.
     def pull(
         self, address: int, total: int, dtype: int, call: int, received: int, spin_ns: int, /
     ) -> int: ...

@@ -27,35 +27,15 @@ recv: messages are counted, for each pair of ranks and direction.
 from __future__ import annotations
 
 import struct
-import threading
 from array import array
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Final, NamedTuple
 
+from device_comm._native import call_number, set_call_number
 from shm_broadcast.layout import DID_NAMES
 
 __all__ = ["call_number", "naming_call", "numbering", "set_call_number"]
-
-_BITS = (1 << 32) - 1
-
-
-class _Current(threading.local):
-    number = 0
-
-
-try:
-    from device_comm._native import call_number, set_call_number
-except ImportError:
-    _current = _Current()
-
-    def call_number() -> int:
-        """The number of this thread's call, modulo 2**32; 0: it is in no call."""
-        return _current.number
-
-    def set_call_number(number: int, /) -> None:
-        """Set the number of the call that this thread is in; 0: none."""
-        _current.number = number & _BITS
 
 
 def numbering(in_calls: bool) -> Callable[[], int]:

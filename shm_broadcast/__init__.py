@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any, Final
 
+import shm_broadcast.extension  # noqa: F401 - first: raises if the C extension was not built
 from shm_broadcast.deadline import NEVER, Deadline
 from shm_broadcast.errors import (
     DRIVER_RANK,
@@ -30,7 +31,6 @@ from shm_broadcast.errors import (
     SharedMemoryError,
     TransportError,
 )
-from shm_broadcast.extension import MissingExtensionWarning
 from shm_broadcast.process import ProcessId, ProcessWatch
 from shm_broadcast.segment import Segment, SegmentHandle
 from shm_broadcast.state.board import Board, BoardHandle
@@ -59,7 +59,6 @@ __all__ = [
     "MessageRefusedError",
     "MessageSealError",
     "MessageTooLargeError",
-    "MissingExtensionWarning",
     "NEVER",
     "PeerLostError",
     "PeerProtocolError",

@@ -23,22 +23,18 @@ RuntimeError: a signal handler, or code that runs while a message is encoded, wo
 from __future__ import annotations
 
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import chain, repeat
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
-from shm_broadcast.atomics import WordsLike, native
+from shm_broadcast._native import Turn, Words
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import GroupTimeoutError
 from shm_broadcast.layout import EVENTCOUNT_WAITERS
 from shm_broadcast.process import system_call
-
-if TYPE_CHECKING:
-    from shm_broadcast._native import Turn
 
 
 class WakeFd:
@@ -160,7 +156,7 @@ class Lookout(NamedTuple):
 class EventCount:
     """The doorbell of one waiter, at ``offset`` of ``words``."""
 
-    def __init__(self, words: WordsLike, offset: int) -> None:
+    def __init__(self, words: Words, offset: int) -> None:
         self._words = words
         self.offset = offset
 
@@ -297,11 +293,6 @@ def _spin(ready: Callable[[], bool], seconds: float) -> bool:
     return False
 
 
-def new_owner_lock() -> Turn | PythonTurn:
-    """A turn that no thread has."""
-    return PythonTurn() if native is None else native.Turn()
-
-
 class TimedLock:
     """A lock whose `acquire` honours a deadline and the group's abort.
 
@@ -311,7 +302,7 @@ class TimedLock:
     """
 
     def __init__(self) -> None:
-        self.owner_lock = new_owner_lock()
+        self.owner_lock = Turn()
 
     def acquire(self, deadline: Deadline, operation: str, check: Callable[[str], None]) -> None:
         """Wait for the turn, inside ``with lock.turn``.
@@ -330,38 +321,3 @@ class TimedLock:
                 raise GroupTimeoutError(
                     operation, deadline.timeout, detail="another thread of this process is in it"
                 )
-
-
-class PythonTurn:
-    """The extension's ``Turn`` in Python; a signal handler that raises may leave it taken."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._owner = 0
-
-    def __enter__(self) -> bool:
-        if self.is_owned():
-            raise RuntimeError("this thread is in it already: it would wait for itself")
-        return self._took(self._lock.acquire(blocking=False))
-
-    def __exit__(self, *_: object) -> None:
-        if self.is_owned():
-            self._owner = 0
-            self._lock.release()
-
-    def take_within(self, seconds: float) -> bool:
-        """Take the turn, which may be awaited so long; whether it was."""
-        return self._took(self._lock.acquire(timeout=seconds))
-
-    def is_owned(self) -> bool:
-        """Whether this thread has the turn."""
-        return self._owner == threading.get_ident()
-
-    def adopt(self) -> None:
-        """The turn, which a thread has, is this one's from now on."""
-        self._owner = threading.get_ident()
-
-    def _took(self, taken: bool) -> bool:
-        if taken:
-            self._owner = threading.get_ident()
-        return taken

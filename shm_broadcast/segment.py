@@ -24,7 +24,7 @@ from typing import Self
 
 import msgspec
 
-from shm_broadcast.atomics import WordsLike, make_words
+from shm_broadcast._native import Words
 from shm_broadcast.errors import ForeignMemoryError, GroupClosedError, SharedMemoryError
 from shm_broadcast.layout import (
     MAGIC,
@@ -79,7 +79,7 @@ class Segment:
         if touch:
             self.prefault()
         self.size = len(mapping)
-        self.words: WordsLike = make_words(mapping)
+        self.words = Words(mapping)
         self.memory = memoryview(mapping)
         self.nonce = bytes(self.memory[SEGMENT_NONCE : SEGMENT_NONCE + SEGMENT_NONCE_BYTES])
 

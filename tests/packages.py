@@ -58,24 +58,15 @@ def source_archive(factory: pytest.TempPathFactory) -> Path:
     return tree
 
 
-def pure_wheel(factory: pytest.TempPathFactory) -> Path:
-    """A wheel of that archive, built where there is no compiler; not to be changed."""
+def source_wheel(factory: pytest.TempPathFactory) -> Path:
+    """A wheel of that archive; not to be changed."""
     source = source_archive(factory)
 
     def build(folder: Path) -> None:
-        build_wheel(shutil.copytree(source, factory.mktemp("pure") / "tree"), folder, "false")
+        tree = shutil.copytree(source, factory.mktemp("wheel") / "tree")
+        _build("wheel", tree, folder, {"CFLAGS": "-Werror"})
 
-    (wheel,) = built_once(factory, "pure wheel", build).iterdir()
-    return wheel
-
-
-def build_wheel(tree: Path, folder: Path, compiler: str | None) -> Path:
-    """A wheel of ``tree``, made in ``folder``; ``compiler`` stands for the C compiler."""
-    more = {"CFLAGS": "-Werror"}  # what the compiler warns of leaves the extension out
-    if compiler is not None:
-        more["CC"] = compiler
-    _build("wheel", tree, folder, more)
-    (wheel,) = folder.glob("*.whl")
+    (wheel,) = built_once(factory, "wheel", build).iterdir()
     return wheel
 
 

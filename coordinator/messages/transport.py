@@ -40,7 +40,7 @@ from shm_broadcast import (
     MessageDecodeError,
     MessageSealError,
 )
-from shm_broadcast.eventcount import new_owner_lock
+from shm_broadcast._native import Turn
 
 if TYPE_CHECKING:
     from device_comm import Communicator
@@ -73,7 +73,7 @@ class Sender:
         self._routes = routes
         self._numbered = numbered
         self._under_way: dict[int, deque[tuple[int, Work[None]]]] = {}
-        self._turn = new_owner_lock()
+        self._turn = Turn()
 
     def send(
         self, make: MakeMessage | None, parts: Sequence[Tensor], dst: int, deadline: Deadline
@@ -257,8 +257,8 @@ class MessageTransport:
         self._outgoing = Sender(self.routes, numbered=wire.numbers)
         self._turns: dict[int, OrderedReceive] = {}
         # Of each member, who receives from it; of what is no member, which is refused later.
-        turns = {rank: new_owner_lock() for rank in range(cpu.world_size)}
-        self._receiving = defaultdict(new_owner_lock, turns)
+        turns = {rank: Turn() for rank in range(cpu.world_size)}
+        self._receiving = defaultdict(Turn, turns)
         self._others = [rank for rank in range(cpu.world_size) if rank != cpu.rank]
 
     def flush(self, linger: float) -> None:

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from device_comm._native import Cuda
 from device_comm.cuda.driver import (
     CudaEvent,
     DeviceError,
@@ -26,17 +27,12 @@ from device_comm.cuda.driver import (
     device_errors,
     kernel_source,
 )
-from shm_broadcast.extension import extension_of
-
-if TYPE_CHECKING:
-    from device_comm._native import Cuda
-
 
 _CALLED = ("cuCtxGetCurrent", "cuCtxSetCurrent", "cuStreamIsCapturing", "cuLaunchKernel")
 
 
-def driver_calls(libcuda: ctypes.CDLL) -> Cuda | None:
-    """Calls in the thread's current context; None without the C extension.
+def driver_calls(libcuda: ctypes.CDLL) -> Cuda:
+    """Calls in the thread's current context.
 
     Args:
         libcuda: the driver's library, with a context of the device as the current one.
@@ -44,9 +40,6 @@ def driver_calls(libcuda: ctypes.CDLL) -> Cuda | None:
     Raises:
         DeviceError: there is no current context.
     """
-    native = extension_of("device_comm")
-    if native is None:
-        return None
 
     def failed(call: str, result: int) -> None:
         raise DeviceError(call, _said(libcuda, result))
@@ -57,9 +50,10 @@ def driver_calls(libcuda: ctypes.CDLL) -> Cuda | None:
         failed("cuCtxGetCurrent", result)
     if not context.value:
         raise DeviceError("cuCtxGetCurrent", "the device has no context")
-    found = [ctypes.cast(getattr(libcuda, name), ctypes.c_void_p).value for name in _CALLED]
-    made: Cuda = native.Cuda(context.value, *found, failed)
-    return made
+    get_current, set_current, is_capturing, launch = (
+        ctypes.cast(getattr(libcuda, name), ctypes.c_void_p).value or 0 for name in _CALLED
+    )
+    return Cuda(context.value, get_current, set_current, is_capturing, launch, failed)
 
 
 def _said(libcuda: ctypes.CDLL, result: int) -> str:
@@ -248,11 +242,9 @@ class CupyDriver:
                 raise DeviceError("compile kernels", str(error)) from error
 
     def prepare(self, kernel: str, grid: int, block: int, args: Sequence[bytes]) -> PreparedLaunch:
-        """cuLaunchKernel, by the C extension if there is one."""
-        if self._calls is not None:
-            (job,) = args
-            return self._calls.prepare(kernel, self._functions[kernel], grid, block, job).on
-        return _PreparedLaunch(self._functions[kernel], self._on(kernel), grid, block, args)
+        """cuLaunchKernel, by the C extension."""
+        (job,) = args
+        return self._calls.prepare(kernel, self._functions[kernel], grid, block, job).on
 
     # --- streams -------------------------------------------------------------------------
 
@@ -262,10 +254,7 @@ class CupyDriver:
 
     def is_capturing(self, stream: int) -> bool:
         """cudaStreamIsCapturing."""
-        if self._calls is not None:
-            return self._calls.is_capturing(stream)
-        with self._on("cudaStreamIsCapturing"):
-            return bool(cupy.cuda.runtime.streamIsCapturing(stream))
+        return self._calls.is_capturing(stream)
 
     def make_stream(self) -> int:
         """A stream that does not wait for the default stream."""
@@ -307,25 +296,6 @@ class CupyDriver:
 
     def _on(self, call: str) -> _OnDevice:
         return _OnDevice(self._index, call)
-
-
-class _PreparedLaunch:
-    """A kernel with its arguments, which CUDA copies at each launch."""
-
-    __slots__ = ("_arguments", "_before_stream", "_holders", "_on_device", "_pointers")
-
-    def __init__(
-        self, function: int, on_device: _OnDevice, grid: int, block: int, args: Sequence[bytes]
-    ) -> None:
-        self._before_stream = (function, grid, 1, 1, block, 1, 1, 0)
-        self._on_device = on_device
-        self._holders = [ctypes.create_string_buffer(each, len(each)) for each in args]
-        self._pointers = (ctypes.c_void_p * len(args))(*map(ctypes.addressof, self._holders))
-        self._arguments = ctypes.addressof(self._pointers)
-
-    def __call__(self, stream: int) -> None:
-        with self._on_device:
-            cupy.cuda.driver.launchKernel(*self._before_stream, stream, self._arguments, 0)
 
 
 class _OnDevice:

@@ -66,9 +66,9 @@ static void pipe_dealloc(PyObject *object) {
 
 static PyMethodDef methods[] = {
     {"push", push, METH_VARARGS,
-     "push(address, total, dtype, call, sent, patience_ns) -> sent; see device_comm.shm.channel.Mover."},
+     "push(address, total, dtype, call, sent, patience_ns) -> sent."},
     {"pull", pull, METH_VARARGS,
-     "pull(address, total, dtype, call, received, spin_ns) -> received; see the same."},
+     "pull(address, total, dtype, call, received, spin_ns) -> received."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,6 +1,5 @@
 /* Guarantees and assumptions are those of device_comm/shm/layout.py, whose rules are quoted by
- * number; device_comm/shm/python_steps.py keeps the same protocol in
- * Python, plain and slow. */
+ * number. */
 #include "steps.h"
 
 #include <string.h>

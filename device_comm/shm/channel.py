@@ -38,11 +38,10 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
-from device_comm.span import address_of, copy_bytes
-from shm_broadcast.atomics import WordsLike
+from device_comm.span import address_of
+from shm_broadcast._native import Words
 from shm_broadcast.layout import align
 from shm_broadcast.segment import Segment, SegmentHandle
 
@@ -185,10 +184,6 @@ class ReceivedOverflow:
         self._known.clear()
 
 
-if TYPE_CHECKING:
-    MakeMover = Callable[[Segment, int], "Mover"]
-    """Makes what moves bytes through a pipe, from its segment and the rank at the other end."""
-
 POSTED: Final = 64
 TAKEN: Final = 128
 READS: Final = 136
@@ -200,7 +195,7 @@ RESERVED_BYTES: Final = 16 << 10
 SMALL_BYTES: Final = 192
 HEADER_BYTES: Final = 64
 AT_ONCE_BYTES: Final = 16 << 20
-"""After so many, `Mover.push` and `Mover.pull` return: for deadlines, aborts and handlers."""
+"""After so many, ``Pipe.push`` and ``Pipe.pull`` return: for deadlines, aborts and handlers."""
 
 INSIDE: Final = 1
 OVERFLOW: Final = 2
@@ -247,90 +242,13 @@ class Chunk(NamedTuple):
         return some and about == (total, dtype, call, offset)
 
 
-class Mover(Protocol):
-    """What moves bytes through one pipe: the C extension's ``Pipe``, or `PythonMover`."""
-
-    def push(
-        self, address: int, total: int, dtype: int, call: int, sent: int, patience_ns: int, /
-    ) -> int:
-        """Sender: post what is at ``address`` of a tensor, from byte ``sent`` on.
-
-        Returns:
-            How many of ``total`` bytes are sent: all, about `AT_ONCE_BYTES` more, or what
-            there was room for; then the receiver has taken nothing for ``patience_ns``.
-        """
-
-    def pull(
-        self, address: int, total: int, dtype: int, call: int, received: int, spin_ns: int, /
-    ) -> int:
-        """Receiver: put what has come of a tensor to ``address``, from byte ``received`` on.
-
-        Returns:
-            How many of ``total`` bytes are received: all, about `AT_ONCE_BYTES` more, or
-            what came before nothing did for ``spin_ns``, or before a chunk of another transfer or
-            about a spill.
-        """
-
-
-class PythonMover:
-    """`Mover` in Python."""
-
-    def __init__(self, segment: Segment, ring: Callable[[], None]) -> None:
-        """Work on ``segment``; ``ring`` wakes the other end."""
-        self._segment = segment
-        self._words = segment.words
-        self._data = address_of(segment) + RING
-        self._ring = ring
-
-    def push(
-        self, address: int, total: int, dtype: int, call: int, sent: int, patience_ns: int, /
-    ) -> int:
-        """As `Mover.push`."""
-        until = min(total, sent + AT_ONCE_BYTES)
-        while sent < until:
-            posted, taken = self._words.load64(POSTED), self._words.load64(TAKEN)
-            used = min(total - sent, PIECE_BYTES)
-            if RING_BYTES - (posted - taken) < wanted_room(total - sent):
-                if not self._words.spin64(TAKEN, taken, patience_ns):
-                    break
-                continue
-            for place, at, size in _stretches(posted + HEADER_BYTES, used):
-                copy_bytes(self._data + place, address + sent + at, size)
-            chunk = Chunk(INSIDE, dtype, False, 0, total, sent, used, call=call)
-            post(self._words, chunk)
-            self._ring()
-            sent += used
-        return sent
-
-    def pull(
-        self, address: int, total: int, dtype: int, call: int, received: int, spin_ns: int, /
-    ) -> int:
-        """As `Mover.pull`."""
-        until = min(total, received + AT_ONCE_BYTES)
-        while received < until:
-            taken = self._words.load64(TAKEN)
-            chunk = peek(self._segment)
-            if chunk is None:
-                if not self._words.spin64(POSTED, taken, spin_ns):
-                    break
-                continue
-            if chunk.kind != INSIDE or not chunk.continues(total, dtype, call, received):
-                break
-            for place, at, size in _stretches(taken + HEADER_BYTES, chunk.used):
-                copy_bytes(address + received + at, self._data + place, size)
-            take(self._words, chunk)
-            self._ring()
-            received += chunk.used
-        return received
-
-
 def wanted_room(left: int) -> int:
     """The room that a chunk needs with the next of ``left`` bytes in it, and leaves reserved."""
     reserved = 0 if left <= SMALL_BYTES else RESERVED_BYTES
     return HEADER_BYTES + align(min(left, PIECE_BYTES), HEADER_BYTES) + reserved
 
 
-def post(words: WordsLike, chunk: Chunk) -> None:
+def post(words: Words, chunk: Chunk) -> None:
     """Post a chunk whose data, if any, is in place. There is room."""
     posted = words.load64(POSTED)
     words.write(RING + posted % RING_BYTES, _CHUNK.pack(*chunk))
@@ -350,15 +268,6 @@ def peek(segment: Segment) -> Chunk | None:
     return Chunk(*_CHUNK.unpack_from(segment.memory, RING + taken % RING_BYTES))
 
 
-def take(words: WordsLike, chunk: Chunk) -> None:
+def take(words: Words, chunk: Chunk) -> None:
     """Give the room of the next chunk back, which is ``chunk``."""
     words.store64(TAKEN, words.load64(TAKEN) + chunk.size_in_ring)
-
-
-def _stretches(begin: int, size: int) -> Iterator[tuple[int, int, int]]:
-    """The one or two stretches of ``size`` bytes from byte ``begin`` on: place, offset, size."""
-    place = begin % RING_BYTES
-    first = min(size, RING_BYTES - place)
-    yield place, 0, first
-    if first < size:
-        yield 0, first, size - first

@@ -5,7 +5,7 @@ A rank that has closed the group does nothing more in it. So whoever waits for i
 for what it did before, and raises if that is not enough.
 
 A plan is carried out chunk by chunk through the memory of the group (see `device_comm.shm.layout`),
-by the C extension or by `device_comm.shm.python_steps`; both take the same plans.
+by the C extension.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Generator, Iterator, Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, assert_never
+from typing import TYPE_CHECKING, Final, NamedTuple, assert_never
 
 from torch import Tensor
 
@@ -32,6 +32,7 @@ from shm_broadcast.segment import Segment
 from shm_broadcast.state.board import Board
 
 if TYPE_CHECKING:
+    from device_comm._native import Comm
     from device_comm.work import Pending
     from shm_broadcast.executor import ProgressEngine, SerialExecutor, Task
 
@@ -345,28 +346,6 @@ class Status(IntEnum):
     DIVERGED = 2
 
 
-class Steps(Protocol):
-    """One rank's steps. One plan at a time, one thread at a time."""
-
-    def begin(self, plan: SlotPlan, call: int, /) -> None:
-        """Take on a plan, in the call of that number; the one before is done."""
-
-    def advance(self, spin_ns: int, /) -> int:
-        """Go on, and look ``spin_ns`` for more: a `Status`.
-
-        It is blocked too, and `ready` at once, when it has moved a few MiB.
-        """
-
-    def ready(self) -> bool:
-        """Whether `advance` would get further, after it was blocked."""
-
-    def missing(self) -> list[int]:
-        """The ranks that are waited for, after `advance` was blocked."""
-
-    def divergent(self) -> tuple[int, bytes, bytes] | None:
-        """The first rank that has arrived with another signature; this rank's, and its."""
-
-
 _WORD: Final = 8
 """Bytes of a size that ranks tell each other."""
 
@@ -474,7 +453,7 @@ class Collective:
 
     def __init__(
         self,
-        steps: Steps,
+        steps: Comm,
         membership: GroupMembership,
         operation: str,
         plans: Iterator[SlotPlan],

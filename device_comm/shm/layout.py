@@ -76,7 +76,7 @@ from typing import TYPE_CHECKING, Final
 from shm_broadcast.layout import align
 
 if TYPE_CHECKING:
-    from shm_broadcast.atomics import WordsLike
+    from shm_broadcast._native import Words
 
 GROUP_RANKS: Final = 64
 GROUP_INSIDE_BYTES: Final = 72
@@ -112,8 +112,6 @@ LARGEST_STEP: Final = 128 << 10
 LARGEST_RING: Final = 2 << 20
 LARGEST_RINGS: Final = 16 << 20
 WHOLE_BYTES: Final = 48 << 10
-WHOLE_ALWAYS: Final = (1 << 63) - 1
-"""No all-reduce is shared out: said by a rank without the C extension before it joins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +124,7 @@ class GroupLayout:
         step_bytes: the longest payload. Larger collectives take several steps.
         ring_bytes: of one rank's ring.
         whole_bytes: up to this size, an all-reduce is one step in which every rank reads all of
-            every other; larger ones are shared out, unless a rank has no C extension.
+            every other; larger ones are shared out.
     """
 
     n_ranks: int
@@ -147,7 +145,7 @@ class GroupLayout:
         return cls(n_ranks, INSIDE_BYTES, step, ring, min(whole, step))
 
     @classmethod
-    def read(cls, words: WordsLike) -> GroupLayout:
+    def read(cls, words: Words) -> GroupLayout:
         """The layout that the segment of ``words`` was made with."""
         return cls(
             words.load32(GROUP_RANKS),
@@ -157,7 +155,7 @@ class GroupLayout:
             words.load64(GROUP_WHOLE_BYTES),
         )
 
-    def write(self, words: WordsLike) -> None:
+    def write(self, words: Words) -> None:
         """Say in a new segment what its layout is."""
         words.store32(GROUP_RANKS, self.n_ranks)
         words.store64(GROUP_INSIDE_BYTES, self.inside_bytes)

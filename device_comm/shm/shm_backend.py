@@ -19,7 +19,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from types import ModuleType
 from typing import TYPE_CHECKING, Self
 
 import msgspec
@@ -30,24 +29,19 @@ from device_comm._native import Comm
 from device_comm.backend import Backend, Capabilities, Explanation, Identity, end_group
 from device_comm.call_number import VERBS, numbering
 from device_comm.operation import Operation, ReduceOp
-from device_comm.shm import layout
-from device_comm.shm.channel import Mover, PythonMover
-from device_comm.shm.collectives import Collective, Executors, GroupMembership, Plans, Steps
+from device_comm.shm.collectives import Collective, Executors, GroupMembership, Plans
 from device_comm.shm.direct import FastPathCalls
 from device_comm.shm.layout import GroupLayout
-from device_comm.shm.python_steps import PythonSteps
 from device_comm.shm.transfers import PeerPipes, ReceiveTask, SendTask
 from shm_broadcast.cpu import GIVEN_CORES
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import SharedMemoryError
 from shm_broadcast.executor import ProgressEngine, Task
-from shm_broadcast.extension import COST, extension_of
 from shm_broadcast.ring.buffers import RECYCLED_BYTES, new_pool
 from shm_broadcast.segment import Segment, SegmentHandle
 from shm_broadcast.state.board import Board
 
 if TYPE_CHECKING:
-    from device_comm.shm.channel import MakeMover
     from device_comm.work import Pending
 
 
@@ -73,8 +67,6 @@ class Results:
         return self.empty(shape, like.dtype)
 
 
-extension: ModuleType | None = extension_of("device_comm")
-
 _DECODER = msgspec.msgpack.Decoder(SegmentHandle)
 
 
@@ -96,7 +88,6 @@ class ShmBackend(Backend):
         name: str = "group",
         timeout: float | None = 60.0,
         progress: ProgressEngine | None = None,
-        use_native: bool = True,
         in_calls: bool = True,
     ) -> None:
         """Use `create`, which makes the segment and says what the arguments are."""
@@ -120,30 +111,22 @@ class ShmBackend(Backend):
         self._in_calls = in_calls
         self._call = numbering(in_calls)
         self._plans: Plans
-        module = extension if use_native and size > 1 else None
         self._membership = GroupMembership(board, self.members, rank, segment, self._layout)
-        movers = _movers(board, self.members, module)
-        self._pipes = PeerPipes(
-            board, self._membership, rank, segment, self._layout, movers, self._call
-        )
+        self._pipes = PeerPipes(board, self._membership, rank, segment, self._layout, self._call)
         self._closing.callback(self._pipes.close)
         if progress is None:
             progress = ProgressEngine(board, f"{name} progress")
             self._closing.callback(progress.close)
         self._execution = Executors(progress, partial(end_group, self.identity))
-        self._native = None if module is None else self._make_native(module)
-        self._steps: Steps = self._native or PythonSteps(
-            segment, self._layout, rank, self._notify_others
+        self._comm = self._make_comm()
+        self.fast_path = FastPathCalls(
+            self._comm,
+            self._membership,
+            self._pipes,
+            self._execution,
+            self.identity,
+            self.recorder,
         )
-        if self._native is not None:
-            self.fast_path = FastPathCalls(
-                self._native,
-                self._membership,
-                self._pipes,
-                self._execution,
-                self.identity,
-                self.recorder,
-            )
 
     @classmethod
     def create(
@@ -155,7 +138,6 @@ class ShmBackend(Backend):
         name: str = "group",
         timeout: float | None = 60.0,
         progress: ProgressEngine | None = None,
-        use_native: bool = True,
         in_calls: bool = True,
     ) -> Self:
         """Set up a group of members of ``board``. Collective: yes, every member.
@@ -169,16 +151,17 @@ class ShmBackend(Backend):
             timeout: seconds for this, and for a call unless it says otherwise; None: for ever.
             progress: drives asynchronous operations; None: one of its own. Groups
                 on one board should share one, which then stays its maker's to close.
-            use_native: False: do without the C extension, slowly. Ranks may differ about it.
             in_calls: whether the ranks compare `call_number`; the same on all of them.
 
         Raises:
-            ValueError: this process is not one of the members, or they are not distinct.
+            ValueError: this process is no member, or the members are fewer than 2 or not distinct.
             GroupTimeoutError: some members did not come; names them.
             PeerLostError: one has ended, or left.
             SharedMemoryError: too little memory is free, or the members are not on one host.
             ForeignMemoryError: what ``share`` gave is not rank 0's.
         """
+        if len(members) < 2:
+            raise ValueError(f"a group in shared memory has 2 members or more; got {list(members)}")
         group = GroupLayout.for_ranks(len(members))
         if _rank_of(board, members) == 0:
             segment = Segment.create(group.size, "group-collectives")
@@ -202,16 +185,10 @@ class ShmBackend(Backend):
             name=name,
             timeout=timeout,
             progress=progress,
-            use_native=use_native,
             in_calls=in_calls,
         )
         backend._join()
         return backend
-
-    @property
-    def uses_native(self) -> bool:
-        """Whether the C extension does the work."""
-        return self._native is not None
 
     def start(self, operation: Operation) -> Pending | None:
         """Carry out a collective by its plans, a message through its pipe."""
@@ -226,18 +203,15 @@ class ShmBackend(Backend):
                 task = ReceiveTask(self._pipes, peer, name, tensors, operation.following)
                 return execution.submit(execution.message_executor("recv", peer), task, operation)
         plans = self._plans.of(operation)
-        task = Collective(self._steps, self._membership, name, plans, operation, call=self._call())
+        task = Collective(self._comm, self._membership, name, plans, operation, call=self._call())
         return execution.submit(execution.collectives, task, operation)
 
     def explain(self) -> Explanation:
-        """As every backend's; says how payloads are not written, or that C is missing."""
+        """As every backend's; says how payloads are not written."""
         told = super().explain()
         if self.world_size == 1:
             return told
-        if self._native is None:
-            why = f"{'not built' if extension is None else 'not wanted'}: {COST}"
-            return replace(told, unavailable=(*told.unavailable, ("the C extension", why)))
-        return replace(told, unavailable=(*told.unavailable, _other_way(*self._native.way)))
+        return replace(told, unavailable=(*told.unavailable, _other_way(*self._comm.way)))
 
     def flush(self, deadline: Deadline) -> None:
         """Return once its collectives are done, and all that it sent ahead has arrived."""
@@ -262,8 +236,8 @@ class ShmBackend(Backend):
 
     # --- setting up ----------------------------------------------------------------------
 
-    def _make_native(self, module: ModuleType) -> Comm:
-        comm: Comm = module.Comm(
+    def _make_comm(self) -> Comm:
+        return Comm(
             self._segment.memory,
             self.board.memory,
             self.rank,
@@ -280,37 +254,16 @@ class ShmBackend(Backend):
             self.world_size > len(GIVEN_CORES),
             self._in_calls,
         )
-        return comm
-
-    def _notify_others(self) -> None:
-        for peer in self.peers:
-            self.board.notify(peer)
 
     def _join(self) -> None:
         """Say that this rank is there, and wait for the others."""
-        words, membership = self._segment.words, self._membership
-        if self._native is None:
-            words.store64(layout.GROUP_WHOLE_BYTES, layout.WHOLE_ALWAYS)
+        membership = self._membership
         membership.join()
         self._closing.callback(membership.mark_left)
         deadline, absent = Deadline.after(self.timeout), membership.not_joined
         self.board.wait(lambda: not absent(), deadline, f"{self.name} create", absent)
         self._segment.prefault()
-        whole_bytes = GroupLayout.read(words).whole_bytes
-        self._plans = Plans(self.rank, self.world_size, whole_bytes)
-
-
-def _movers(board: Board, members: Sequence[int], module: ModuleType | None) -> MakeMover:
-    """What makes the movers of a rank: those of the extension, or without it in Python."""
-
-    def make(segment: Segment, peer: int) -> Mover:
-        member = members[peer]
-        if module is None:
-            return PythonMover(segment, partial(board.notify, member))
-        mover: Mover = module.Pipe(segment.memory, board.memory, board.eventcount_offset(member))
-        return mover
-
-    return make
+        self._plans = Plans(self.rank, self.world_size, self._layout.whole_bytes)
 
 
 def _other_way(past: bool, plain_cost: int, past_cost: int) -> tuple[str, str]:

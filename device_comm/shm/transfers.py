@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from torch import Tensor
 
+from device_comm._native import Pipe
 from device_comm.call_number import call_number, naming_call
 from device_comm.shm.channel import (
     AT_ONCE_BYTES,
@@ -29,7 +30,6 @@ from device_comm.shm.channel import (
     SMALL_BYTES,
     TAKEN,
     Chunk,
-    Mover,
     OverflowBuffer,
     OverflowPool,
     ReceivedOverflow,
@@ -48,7 +48,6 @@ from shm_broadcast.segment import Segment, SegmentHandle, is_permission_denied, 
 from shm_broadcast.state.board import Board
 
 if TYPE_CHECKING:
-    from device_comm.shm.channel import MakeMover
     from device_comm.shm.collectives import GroupMembership
 
 
@@ -67,7 +66,6 @@ class PeerPipes:
         rank: this process's rank.
         group: the segment of the group.
         layout: the layout of that segment.
-        make_mover: makes what moves bytes through a pipe's segment, for the rank at its other end.
         call: the number of the call that the next transfer is part of; 0: none.
         spills: where this rank puts what does not fit into its pipes.
         outgoing: the ends of the pipes to ranks, as far as they were made.
@@ -81,7 +79,6 @@ class PeerPipes:
         rank: int,
         group: Segment,
         layout: GroupLayout,
-        make_mover: MakeMover,
         call: Callable[[], int] = call_number,
     ) -> None:
         self.board = board
@@ -89,7 +86,6 @@ class PeerPipes:
         self.rank = rank
         self.group = group
         self.layout = layout
-        self.make_mover = make_mover
         self.call = call
         self.overflows = OverflowPool()
         self.outgoing: dict[int, SendingEnd] = {}
@@ -132,6 +128,10 @@ class PeerPipes:
         self.overflows.close()
 
 
+def _mover(segment: Segment, board: Board, member: int) -> Pipe:
+    return Pipe(segment.memory, board.memory, board.eventcount_offset(member))
+
+
 class SendingEnd:
     """The sender's end of a pipe.
 
@@ -144,7 +144,7 @@ class SendingEnd:
         self._segment = Segment.create(RING + RING_BYTES, "group-pipe")
         self._words = self._segment.words
         self._board, self._member = pipes.board, pipes.membership.members[peer]
-        self.mover = pipes.make_mover(self._segment, peer)
+        self.mover = _mover(self._segment, self._board, self._member)
         handle, place = self._segment.handle(), pipes.layout.pipe(pipes.rank, peer)
         pipes.group.words.write(
             place + PIPE_HANDLE,
@@ -189,15 +189,15 @@ class ReceivingEnd:
     def __init__(self, pipes: PeerPipes, peer: int) -> None:
         """Look for the pipe when asked. Collective: no."""
         self._group, self._board, self._membership = pipes.group, pipes.board, pipes.membership
-        self._make_mover, self._peer = pipes.make_mover, peer
+        self._peer = peer
         self._member = pipes.membership.members[peer]
         self._place = pipes.layout.pipe(peer, pipes.rank)
         self._segment: Segment | None = None
-        self.mover: Mover | None = None
+        self.mover: Pipe | None = None
         self._sender: SegmentHandle
         self._overflows = ReceivedOverflow()
 
-    def find_mover(self) -> Mover | None:
+    def find_mover(self) -> Pipe | None:
         """The mover; looks for the pipe. None before the sender has made it."""
         self._find()
         return self.mover
@@ -246,7 +246,7 @@ class ReceivingEnd:
             )
             self._sender = SegmentHandle(pid, start, fd, nonce, size)
             self._segment = Segment.attach(self._sender)
-            self.mover = self._make_mover(self._segment, self._peer)
+            self.mover = _mover(self._segment, self._board, self._member)
         return self._segment
 
 

@@ -37,7 +37,8 @@ from shm_broadcast import (
     PeerLostError,
     SharedMemoryError,
 )
-from shm_broadcast.eventcount import AdaptiveSpin, new_owner_lock
+from shm_broadcast._native import Turn
+from shm_broadcast.eventcount import AdaptiveSpin
 
 from ..control.protocol import Call, Reply
 
@@ -92,8 +93,8 @@ class Dispatcher:
         self._calls = calls
         self._replies = tuple(replies)
         self._spin = AdaptiveSpin(_LOOK_SECONDS)
-        self._sending = new_owner_lock()
-        self._listening = new_owner_lock()
+        self._sending = Turn()
+        self._listening = Turn()
         # Not empty when calls are under way and nobody may be listening: wakes the collector. An
         # Event's lock would stay taken if a signal handler raised in `set`.
         self._needs_collector: SimpleQueue[None] = SimpleQueue()

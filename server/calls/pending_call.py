@@ -33,8 +33,8 @@ from coordinator.call_counts import GroupOperationCounts
 from coordinator.daemon_threads import is_future_timeout
 from device_comm.call_number import BEGUN_KEPT, SIGNATURE_WORDS, VERBS, Did, did_of, has_messages
 from shm_broadcast import CoordinatorError, Deadline
+from shm_broadcast._native import Turn
 from shm_broadcast.errors import counted
-from shm_broadcast.eventcount import new_owner_lock
 from shm_broadcast.state.fingerprint import Fingerprint
 from shm_broadcast.state.flight_recorder import OperationRecord
 
@@ -598,7 +598,7 @@ class CallStream:
         self._begun = False
         self._over = False
         self._asked: Future[Any] | None = None
-        self._taking = new_owner_lock()
+        self._taking = Turn()
         self._in_order = threading.RLock()  # no generator is closed before it has begun
 
     def __iter__(self) -> Self:

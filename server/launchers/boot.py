@@ -12,8 +12,7 @@ Before anything slow is imported it sets up what must hold from the start:
   then ends with the worker's exit status or signal.
 - Stacks: on a signal the worker writes its Python stack into a file that the driver reads, even
   while it is stuck; on a crash as well.
-- SIGINT from the terminal is ignored: the driver handles it. So is the warning about a missing C
-  extension: the driver has shown it.
+- SIGINT from the terminal is ignored: the driver handles it.
 
 Then it receives the driver's ``sys.path`` and runs the worker's main function.
 
@@ -37,7 +36,6 @@ import struct
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -67,7 +65,6 @@ def main() -> None:
             os.close(fd)
         keep(worker, lifeline, driver)
     signal.signal(signal.SIGINT, lambda *_: None)
-    ignore_shown_warnings()
     faulthandler.enable(stacks)
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=False)
     with telling(control):
@@ -126,11 +123,6 @@ def prctl(option: int, value: int | bytes) -> None:
     if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"prctl({option}) is refused here: {os.strerror(number)}")
-
-
-def ignore_shown_warnings() -> None:
-    """Ignore warnings that the driver has shown."""
-    warnings.filterwarnings("ignore", "group-coordinator's C extension was not built")
 
 
 @contextmanager

@@ -86,7 +86,6 @@ def main() -> None:
 
 def _load(boot: ModuleType, package: str, preload: list[str]) -> str:
     """Import what workers need. Returns why workers cannot be forked then, or ``""``."""
-    boot.ignore_shown_warnings()
     try:
         boot.import_for_good([f"{package}.worker", "coordinator.groups"])
         _keep_operators()

@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Final
 
 from shm_broadcast import layout
-from shm_broadcast.atomics import PythonWords, read_text
+from shm_broadcast._native import Words
+from shm_broadcast.atomics import read_text
 from shm_broadcast.errors import DRIVER_RANK, Failure, MemberStatus
 from shm_broadcast.process import START_TIMES, ProcessId, stat_fields
 from shm_broadcast.segment import SEALS
@@ -359,13 +360,14 @@ class Program:
 class SegmentCopy:
     """The bytes of a segment at one moment, or the first of them."""
 
-    words: PythonWords
+    words: Words
     memory: memoryview
 
     @classmethod
     def of(cls, data: bytes) -> SegmentCopy:
         """The copy that ``data`` is."""
-        return cls(PythonWords(data), memoryview(data))
+        copy = bytearray(data)
+        return cls(Words(copy), memoryview(copy))
 
 
 def programs(seen: Scan) -> list[Program]:

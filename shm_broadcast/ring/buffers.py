@@ -37,7 +37,7 @@ import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from shm_broadcast.atomics import WordsLike, native
+from shm_broadcast._native import RecyclingPool, Words
 from shm_broadcast.errors import SharedMemoryError
 from shm_broadcast.layout import SEGMENT_NONCE_BYTES
 from shm_broadcast.process import ProcessId
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from shm_broadcast._native import RecyclingPool
     from shm_broadcast.ring.writer import RingWriter
 
 
@@ -57,24 +56,14 @@ RECYCLED_BYTES: Final = 1 << 20
 KEPT_BYTES: Final = 256 << 20
 
 
-def new_pool() -> RecyclingPool | FreshMemory:
+def new_pool() -> RecyclingPool:
     """A pool whose ``take(size)`` gives writable memory of so many bytes, of undefined content.
 
     Guarantees: no two blocks that are referred to share memory, whatever views were made of them.
     Any thread, and any signal handler, may use the pool. At most `KEPT_BYTES` of unused blocks are
     kept; what was unused for longest goes first.
     """
-    return FreshMemory() if native is None else native.RecyclingPool(KEPT_BYTES)
-
-
-class FreshMemory:
-    """The extension's ``RecyclingPool`` in Python: nothing is used again."""
-
-    kept_bytes: Final = 0
-
-    def take(self, size: int) -> bytearray:
-        """Memory of ``size`` bytes."""
-        return bytearray(size)
+    return RecyclingPool(KEPT_BYTES)
 
 
 def size_class(size: int) -> int:
@@ -289,6 +278,6 @@ def _line(reader: int) -> int:
     return _READERS + _READER_BYTES * reader
 
 
-def _release(words: WordsLike, line: int, generation: int, pid: int) -> None:
+def _release(words: Words, line: int, generation: int, pid: int) -> None:
     if os.getpid() == pid:  # a forked child has a copy of the array; the block is its parent's
         words.store64(line, generation)

@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, cast
 
 from shm_broadcast import layout
-from shm_broadcast.atomics import native
+from shm_broadcast._native import FastReader, RecyclingPool
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import (
     GroupTimeoutError,
@@ -25,7 +25,7 @@ from shm_broadcast.errors import (
     name_of,
 )
 from shm_broadcast.process import is_ending
-from shm_broadcast.ring.buffers import BlockReader, FreshMemory, new_pool
+from shm_broadcast.ring.buffers import BlockReader, new_pool
 from shm_broadcast.segment import Segment, is_transient
 from shm_broadcast.state.board import Board
 
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from typing_extensions import Buffer
-
-    from shm_broadcast._native import FastReader, RecyclingPool
 
 _RECORD = struct.Struct(layout.RECORD_FORMAT)
 
@@ -77,8 +75,7 @@ class RingReader:
         unfinished: the message whose records have not all been taken out, or that was not handed
             out; None if there is none.
         read_small: the next message, if it is of one record, as `try_read` takes it; False if it is
-            of several, or None. Only while nothing is unfinished. It is the extension's own
-            function, one call less on the hot path.
+            of several, or None. Only while nothing is unfinished.
         look: whether an unread record is in the ring, or arrives within so many nanoseconds, for
             which others have the GIL. The extension's own function, likewise.
     """
@@ -102,34 +99,29 @@ class RingReader:
         self._pool = new_pool()
         self._blocks = BlockReader(reader)
         self.unfinished: _Assembly | None = None
-        self._begun = 0
         if self._position() == layout.LEFT:
             self._rejoin()
         else:
             self._words.store64(self._line + layout.READER_JOINED, self._position())
-        self._fast: FastReader | None = None
-        self.read_small: Callable[[int, bool], EncodedMessage | Literal[False] | None] = (
-            self._read_none
+        self._fast = FastReader(
+            self._words,
+            board.words,
+            self._data,
+            board.slot_offset(member),
+            board.history,
+            (board.eventcount_offset(writer),),
+            board.oversubscribed,
+            self._line,
         )
-        self.look: Callable[[int], bool] = self._look
-        if native is not None:
-            self._fast = native.FastReader(
-                self._words,
-                board.words,
-                self._data,
-                board.slot_offset(member),
-                board.history,
-                (board.eventcount_offset(writer),),
-                board.oversubscribed,
-                self._line,
-            )
-            self.read_small = self._fast.try_read
-            self.look = self._fast.look
+        self.read_small: Callable[[int, bool], EncodedMessage | Literal[False] | None] = (
+            self._fast.try_read
+        )
+        self.look: Callable[[int], bool] = self._fast.look
 
     @property
     def begun(self) -> int:
         """Which operation of this member the last ``dequeue`` was."""
-        return self._begun if self._fast is None else self._fast.begun
+        return self._fast.begun
 
     @property
     def readable(self) -> bool:
@@ -183,9 +175,7 @@ class RingReader:
         unfinished = self.unfinished
         if unfinished is None:
             return None
-        fast = self._fast
-        received = unfinished.count(self._position()) if fast is None else fast.moved
-        if received != unfinished.size:
+        if self._fast.moved != unfinished.size:
             return None
         try:
             message = unfinished.message()
@@ -239,17 +229,6 @@ class RingReader:
         with suppress(GroupTimeoutError):
             self._board.wait(bool, looked, "dequeue", lambda: (self._writer,), spin=0)
 
-    def _look(self, spin_ns: int) -> bool:
-        return self._words.spin64(layout.RING_PUBLISHED, self._position(), spin_ns)
-
-    def _read_none(self, spin_ns: int, begins: bool) -> Literal[False] | None:
-        """`read_small` without the extension: every message is put together here."""
-        if begins:
-            self._begun = self._board.record_begin("dequeue", "", layout.DID_DEQUEUE)
-        if self._board.aborted or not self.look(spin_ns):
-            return None
-        return False
-
     def _rejoin(self) -> None:
         """Start at the next record; from then on the writer overwrites nothing unread by this one.
 
@@ -270,17 +249,14 @@ class RingReader:
         words.store64(self._line + layout.READER_SEQUENCE, words.load64(layout.RING_SEQUENCE))
 
     def _take(self, record: Record, spin_ns: int) -> None:
-        """Take ``record`` out of the ring and add it to the message under assembly.
-
-        The C extension also takes the message's records that follow within ``spin_ns``.
+        """Take out ``record``, and the message's records that follow within ``spin_ns``.
 
         Raises:
             MessageDecodeError: the record does not fit the message; it was skipped.
         """
         try:
             if record.kind == layout.KIND_MESSAGE:
-                if self._fast is not None:
-                    self._fast.moved = 0
+                self._fast.moved = 0
                 self.unfinished = _Assembly(record, self._table(record), self._pool, self._blocks)
             elif record.kind == layout.KIND_CANCEL:
                 self.unfinished = None
@@ -288,12 +264,8 @@ class RingReader:
             # None: a CANCEL, or fragments of a message that began before this reader joined.
             if unfinished is None or unfinished.size == 0:
                 self.advance(record)
-            elif self._fast is not None:
-                self._fast.read_parts(unfinished.targets, spin_ns)
             else:
-                unfinished.count(self._position())
-                unfinished.fill(self._segment, record)
-                self.advance(record)
+                self._fast.read_parts(unfinished.targets, spin_ns)
         except (ValueError, OverflowError, MemoryError, struct.error) as error:
             self.unfinished = None
             self.advance(record)
@@ -320,15 +292,13 @@ class _Assembly:
         targets: the memory of the main part and of the out-of-band buffers, in this order.
         size: their bytes, all together.
         number: the message's, modulo 2**32.
-        received: how many of these bytes have come, as of the last `count`; the C path counts in
-            ``moved`` instead.
     """
 
     def __init__(
         self,
         first: Record,
         entries: tuple[int, ...],
-        pool: RecyclingPool | FreshMemory,
+        pool: RecyclingPool,
         blocks: BlockReader,
     ) -> None:
         sizes = [entry & ~layout.PLACED for entry in entries]
@@ -342,29 +312,6 @@ class _Assembly:
         self._arrays: dict[int, NDArray[np.uint8]] = {}
         self._blocks = blocks
         self.targets = (self._main, *self._buffers)
-        self.received = 0
-        self._copied, self._copied_to = 0, -1
-
-    def count(self, position: int) -> int:
-        """How many bytes have come, with those copied last if the reader is behind them, at
-        ``position``. If a signal handler raises before it moves on, they are copied once more.
-        """
-        if position == self._copied_to:
-            self.received = self._copied
-        return self.received
-
-    def fill(self, segment: Segment, record: Record) -> None:
-        """Copy a record's payload, without the table of sizes at the start of the first record."""
-        table = 8 * record.n_buffers if record.kind == layout.KIND_MESSAGE else 0
-        source, left, before = record.data + table, record.size - table, self.received
-        self._copied, self._copied_to = before + left, record.next_position
-        for target in self.targets:
-            with memoryview(target) as memory:
-                part = memory[before : before + left]
-                segment.words.read_into(source, part)
-                source += part.nbytes
-                left -= part.nbytes
-                before = max(before - memory.nbytes, 0)
 
     def message(self) -> EncodedMessage:
         """The complete message; descriptors of blocks are replaced by arrays over the blocks.

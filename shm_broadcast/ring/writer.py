@@ -20,14 +20,12 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from shm_broadcast import layout
-from shm_broadcast.atomics import native
+from shm_broadcast._native import FastWriter
 from shm_broadcast.segment import Segment
 from shm_broadcast.state.board import Board
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
-
-    from shm_broadcast._native import FastWriter
 
 
 RESERVED_FOR_CANCEL: Final = layout.RECORD_ALIGN
@@ -169,41 +167,21 @@ class RingWriter:
         # An eighth: a small ring, too, holds several records of a message at once.
         self._largest_payload = min(self.capacity // 8, _LARGEST_RECORD) - layout.RECORD_HEADER
         eventcounts = tuple(board.eventcount_offset(reader) for reader in readers)
-        self._fast: FastWriter | None = None
-        self.try_write: Callable[[int, Buffer], bool] = self._try_write
-        if native is not None:
-            self._fast = native.FastWriter(
-                self._words,
-                board.words,
-                self._data,
-                board.slot_offset(member),
-                board.history,
-                eventcounts,
-                board.oversubscribed,
-            )
-            self.try_write = self._fast.try_write
+        self._fast = FastWriter(
+            self._words,
+            board.words,
+            self._data,
+            board.slot_offset(member),
+            board.history,
+            eventcounts,
+            board.oversubscribed,
+        )
+        self.try_write: Callable[[int, Buffer], bool] = self._fast.try_write
 
     @property
     def sequence(self) -> int:
         """How many messages have been begun, cancelled ones included."""
         return self._words.load64(layout.RING_SEQUENCE)
-
-    def _try_write(self, codec: int, body: Buffer) -> bool:
-        """`try_write` without the extension."""
-        size = memoryview(body).nbytes
-        # A quarter: with the padding before the wrap the record needs less than half of the ring to
-        # be free. What is larger is streamed, so that it need not wait for the ring to drain.
-        if 4 * layout.record_stride(size) > self.capacity or self._board.aborted:
-            return False
-        place = place_whole(size, self._to_end())
-        if not self.has_room(place.need):
-            return False
-        number = (self.sequence + 1) & 0xFFFFFFFF
-        begun = self._board.record_begin("enqueue", "", layout.DID_ENQUEUE, size, number)
-        self._begin_message()
-        self._write_record(place, layout.KIND_MESSAGE, codec, 0, size, 0, [memoryview(body)])
-        self._board.record_end(begun)
-        return True
 
     def write(
         self,

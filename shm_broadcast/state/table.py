@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Final, NoReturn, Protocol
 
 from shm_broadcast import layout
-from shm_broadcast.atomics import SharedBytes, WordsLike, read_text, write_text
+from shm_broadcast.atomics import SharedBytes, read_text, write_text
 from shm_broadcast.errors import Failure, MemberStatus, name_of
 from shm_broadcast.process import ProcessId, ProcessWatch
 from shm_broadcast.segment import Segment
@@ -330,7 +330,7 @@ class Slots:
     ) -> None:
         n_members = self.n_members = len(ranks)
         self._segment = segment
-        self.words: WordsLike = segment.words
+        self.words = segment.words
         self.ranks = ranks
         self.name = name
         self.member = None if member is None else self._valid(member)

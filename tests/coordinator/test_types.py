@@ -17,7 +17,7 @@ import coordinator
 from coordinator.pipeline.stage import Stage
 from device_comm import Communicator
 from tests.commands import run_to_end
-from tests.packages import ROOT, pure_wheel
+from tests.packages import ROOT, source_wheel
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -156,7 +156,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, symlinks=True)
     site = folder / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
-    with zipfile.ZipFile(pure_wheel(tmp_path_factory)) as wheel:
+    with zipfile.ZipFile(source_wheel(tmp_path_factory)) as wheel:
         wheel.extractall(site)
     others = [path for path in sys.path if path and path != str(ROOT)]
     (site / "others.pth").write_text("\n".join([*others, sysconfig.get_path("purelib")]))

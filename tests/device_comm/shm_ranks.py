@@ -42,22 +42,20 @@ def make_comm(
     name: str = "tp",
     timeout: float | None = 20.0,
     progress: ProgressEngine | None = None,
-    use_native: bool = True,
+    fast_path: bool = True,
 ) -> Communicator:
-    """This rank's end of a group of all members of ``board``, or of some."""
+    """This rank's end of a group of all members of ``board``, or of some.
+
+    Without ``fast_path`` all operations take the slow path.
+    """
     mine = board if isinstance(board, Board) else Board.attach(board, rank)
     ranks = range(mine.n_members) if members is None else members
-    return Communicator(
-        ShmBackend.create(
-            mine,
-            ranks,
-            share_through(path),
-            name=name,
-            timeout=timeout,
-            progress=progress,
-            use_native=use_native,
-        )
+    backend = ShmBackend.create(
+        mine, ranks, share_through(path), name=name, timeout=timeout, progress=progress
     )
+    if not fast_path:
+        backend.fast_path = None
+    return Communicator(backend)
 
 
 def shm_of(comm: Communicator) -> ShmBackend:

@@ -75,8 +75,8 @@ def test_a_bound_rank_counts_the_cores_of_the_others() -> None:
         "assert os.sched_getaffinity(0) == {min(given)}\n"
         "counted = []\n"
         "extension.share_a_cache = lambda usable: counted.append(usable)\n"
-        "built = extension.extension_of('device_comm') is not None\n"
-        "assert counted == ([given] if built else []), counted\n"
+        "extension.require_extension('device_comm')\n"
+        "assert counted == [given, given], counted\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -183,8 +183,8 @@ def measure_ways(rank: int, _: int, path: str, board: BoardHandle) -> list[bool]
             for _ in range(3000):
                 assert comm.all_reduce(x)[-1] == 1
             backend = comm.backend
-            assert isinstance(backend, ShmBackend) and backend._native is not None
-            past, plain_cost, past_cost = backend._native.way
+            assert isinstance(backend, ShmBackend)
+            past, plain_cost, past_cost = backend._comm.way
             name, why = comm.explain().unavailable[-1]
         taken, other = (past_cost, plain_cost) if past else (plain_cost, past_cost)
         right.append(taken > 0 and 0.9 * taken < other)
@@ -194,7 +194,6 @@ def measure_ways(rank: int, _: int, path: str, board: BoardHandle) -> list[bool]
 
 
 def test_ranks_measure_both_ways(store_path: str) -> None:
-    pytest.importorskip("device_comm._native")
     assert run_ranks(2, measure_ways, store_path, NEW_BOARD) == [[True, True]] * 2
 
 
@@ -220,7 +219,6 @@ def both_ways(rank: int, n: int, path: str, board: BoardHandle) -> list[float]:
 
 
 def test_results_are_the_same_either_way(store_path: str) -> None:
-    pytest.importorskip("device_comm._native")
     one = 750_003 * 750_002 / 2
     for rank, found in enumerate(run_ranks(3, both_ways, store_path, NEW_BOARD)):
         sender = (rank - 1) % 3 + 1

@@ -106,8 +106,8 @@ def _verbs(comm: Communicator) -> None:
     comm.barrier()
 
 
-def _begun(rank: int, _n: int, handle: BoardHandle, path: str, use_native: bool) -> bytes:
-    with make_comm(rank, handle, path, use_native=use_native) as comm:
+def _begun(rank: int, _n: int, handle: BoardHandle, path: str, fast: bool) -> bytes:
+    with make_comm(rank, handle, path, fast_path=fast) as comm:
         _verbs(comm)
         assert comm.begun.take() == b""
         with in_call(5):
@@ -116,7 +116,7 @@ def _begun(rank: int, _n: int, handle: BoardHandle, path: str, use_native: bool)
 
 
 def test_every_collective_counts_once_each_way(tmp_path: Path) -> None:
-    """The short way through C, and the one through Python, make the same fingerprint."""
+    """The fast path and the slow path make the same fingerprint."""
     expected = OperationCounts(N)
     shape, dtype = (4,), torch.float32
     with in_call(5):
@@ -134,9 +134,9 @@ def test_every_collective_counts_once_each_way(tmp_path: Path) -> None:
         expected.add(with_chunk(sign("reduce_scatterv", dtype, (-1,), ReduceOp.SUM), sizes[1]))
         expected.add(sign("barrier"))
     wanted = expected.take()
-    for use_native in (True, False):
-        path = str(tmp_path / f"comm {use_native}")
-        assert run_ranks(N, _begun, NEW_BOARD, path, use_native) == [wanted, wanted]
+    for fast in (True, False):
+        path = str(tmp_path / f"comm {fast}")
+        assert run_ranks(N, _begun, NEW_BOARD, path, fast) == [wanted, wanted]
 
 
 def _uneven(comm: Communicator) -> None:
@@ -163,18 +163,18 @@ def _uneven(comm: Communicator) -> None:
 
 
 def _begun_unevenly(
-    rank: int, _n: int, handle: BoardHandle, path: str, natives: tuple[bool, bool]
+    rank: int, _n: int, handle: BoardHandle, path: str, fast: tuple[bool, bool]
 ) -> bytes:
-    with make_comm(rank, handle, path, use_native=natives[rank]) as comm, in_call(5):
+    with make_comm(rank, handle, path, fast_path=fast[rank]) as comm, in_call(5):
         _uneven(comm)
         return comm.begun.take()
 
 
-@pytest.mark.parametrize("natives", [(True, True), (True, False), (False, False)])
+@pytest.mark.parametrize("fast", [(True, True), (True, False), (False, False)])
 def test_what_ranks_may_do_differently_differs_in_no_fingerprint(
-    tmp_path: Path, natives: tuple[bool, bool]
+    tmp_path: Path, fast: tuple[bool, bool]
 ) -> None:
-    one, other = run_ranks(N, _begun_unevenly, NEW_BOARD, str(tmp_path / "comm"), natives)
+    one, other = run_ranks(N, _begun_unevenly, NEW_BOARD, str(tmp_path / "comm"), fast)
     assert one == other != b""
 
 
@@ -192,9 +192,9 @@ def _one(comm: Communicator, verb: str) -> object:
     return getattr(comm, verb)(x)
 
 
-def _skip(rank: int, _n: int, handle: BoardHandle, path: str, verb: str, use_native: bool) -> str:
+def _skip(rank: int, _n: int, handle: BoardHandle, path: str, verb: str, fast: bool) -> str:
     """Rank 1 leaves the operation out of call 3."""
-    with make_comm(rank, handle, path, use_native=use_native) as comm:
+    with make_comm(rank, handle, path, fast_path=fast) as comm:
         try:
             for number in range(1, 7):
                 if (rank, number) != (1, 3):
@@ -206,10 +206,10 @@ def _skip(rank: int, _n: int, handle: BoardHandle, path: str, verb: str, use_nat
     return "went on"
 
 
-@pytest.mark.parametrize("use_native", [True, False])
+@pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("verb", VERBS_OF_PAIRS)
-def test_ranks_in_different_calls_do_not_meet(tmp_path: Path, verb: str, use_native: bool) -> None:
-    told = run_ranks(N, _skip, NEW_BOARD, str(tmp_path / "comm"), verb, use_native)
+def test_ranks_in_different_calls_do_not_meet(tmp_path: Path, verb: str, fast: bool) -> None:
+    told = run_ranks(N, _skip, NEW_BOARD, str(tmp_path / "comm"), verb, fast)
     blamed = told[1] if verb == "recv" else told[0]
     assert "in call 3" in blamed
     assert "in call 4" in blamed

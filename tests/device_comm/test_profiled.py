@@ -32,8 +32,8 @@ def use(comm: Communicator) -> list[torch.Tensor]:
     return [*reduced, begun.wait()]
 
 
-def profiled(rank: int, n: int, board: BoardHandle, path: str, native: bool) -> dict[str, int]:
-    with make_comm(rank, board, path, use_native=native) as comm:
+def profiled(rank: int, n: int, board: BoardHandle, path: str) -> dict[str, int]:
+    with make_comm(rank, board, path) as comm:
         plain = use(comm)
         with profile(activities=[ProfilerActivity.CPU]) as recorded:
             shown = use(comm)
@@ -44,10 +44,11 @@ def profiled(rank: int, n: int, board: BoardHandle, path: str, native: bool) -> 
     return {key: count for key, count in counts.items() if key.startswith("group-coordinator")}
 
 
-def assert_ranges(native: bool, path: Path) -> None:
+def test_each_operation_is_a_range(tmp_path: Path) -> None:
     documented = {*block_of("docs/debugging.md", "group-coordinator all_reduce tp").splitlines()}
     with Board.create(N, None) as board:
-        for rank, ranges in enumerate(run_ranks(N, profiled, board.handle(), str(path), native)):
+        counts = run_ranks(N, profiled, board.handle(), str(tmp_path / "group"))
+        for rank, ranges in enumerate(counts):
             assert ranges == {
                 "group-coordinator all_reduce tp 4096 B": 3,
                 "group-coordinator all_gather tp 4096 B": 1,
@@ -58,11 +59,3 @@ def assert_ranges(native: bool, path: Path) -> None:
             past = board.recorded(rank)
             assert len(past) == 3 * 6
             assert {each.outcome for each in past} == {"done"}
-
-
-def test_each_operation_is_a_range(tmp_path: Path) -> None:
-    assert_ranges(True, tmp_path / "group")
-
-
-def test_each_operation_is_a_range_without_the_extension(tmp_path: Path) -> None:
-    assert_ranges(False, tmp_path / "group")

@@ -78,15 +78,15 @@ EXPECTED = [
 ]
 
 
-def call_every_verb(rank: int, n: int, board: BoardHandle, path: str, native: list[bool]) -> None:
-    with make_comm(rank, board, path, use_native=native[rank]) as comm:
+def call_every_verb(rank: int, n: int, board: BoardHandle, path: str, fast: list[bool]) -> None:
+    with make_comm(rank, board, path, fast_path=fast[rank]) as comm:
         every_verb(rank, comm)
 
 
-@pytest.mark.parametrize("native", [[True, True], [False, False], [True, False]])
-def test_every_verb_is_written_down(native: list[bool], tmp_path: Path) -> None:
+@pytest.mark.parametrize("fast", [[True, True], [False, False], [True, False]])
+def test_every_verb_is_written_down(fast: list[bool], tmp_path: Path) -> None:
     with Board.create(N, None) as board:
-        run_ranks(N, call_every_verb, board.handle(), str(tmp_path / "group"), native)
+        run_ranks(N, call_every_verb, board.handle(), str(tmp_path / "group"), fast)
         for rank in range(N):
             past = board.recorded(rank)
             assert len(past) == 2 * len(EXPECTED)
@@ -168,8 +168,8 @@ def test_what_goes_on_in_the_background_ends_there(tmp_path: Path) -> None:
             assert numbers == [1, 2, 3, 4, 5]
 
 
-def fail(rank: int, n: int, board: BoardHandle, path: str, how: str, native: bool) -> None:
-    with make_comm(rank, board, path, use_native=native) as comm:
+def fail(rank: int, n: int, board: BoardHandle, path: str, how: str, fast: bool) -> None:
+    with make_comm(rank, board, path, fast_path=fast) as comm:
         x = torch.ones(FLOATS)
         comm.all_reduce_(x)
         match how:
@@ -189,7 +189,7 @@ def fail(rank: int, n: int, board: BoardHandle, path: str, how: str, native: boo
                     comm.all_reduce_(x)
 
 
-@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize(
     ("how", "outcomes"),
     [
@@ -199,18 +199,18 @@ def fail(rank: int, n: int, board: BoardHandle, path: str, how: str, native: boo
     ],
 )
 def test_what_fails_says_how(
-    how: str, outcomes: tuple[str | None, ...], native: bool, tmp_path: Path
+    how: str, outcomes: tuple[str | None, ...], fast: bool, tmp_path: Path
 ) -> None:
     with Board.create(N, None) as board:
-        run_ranks(N, fail, board.handle(), str(tmp_path / "group"), how, native, may_die=[1])
+        run_ranks(N, fail, board.handle(), str(tmp_path / "group"), how, fast, may_die=[1])
         for rank, outcome in enumerate(outcomes):
             past = board.recorded(rank)
             assert past[0].outcome == "done"
             assert [each.outcome for each in past[1:]] == ([outcome] if outcome else [])
 
 
-def wait_for_ever(rank: int, n: int, board: BoardHandle, path: str, native: bool) -> None:
-    with make_comm(rank, board, path, timeout=None, use_native=native) as comm:
+def wait_for_ever(rank: int, n: int, board: BoardHandle, path: str, fast: bool) -> None:
+    with make_comm(rank, board, path, timeout=None, fast_path=fast) as comm:
         x = torch.ones(FLOATS)
         comm.all_reduce_(x)
         if rank == 0:
@@ -220,10 +220,10 @@ def wait_for_ever(rank: int, n: int, board: BoardHandle, path: str, native: bool
             comm.all_reduce_(x)
 
 
-@pytest.mark.parametrize("native", [True, False])
-def test_the_parent_reads_what_a_killed_rank_was_in(native: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fast", [True, False])
+def test_the_parent_reads_what_a_killed_rank_was_in(fast: bool, tmp_path: Path) -> None:
     with Board.create(N, None) as board:
-        args = board.handle(), str(tmp_path / "group"), native
+        args = board.handle(), str(tmp_path / "group"), fast
         ranks = Running(lambda: run_ranks(N, wait_for_ever, *args, may_die=[1]))
         until(lambda: len(board.recorded(1)) == 2)
         os.kill(board.member_status(1).pid, signal.SIGKILL)

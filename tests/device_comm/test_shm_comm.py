@@ -22,22 +22,20 @@ from tests.ranks import NEW_BOARD, run_ranks
 if TYPE_CHECKING:
     from shm_broadcast import BoardHandle
 
-NATIVE = {"native": [True] * 4, "python": [False] * 4, "mixed": [True, False, True, False]}
+FAST = {"fast": [True] * 4, "slow": [False] * 4, "mixed": [True, False, True, False]}
 
 
-def table(rank: int, n: int, path: str, board: BoardHandle, native: list[bool]) -> dict[str, str]:
-    with make_comm(rank, board, path, use_native=native[rank]) as comm:
-        assert shm_of(comm).uses_native is (native[rank] and n > 1)
-        assert ("not used: the C extension" in str(comm.explain())) is not native[rank]
+def table(rank: int, n: int, path: str, board: BoardHandle, fast: list[bool]) -> dict[str, str]:
+    with make_comm(rank, board, path, fast_path=fast[rank]) as comm:
         return run_whole_table(comm)
 
 
 @pytest.mark.parametrize(
-    ("n", "native"),
-    [(1, "native"), (2, "native"), (2, "python"), (3, "mixed"), (4, "native"), (4, "mixed")],
+    ("n", "fast"),
+    [(2, "fast"), (2, "slow"), (3, "mixed"), (4, "fast"), (4, "mixed")],
 )
-def test_table(n: int, native: str, store_path: str) -> None:
-    check_table(run_ranks(n, table, store_path, NEW_BOARD, NATIVE[native]))
+def test_table(n: int, fast: str, store_path: str) -> None:
+    check_table(run_ranks(n, table, store_path, NEW_BOARD, FAST[fast]))
 
 
 def subgroup_table(rank: int, n: int, path: str, board: BoardHandle) -> dict[str, str]:

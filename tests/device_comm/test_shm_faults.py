@@ -61,9 +61,9 @@ def for_ever(comm: Communicator, dice: random.Random) -> None:
 
 
 def victim_dies(
-    rank: int, n: int, path: str, board: BoardHandle, seed: int, native: bool
+    rank: int, n: int, path: str, board: BoardHandle, seed: int
 ) -> tuple[CoordinatorError, CoordinatorError, float]:
-    comm = make_comm(rank, board, path, use_native=native)
+    comm = make_comm(rank, board, path)
     dice = random.Random(seed)
     victim, moment = dice.randrange(n), dice.uniform(0.0, 0.15)
     if rank == victim:
@@ -73,20 +73,18 @@ def victim_dies(
     return error, later, raised - moment_of_death(path)
 
 
-@pytest.mark.parametrize(("seed", "native"), [(0, True), (1, True), (2, True), (3, False)])
+@pytest.mark.parametrize("seed", [0, 1, 2, 3])
 @pytest.mark.parametrize("n", [2, 4])
-def test_a_killed_rank_is_named_within_a_second(
-    n: int, seed: int, native: bool, tmp_path: Path
-) -> None:
+def test_a_killed_rank_is_named_within_a_second(n: int, seed: int, tmp_path: Path) -> None:
     def attempt() -> float:
-        return seconds_until_named(n, seed, native, mkdtemp(dir=tmp_path) + "/store")
+        return seconds_until_named(n, seed, mkdtemp(dir=tmp_path) + "/store")
 
     assert quickest(attempt, NAMED_WITHIN) < NAMED_WITHIN
 
 
-def seconds_until_named(n: int, seed: int, native: bool, path: str) -> float:
+def seconds_until_named(n: int, seed: int, path: str) -> float:
     victim = random.Random(seed).randrange(n)
-    results = run_ranks(n, victim_dies, path, NEW_BOARD, seed, native, may_die=[victim])
+    results = run_ranks(n, victim_dies, path, NEW_BOARD, seed, may_die=[victim])
     survivors = [each for each in results if each is not None]
     for error, later, _ in survivors:
         if isinstance(error, PeerLostError):
@@ -127,9 +125,9 @@ def wait_until_others_wait(comm: Communicator) -> None:
 
 
 def one_differs(
-    rank: int, n: int, path: str, board: BoardHandle, how: str, native: bool
+    rank: int, n: int, path: str, board: BoardHandle, how: str
 ) -> tuple[CoordinatorError, CoordinatorError]:
-    comm = make_comm(rank, board, path, use_native=native)
+    comm = make_comm(rank, board, path)
     x = torch.ones(4)
     comm.barrier()
     if rank == n - 1:
@@ -144,7 +142,7 @@ def one_differs(
 @pytest.mark.parametrize("how", DIFFERENT)
 def test_every_waiting_rank_names_the_one_that_differs(how: str, store_path: str) -> None:
     n = 3
-    results = run_ranks(n, one_differs, store_path, NEW_BOARD, how, how != "op")
+    results = run_ranks(n, one_differs, store_path, NEW_BOARD, how)
     for rank, (error, later) in enumerate(results):
         assert isinstance(error, DivergenceError)
         assert error.rank == (0 if rank == n - 1 else n - 1)
@@ -256,8 +254,8 @@ def test_an_abort_frees_whoever_waits(verb: str, store_path: str) -> None:
         assert (error.failure.rank, error.failure.kind) == (1, "KeyError")
 
 
-def wrong_then_right(rank: int, n: int, path: str, board: BoardHandle, native: bool) -> float:
-    comm: Any = make_comm(rank, board, path, use_native=native)  # its types would refuse them
+def wrong_then_right(rank: int, n: int, path: str, board: BoardHandle) -> float:
+    comm: Any = make_comm(rank, board, path)  # its types would refuse them
     x = torch.ones(4)
     wrong: list[tuple[type[Exception], Callable[[], object]]] = [
         (TypeError, lambda: comm.all_reduce("x")),
@@ -281,9 +279,8 @@ def wrong_then_right(rank: int, n: int, path: str, board: BoardHandle, native: b
     return float(comm.all_reduce(x)[0])
 
 
-@pytest.mark.parametrize("native", [True, False])
-def test_wrong_arguments_on_all_ranks_leave_the_group_whole(native: bool, store_path: str) -> None:
-    assert run_ranks(2, wrong_then_right, store_path, NEW_BOARD, native) == [2, 2]
+def test_wrong_arguments_on_all_ranks_leave_the_group_whole(store_path: str) -> None:
+    assert run_ranks(2, wrong_then_right, store_path, NEW_BOARD) == [2, 2]
 
 
 def wait_again(rank: int, n: int, path: str, board: BoardHandle) -> list[float]:
@@ -357,9 +354,9 @@ def test_set_up_names_who_does_not_come(store_path: str) -> None:
     assert run_ranks(2, never_comes, store_path, NEW_BOARD)[0] == [1]
 
 
-def begin_two(rank: int, n: int, board: BoardHandle, path: str, native: bool) -> None:
+def begin_two(rank: int, n: int, board: BoardHandle, path: str) -> None:
     """As a call that begins two operations, when the first is given up before the second begins."""
-    with make_comm(rank, board, path, use_native=native) as comm:
+    with make_comm(rank, board, path) as comm:
         backend, x = shm_of(comm), torch.ones(4)
         comm.barrier()
         if rank == 1:
@@ -380,11 +377,8 @@ def begin_two(rank: int, n: int, board: BoardHandle, path: str, native: bool) ->
                 carry_out(operation)
 
 
-@pytest.mark.parametrize("native", [True, False])
-def test_the_second_operation_of_a_call_is_told_why_the_first_was_given_up(
-    tmp_path: Path, native: bool
-) -> None:
-    run_ranks(2, begin_two, NEW_BOARD, str(tmp_path / "handle"), native)
+def test_the_second_operation_of_a_call_is_told_why_the_first_was_given_up(tmp_path: Path) -> None:
+    run_ranks(2, begin_two, NEW_BOARD, str(tmp_path / "handle"))
 
 
 def made_after_a_death(rank: int, n: int, board: BoardHandle, path: str) -> None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from device_comm import _native
 from device_comm.shm.channel import (
     EAGER_BYTES,
     HEADER_BYTES,
@@ -20,7 +19,6 @@ from device_comm.shm.channel import (
     RING_BYTES,
     SMALL_BYTES,
     OverflowPool,
-    PythonMover,
 )
 from device_comm.shm.collectives import GroupMembership
 from device_comm.shm.layout import GroupLayout
@@ -43,22 +41,11 @@ from tests.shm_broadcast.leaks import no_descriptors
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from device_comm.shm.channel import MakeMover, Mover
-
 N = 2
 
 
-def mover(board: Board, native: bool) -> MakeMover:
-    def make(segment: Segment, peer: int) -> Mover:
-        if native:
-            return _native.Pipe(segment.memory, board.memory, board.eventcount_offset(peer))
-        return PythonMover(segment, lambda: board.notify(peer))
-
-    return make
-
-
-@pytest.fixture(params=[(True, True), (False, False), (True, False)], ids=["C", "Python", "mixed"])
-def pipes(request: pytest.FixtureRequest) -> Iterator[list[PeerPipes]]:
+@pytest.fixture
+def pipes() -> Iterator[list[PeerPipes]]:
     group = GroupLayout.for_ranks(N)
     with Board.create(N, 0) as board, Segment.create(group.size, "test") as segment:
         both = [
@@ -68,7 +55,6 @@ def pipes(request: pytest.FixtureRequest) -> Iterator[list[PeerPipes]]:
                 rank,
                 segment,
                 group,
-                mover(board, request.param[rank]),
             )
             for rank in range(N)
         ]

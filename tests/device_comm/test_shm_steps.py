@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import subprocess
 from array import array
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +17,11 @@ from numpy.testing import assert_array_equal
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from device_comm import ReduceOp, _native
+from device_comm import ReduceOp, _native, reduce_in_rank_order
 from device_comm.call_number import VERBS, OperationCounts
 from device_comm.shm import layout
-from device_comm.shm.collectives import SlotPlan, SlotPlanner, Status, Steps
+from device_comm.shm.collectives import SlotPlan, SlotPlanner, Status
 from device_comm.shm.layout import GroupLayout
-from device_comm.shm.python_steps import PythonSteps
 from device_comm.shm.signature import DTYPE_CODES, sign, signature_text
 from shm_broadcast import Board, Segment
 from tests.device_comm.oracle import REDUCED, ops_for, reduced, same, values
@@ -40,21 +38,13 @@ SENT = sign("broadcast", torch.float32, (3,))
 class Ends:
     """Both ranks' steps, on one segment."""
 
-    def __init__(self, native: tuple[bool, bool], group: GroupLayout = SMALL) -> None:
-        self.native = native
-        if not all(native):
-            group = replace(group, whole_bytes=layout.WHOLE_ALWAYS)
+    def __init__(self, group: GroupLayout = SMALL) -> None:
         self.board = Board.create(N, 0)
         self.segment = Segment.create(group.size, "test")
         group.write(self.segment.words)
         self.group, self.whole = group, group.whole_bytes
-        self.steps: list[Steps] = [self._make(rank, native[rank]) for rank in range(N)]
+        self.steps = [self.made(rank, self.board.slot_offset(rank)) for rank in range(N)]
         self.planners = [SlotPlanner(rank, N) for rank in range(N)]
-
-    def _make(self, rank: int, native: bool) -> Steps:
-        if not native:
-            return PythonSteps(self.segment, self.group, rank, lambda: None)
-        return self.made(rank, self.board.slot_offset(rank))
 
     def made(self, rank: int, slot: int) -> _native.Comm:
         return _native.Comm(
@@ -127,9 +117,9 @@ def broadcasting(ends: Ends, rank: int, inputs: list[Tensor], x: Tensor) -> Made
 SIZED = {each.__name__: each for each in (reducing, gathering, exchanging, broadcasting)}
 
 
-@pytest.fixture(params=[(True, True), (False, False), (True, False)], ids=["C", "Python", "mixed"])
-def ends(request: pytest.FixtureRequest) -> Ends:
-    return Ends(request.param)
+@pytest.fixture
+def ends() -> Ends:
+    return Ends()
 
 
 def test_a_rank_waits_for_the_arrival_and_names_who_is_missing(ends: Ends) -> None:
@@ -168,9 +158,8 @@ class Begins(TorchFunctionMode):
 
 
 def test_a_call_that_begins_while_another_reads_its_tensor_is_not_overwritten() -> None:
-    ends = Ends((True, True))
+    ends = Ends()
     first, barrier = ends.steps[0], ends.planners[0].barrier(sign("barrier"))
-    assert isinstance(first, _native.Comm)
     x = torch.ones(4)
     with Begins(lambda: first.begin(barrier, 0)):
         assert first.all_reduce(x, ReduceOp.SUM, None) is NotImplemented
@@ -233,7 +222,7 @@ def test_the_same_operation_of_two_calls_is_not_taken_for_one(ends: Ends) -> Non
         assert signature_text(found[2]) == f"all_reduce SUM float32[{size}] in call 4"
         assert not outputs[0].any()
         assert not outputs[1].any()
-        ends = Ends((ends.native[0], ends.native[1]))
+        ends = Ends()
 
 
 ROOTS = {
@@ -286,23 +275,22 @@ def test_all_reduce_of_every_size(ends: Ends, count: int, in_place: bool) -> Non
 @settings(max_examples=60)
 def test_any_sizes_after_each_other_arrive(asked: list[tuple[str, int]]) -> None:
     """Inside slots and through rings, which begin anew at other places each time."""
-    for native in ((True, True), (True, False)):
-        ends = Ends(native)
-        for turn, (verb, count) in enumerate(asked):
-            inputs = [torch.arange(N * count, dtype=torch.float32) + rank + turn for rank in (0, 1)]
-            outputs, expected = [], []
-            for rank, x in enumerate(inputs):
-                made, output, right = SIZED[verb](ends, rank, inputs, x)
-                ends.steps[rank].begin(made, 0)
-                outputs.append(output)
-                expected.append(right)
-            ends.finish()
-            for output, right in zip(outputs, expected, strict=True):
-                assert torch.equal(output, right), (native, turn)
+    ends = Ends()
+    for turn, (verb, count) in enumerate(asked):
+        inputs = [torch.arange(N * count, dtype=torch.float32) + rank + turn for rank in (0, 1)]
+        outputs, expected = [], []
+        for rank, x in enumerate(inputs):
+            made, output, right = SIZED[verb](ends, rank, inputs, x)
+            ends.steps[rank].begin(made, 0)
+            outputs.append(output)
+            expected.append(right)
+        ends.finish()
+        for output, right in zip(outputs, expected, strict=True):
+            assert torch.equal(output, right), turn
 
 
 @pytest.mark.parametrize("dtype", REDUCED, ids=str)
-def test_reductions_of_every_dtype_are_the_same_bits_in_c_and_python(dtype: torch.dtype) -> None:
+def test_reductions_of_every_dtype_have_the_bits_of_torch(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(5)
     wide = torch.complex128 if dtype.is_complex else torch.float64
     for op in ops_for(dtype):
@@ -311,27 +299,26 @@ def test_reductions_of_every_dtype_are_the_same_bits_in_c_and_python(dtype: torc
             inputs = [
                 each.abs().to(dtype) if not dtype.is_signed else each.to(dtype) for each in drawn
             ]
-            results = []
-            for native in ((True, True), (False, False)):
-                ends = Ends(native)
-                outputs = [torch.zeros(count, dtype=dtype) for _ in range(N)]
-                for rank in range(N):
-                    made = ends.all_reduce(rank, outputs[rank], inputs[rank], op)
-                    ends.steps[rank].begin(made, 0)
-                ends.finish()
-                results += outputs
-            for result in results[1:]:
+            expected = torch.zeros(count, dtype=dtype)
+            reduce_in_rank_order(inputs, op, expected)
+            ends = Ends()
+            outputs = [torch.zeros(count, dtype=dtype) for _ in range(N)]
+            for rank in range(N):
+                made = ends.all_reduce(rank, outputs[rank], inputs[rank], op)
+                ends.steps[rank].begin(made, 0)
+            ends.finish()
+            for output in outputs:
                 if dtype.is_complex and op is not ReduceOp.SUM:
-                    torch.testing.assert_close(result, results[0])
+                    torch.testing.assert_close(output, expected)
                 else:
-                    assert torch.equal(result, results[0]), (dtype, op, count)
+                    assert torch.equal(output, expected), (dtype, op, count)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_halves_of_every_bit_pattern_add_like_torch(dtype: torch.dtype) -> None:
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
     other = every.flip(0).contiguous()
-    ends = Ends((True, True))
+    ends = Ends()
     outputs = [torch.empty_like(every) for _ in range(N)]
     for rank, x in enumerate((every, other)):
         made = ends.all_reduce(rank, outputs[rank], x)
@@ -362,7 +349,7 @@ def test_halves_of_every_bit_pattern_keep_their_bits(
     expected = np.where(is_nan, patterns | 0x0200, patterns)  # a NaN becomes a quiet one
     every = torch.from_numpy(patterns.view(np.float16))
     neutral = torch.full_like(every, -0.0 if op is ReduceOp.SUM else -float("inf"))
-    ends = Ends((True, True))
+    ends = Ends()
     outputs = [torch.empty_like(every) for _ in range(N)]
     for begin in range(0, 1 << 16, together):
         here = slice(begin, begin + together)
@@ -374,12 +361,11 @@ def test_halves_of_every_bit_pattern_keep_their_bits(
         assert_array_equal(output.numpy().view(np.uint16), expected)
 
 
-@pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX])
-def test_nan_wins(native: bool, op: ReduceOp) -> None:
+def test_nan_wins(op: ReduceOp) -> None:
     nan = float("nan")
     inputs = [torch.tensor([nan, 1.0, nan]), torch.tensor([1.0, nan, nan])]
-    ends = Ends((native, native))
+    ends = Ends()
     outputs = [torch.zeros(3) for _ in range(N)]
     for rank in range(N):
         made = ends.all_reduce(rank, outputs[rank], inputs[rank], op)
@@ -403,20 +389,20 @@ HUGE = (1 << 64) - 1
     ],
 )
 def test_the_extension_refuses_memory_that_is_not_a_groups(word: str, value: int) -> None:
-    ends = Ends((False, False))
+    ends = Ends()
     ends.segment.words.store64(getattr(layout, f"GROUP_{word}"), value)
     with pytest.raises(ValueError, match=r"a (slot|ring) does not lie in the memory given"):
-        ends._make(0, native=True)
+        ends.made(0, ends.board.slot_offset(0))
 
 
 @pytest.mark.parametrize("slot", [-128, -8, 4, 1 << 40])
 def test_a_slot_that_is_not_on_the_board_is_refused(slot: int) -> None:
     with pytest.raises(ValueError, match="the slot on the board does not lie in the memory given"):
-        Ends((False, False)).made(0, slot)
+        Ends().made(0, slot)
 
 
 def test_plans_that_cannot_be_are_refused_by_the_extension() -> None:
-    ends = Ends((True, True))
+    ends = Ends()
     made = ends.planners[0].barrier(sign("barrier"))
     for wrong in (
         made._replace(signature=b"short"),

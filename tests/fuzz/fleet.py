@@ -20,7 +20,6 @@ import psutil
 import torch
 
 from coordinator import GroupCoordinator, StatelessGroupCoordinator
-from device_comm.shm import shm_backend as shm_comm
 from tests.fuzz.faults import ENDED, STOPPED_SECONDS
 from tests.patience import NAMED_WITHIN, STALL_SECONDS, until
 from tests.ranks import CONTEXT, init_gloo
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
     from tests.fuzz.faults import Fault
 
-TRANSPORTS = ("shm", "python", "torch")
+TRANSPORTS = ("shm", "torch")
 START_SECONDS = 180.0
 """For processes that import torch, on a machine that has others to run."""
 EXAMPLE_SECONDS = 60.0
@@ -164,8 +163,6 @@ def _serve(
     rank_type: type[Rank], rank: int, n: int, transport: str, folder: str, pipe: Connection
 ) -> None:
     torch.set_num_threads(1)
-    if transport == "python":
-        shm_comm.extension = None
     with ExitStack() as closing:
 
         def make_group(

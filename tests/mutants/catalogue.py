@@ -127,15 +127,6 @@ MUTANTS = (
         (f"{_HERE}/test_queue_soak.py::test_checksummed_messages",),
     ),
     Mutant(
-        "Q4, rule 2: copied out before it is given back",
-        "shm_broadcast/ring/reader.py",
-        "                unfinished.fill(self._segment, record)\n"
-        "                self.advance(record)\n",
-        "                self.advance(record)\n"
-        "                unfinished.fill(self._segment, record)\n",
-        (f"{_HERE}/test_queue_soak.py::test_checksummed_messages",),
-    ),
-    Mutant(
         "Q4, rule 1: a long message's records, too",
         "shm_broadcast/native/long_messages.c",
         "        copy_out_of(b, &self->way, tried, record + RECORD_HEADER, header.size);\n",

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 ENGINE = """
 import subprocess, sys
-from coordinator.plugins.vllm import page
-page.keep_page(); page.keep_page()
-worker = "from coordinator.plugins.vllm import page; page.keep_page(); page.report_end(end=%r)"
+from coordinator.plugins.vllm import hooks
+hooks.keep_page(); hooks.keep_page()
+worker = "from coordinator.plugins.vllm import hooks; hooks.keep_page(); hooks.report_end(end=%r)"
 for words in ("worker rank 1 (pid 7) was killed by SIGKILL", "and so on"):
     subprocess.run([sys.executable, "-c", worker % words], check=True)
 print("vLLM's own last line")

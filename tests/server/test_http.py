@@ -126,7 +126,7 @@ async def test_calls_that_do_not_move_fail_readiness_until_they_do(
         assert (await here.client.get("/health/progress")).status_code == 200
         assert (await here.embed("x")).status_code == 200
         await auntil(lambda: "calls are answered again" in caplog.messages)
-    told = [record.getMessage() for record in caplog.records if "watched" in record.name]
+    told = [record.getMessage() for record in caplog.records if "pool_service" in record.name]
     assert "rank 1 (pid 4242)" in told[0]
     assert "Stack of rank 1:\nin all_reduce" in told[1]
 

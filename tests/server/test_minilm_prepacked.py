@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 MANY_ROW_COUNTS = """
 import psutil, torch
-from server.workers import prepacked
+from server.workers import parallel
 
 torch.set_num_threads(1)
-weight = prepacked.prepack(torch.randn(384, 384))
+weight = parallel.prepack(torch.randn(384, 384))
 x = torch.randn(700, 384)
-prepacked.linear(x, weight, None)
+parallel.linear(x, weight, None)
 before = psutil.Process().memory_info().rss
 for rows in range(1, 700):
-    prepacked.linear(x[:rows], weight, None)
+    parallel.linear(x[:rows], weight, None)
 print((psutil.Process().memory_info().rss - before) >> 20)
 """
 

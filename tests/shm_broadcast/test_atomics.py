@@ -1,4 +1,4 @@
-"""Words of shared memory: one suite over the extension's and the twin's."""
+"""Words of shared memory."""
 
 from __future__ import annotations
 
@@ -10,23 +10,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from shm_broadcast import _native, layout
-from shm_broadcast.atomics import PythonWords, WordsLike
+from shm_broadcast import layout
+from shm_broadcast._native import Words
 from shm_broadcast.segment import Segment
 from tests.patience import until
 from tests.ranks import run_ranks
 from tests.shm_broadcast.remote_peers import get, put
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 SIZE = 256
-
-
-@pytest.fixture(params=[_native.Words, PythonWords], ids=["native", "twin"])
-def make(request: pytest.FixtureRequest) -> Callable[[bytearray], WordsLike]:
-    return request.param
 
 
 @pytest.fixture
@@ -35,12 +29,12 @@ def memory() -> bytearray:
 
 
 @pytest.fixture
-def words(make: Callable[[bytearray], WordsLike], memory: bytearray) -> WordsLike:
-    return make(memory)
+def words(memory: bytearray) -> Words:
+    return Words(memory)
 
 
 @pytest.mark.parametrize("value", [0, 1, 2**31, 2**32 - 1])
-def test_a_word_of_32_bits(words: WordsLike, memory: bytearray, value: int) -> None:
+def test_a_word_of_32_bits(words: Words, memory: bytearray, value: int) -> None:
     words.store32(8, value)
     assert words.load32(8) == value
     assert memory[8:12] == value.to_bytes(4, "little")
@@ -48,7 +42,7 @@ def test_a_word_of_32_bits(words: WordsLike, memory: bytearray, value: int) -> N
 
 
 @pytest.mark.parametrize("value", [0, 2**32, 2**63, 2**64 - 1])
-def test_a_word_of_64_bits(words: WordsLike, memory: bytearray, value: int) -> None:
+def test_a_word_of_64_bits(words: Words, memory: bytearray, value: int) -> None:
     words.store64(16, value)
     assert words.load64(16) == value
     assert memory[16:24] == value.to_bytes(8, "little")
@@ -56,7 +50,7 @@ def test_a_word_of_64_bits(words: WordsLike, memory: bytearray, value: int) -> N
 
 
 @pytest.mark.parametrize("offset", [1, 2, 3, 254, SIZE, SIZE + 64, 2**40, -4])
-def test_offsets_outside_or_not_aligned_are_refused(words: WordsLike, offset: int) -> None:
+def test_offsets_outside_or_not_aligned_are_refused(words: Words, offset: int) -> None:
     for call in (
         lambda: words.load32(offset),
         lambda: words.load64(offset),
@@ -70,7 +64,7 @@ def test_offsets_outside_or_not_aligned_are_refused(words: WordsLike, offset: in
             call()
 
 
-def test_a_64_bit_word_must_be_aligned_to_8(words: WordsLike) -> None:
+def test_a_64_bit_word_must_be_aligned_to_8(words: Words) -> None:
     with pytest.raises(ValueError, match="aligned"):
         words.load64(4)
     with pytest.raises((ValueError, IndexError)):
@@ -78,7 +72,7 @@ def test_a_64_bit_word_must_be_aligned_to_8(words: WordsLike) -> None:
 
 
 @pytest.mark.parametrize("value", [-1, 2**32])
-def test_values_that_do_not_fit_are_refused(words: WordsLike, value: int) -> None:
+def test_values_that_do_not_fit_are_refused(words: Words, value: int) -> None:
     words.store32(0, 7)
     with pytest.raises((ValueError, OverflowError)):
         words.store32(0, value)
@@ -88,7 +82,7 @@ def test_values_that_do_not_fit_are_refused(words: WordsLike, value: int) -> Non
     assert words.load64(8) == 0
 
 
-def test_add_gives_the_value_before_and_wraps(words: WordsLike) -> None:
+def test_add_gives_the_value_before_and_wraps(words: Words) -> None:
     assert words.add32(4, 5) == 0
     assert words.add32(4, -7) == 5
     assert words.load32(4) == 2**32 - 2
@@ -97,7 +91,7 @@ def test_add_gives_the_value_before_and_wraps(words: WordsLike) -> None:
     assert words.load32(0) == words.load32(8) == 0
 
 
-def test_compare_and_swap(words: WordsLike) -> None:
+def test_compare_and_swap(words: Words) -> None:
     assert words.compare_and_swap32(0, 0, 9)
     assert not words.compare_and_swap32(0, 0, 1)
     assert words.load32(0) == 9
@@ -105,7 +99,7 @@ def test_compare_and_swap(words: WordsLike) -> None:
     assert words.load32(0) == 2**32 - 1
 
 
-def test_compare_and_swap_of_64_bits(words: WordsLike) -> None:
+def test_compare_and_swap_of_64_bits(words: Words) -> None:
     words.store64(0, 2**63 + 1)
     assert not words.compare_and_swap64(0, 1, 9)
     assert words.compare_and_swap64(0, 2**63 + 1, 2**64 - 1)
@@ -113,7 +107,7 @@ def test_compare_and_swap_of_64_bits(words: WordsLike) -> None:
     assert words.load64(8) == 0
 
 
-def test_bytes_go_in_and_out(words: WordsLike, memory: bytearray) -> None:
+def test_bytes_go_in_and_out(words: Words, memory: bytearray) -> None:
     words.write(3, b"hello")
     assert memory[3:8] == b"hello"
     words.write(64, memoryview(b"abcdef")[1:3])
@@ -122,7 +116,7 @@ def test_bytes_go_in_and_out(words: WordsLike, memory: bytearray) -> None:
     assert target == b"\0bc\0"
 
 
-def test_bytes_past_the_end_are_refused(words: WordsLike, memory: bytearray) -> None:
+def test_bytes_past_the_end_are_refused(words: Words, memory: bytearray) -> None:
     with pytest.raises(ValueError):  # noqa: PT011  (each implementation words it its way)
         words.write(SIZE - 2, b"abc")
     with pytest.raises(ValueError):  # noqa: PT011
@@ -130,21 +124,19 @@ def test_bytes_past_the_end_are_refused(words: WordsLike, memory: bytearray) -> 
     assert memory == bytes(SIZE)
 
 
-def test_only_writable_memory_is_filled(words: WordsLike) -> None:
+def test_only_writable_memory_is_filled(words: Words) -> None:
     with pytest.raises((BufferError, TypeError)):
         words.read_into(0, b"read-only")
 
 
 def test_memory_that_cannot_be_written_makes_no_words() -> None:
     with pytest.raises(BufferError):
-        _native.Words(bytes(64))
+        Words(bytes(64))
 
 
-def test_copies_large_enough_to_let_other_threads_run(
-    make: Callable[[bytearray], WordsLike],
-) -> None:
+def test_copies_large_enough_to_let_other_threads_run() -> None:
     size = 1 << 20
-    words = make(bytearray(size))
+    words = Words(bytearray(size))
     content = bytes(range(256)) * (size // 256)
     words.write(0, content)
     copy = bytearray(size)
@@ -152,31 +144,31 @@ def test_copies_large_enough_to_let_other_threads_run(
     assert copy == content
 
 
-def test_a_ring_without_sleepers_changes_nothing(words: WordsLike) -> None:
+def test_a_ring_without_sleepers_changes_nothing(words: Words) -> None:
     words.ring(0)
     assert words.load32(0) == 0
 
 
-def test_a_ring_with_sleepers_changes_the_doorbell(words: WordsLike) -> None:
+def test_a_ring_with_sleepers_changes_the_doorbell(words: Words) -> None:
     words.add32(layout.EVENTCOUNT_WAITERS, 1)
     words.ring(0)
     assert words.load32(0) == 1
 
 
-def test_nobody_sleeps_on_a_doorbell_that_has_changed(words: WordsLike) -> None:
+def test_nobody_sleeps_on_a_doorbell_that_has_changed(words: Words) -> None:
     words.store32(0, 4)
     began = time.monotonic()
     words.sleep_on(0, 3, 30.0)
     assert time.monotonic() - began < 10
 
 
-def test_sleep_ends_with_its_time(words: WordsLike) -> None:
+def test_sleep_ends_with_its_time(words: Words) -> None:
     began = time.monotonic()
     words.sleep_on(0, 0, 0.02)
     assert time.monotonic() - began < 10
 
 
-def test_a_ring_wakes_sleepers(words: WordsLike) -> None:
+def test_a_ring_wakes_sleepers(words: Words) -> None:
     """Two threads sleep until the doorbell changes; the twin's sleeps are short ones."""
 
     def sleep() -> None:
@@ -194,14 +186,14 @@ def test_a_ring_wakes_sleepers(words: WordsLike) -> None:
     assert not any(thread.is_alive() for thread in threads)
 
 
-def test_spin_sees_a_word_that_differs_already(words: WordsLike) -> None:
+def test_spin_sees_a_word_that_differs_already(words: Words) -> None:
     words.store64(8, 1)
     assert words.spin64(8, 0, 0)
     assert not words.spin64(8, 1, 0)
     assert not words.spin64(8, 1, 100_000)
 
 
-def test_spin_lets_another_thread_change_the_word(words: WordsLike) -> None:
+def test_spin_lets_another_thread_change_the_word(words: Words) -> None:
     seen: list[bool] = []
     thread = threading.Thread(target=lambda: seen.append(words.spin64(8, 0, 20_000_000_000)))
     thread.start()
@@ -210,7 +202,7 @@ def test_spin_lets_another_thread_change_the_word(words: WordsLike) -> None:
     assert seen == [True]
 
 
-def test_stamp_numbers_operations_and_notes_the_time(words: WordsLike, memory: bytearray) -> None:
+def test_stamp_numbers_operations_and_notes_the_time(words: Words, memory: bytearray) -> None:
     before = time.monotonic_ns()
     assert words.stamp(0, layout.STATE_BUSY, "all_reduce") == 1
     assert words.stamp(0, layout.STATE_BUSY, "é" * 40) == 2
@@ -224,7 +216,7 @@ def test_stamp_numbers_operations_and_notes_the_time(words: WordsLike, memory: b
     assert memory[layout.MEMBER_OPERATION : end] == b"send".ljust(48, b"\0")
 
 
-def test_progress_changes_time_and_state_only(words: WordsLike) -> None:
+def test_progress_changes_time_and_state_only(words: Words) -> None:
     words.stamp(0, layout.STATE_BUSY, "send")
     words.store64(layout.MEMBER_PROGRESS, 0)
     words.progress(0, layout.STATE_IDLE)
@@ -233,12 +225,12 @@ def test_progress_changes_time_and_state_only(words: WordsLike) -> None:
     assert words.load64(layout.MEMBER_SEQUENCE) == 1
 
 
-def test_a_stamp_outside_is_refused(words: WordsLike) -> None:
+def test_a_stamp_outside_is_refused(words: Words) -> None:
     with pytest.raises((ValueError, IndexError)):
         words.stamp(SIZE - 64, layout.STATE_BUSY, "send")
 
 
-def test_fence(words: WordsLike) -> None:
+def test_fence(words: Words) -> None:
     assert words.fence() is None
 
 

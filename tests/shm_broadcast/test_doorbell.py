@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from shm_broadcast import _native
-from shm_broadcast.atomics import PythonWords, WordsLike
+from shm_broadcast._native import Words
 from shm_broadcast.deadline import NEVER, Deadline
 from shm_broadcast.eventcount import (
     DEFAULT_SPIN_SECONDS,
@@ -30,14 +29,13 @@ if TYPE_CHECKING:
 AT = 64
 
 
-@pytest.fixture(params=[_native.Words, PythonWords], ids=["native", "twin"])
-def words(request: pytest.FixtureRequest) -> WordsLike:
-    made: WordsLike = request.param(bytearray(128))
-    return made
+@pytest.fixture
+def words() -> Words:
+    return Words(bytearray(128))
 
 
 @pytest.fixture
-def eventcount(words: WordsLike) -> EventCount:
+def eventcount(words: Words) -> EventCount:
     return EventCount(words, AT)
 
 
@@ -49,7 +47,7 @@ def never() -> bool:
     return False
 
 
-def test_what_is_there_already_needs_no_sleep(eventcount: EventCount, words: WordsLike) -> None:
+def test_what_is_there_already_needs_no_sleep(eventcount: EventCount, words: Words) -> None:
     def fail() -> None:
         raise AssertionError("slept")
 
@@ -59,7 +57,7 @@ def test_what_is_there_already_needs_no_sleep(eventcount: EventCount, words: Wor
 
 
 @pytest.mark.parametrize("timeout", [0, 0.001, 0.1])
-def test_a_deadline_ends_the_wait(eventcount: EventCount, words: WordsLike, timeout: float) -> None:
+def test_a_deadline_ends_the_wait(eventcount: EventCount, words: Words, timeout: float) -> None:
     began = time.monotonic()
     assert not eventcount.wait(never, Deadline.after(timeout), between_slices=nothing)
     assert time.monotonic() - began >= timeout
@@ -78,7 +76,7 @@ def test_it_looks_at_everything_before_each_sleep(eventcount: EventCount) -> Non
     )
 
 
-def test_what_a_look_raises_ends_the_wait(eventcount: EventCount, words: WordsLike) -> None:
+def test_what_a_look_raises_ends_the_wait(eventcount: EventCount, words: Words) -> None:
     def look() -> None:
         raise KeyError("abort")
 
@@ -87,7 +85,7 @@ def test_what_a_look_raises_ends_the_wait(eventcount: EventCount, words: WordsLi
     assert words.load32(AT + EVENTCOUNT_WAITERS) == 0
 
 
-def test_what_the_predicate_raises_ends_the_wait(eventcount: EventCount, words: WordsLike) -> None:
+def test_what_the_predicate_raises_ends_the_wait(eventcount: EventCount, words: Words) -> None:
     calls = 0
 
     def fail_later() -> bool:
@@ -103,7 +101,7 @@ def test_what_the_predicate_raises_ends_the_wait(eventcount: EventCount, words: 
 
 
 def test_a_change_between_the_last_look_and_sleep_is_not_lost(
-    eventcount: EventCount, words: WordsLike
+    eventcount: EventCount, words: Words
 ) -> None:
     """The change and its ring come in the worst moment: after the predicate was found false."""
     changed = False
@@ -119,7 +117,7 @@ def test_a_change_between_the_last_look_and_sleep_is_not_lost(
     assert time.monotonic() - began < 10
 
 
-def test_a_ring_wakes_every_thread_that_waits(eventcount: EventCount, words: WordsLike) -> None:
+def test_a_ring_wakes_every_thread_that_waits(eventcount: EventCount, words: Words) -> None:
     changed = False
     woken: list[bool] = []
 
@@ -140,12 +138,15 @@ def test_a_ring_wakes_every_thread_that_waits(eventcount: EventCount, words: Wor
     assert words.load32(AT + EVENTCOUNT_WAITERS) == 0
 
 
-class Unslept(PythonWords):
-    """Notes how long it should sleep, and does not."""
+class Unslept:
+    """Words that note how long to sleep, and do not."""
 
     def __init__(self) -> None:
-        super().__init__(bytearray(128))
+        self._words = Words(bytearray(128))
         self.slept: list[float] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._words, name)
 
     def sleep_on(self, eventcount: int, seen: int, seconds: float, /) -> None:  # noqa: ARG002
         self.slept.append(seconds)
@@ -153,7 +154,7 @@ class Unslept(PythonWords):
 
 def test_who_has_slept_for_a_second_looks_less_often() -> None:
     words = Unslept()
-    eventcount = EventCount(words, AT)
+    eventcount = EventCount(cast("Words", words), AT)
     assert eventcount.wait(lambda: len(words.slept) == 27, NEVER, between_slices=nothing)
     assert words.slept == [SLICE_SECONDS] * SHORT_SLICES + [LONG_SLICE_SECONDS] * 2
 
@@ -163,7 +164,7 @@ def test_who_has_slept_for_a_second_looks_less_often() -> None:
     assert words.slept == [0.001] * 40
 
 
-def test_a_lost_wake_up_costs_one_slice(eventcount: EventCount, words: WordsLike) -> None:
+def test_a_lost_wake_up_costs_one_slice(eventcount: EventCount, words: Words) -> None:
     changed = False
 
     def change() -> None:
@@ -177,7 +178,7 @@ def test_a_lost_wake_up_costs_one_slice(eventcount: EventCount, words: WordsLike
     thread.join()
 
 
-def test_sleepers_that_died_are_forgotten(eventcount: EventCount, words: WordsLike) -> None:
+def test_sleepers_that_died_are_forgotten(eventcount: EventCount, words: Words) -> None:
     words.add32(AT + EVENTCOUNT_WAITERS, 5)
     eventcount.reset_waiters()
     eventcount.notify()
@@ -255,7 +256,7 @@ def at_once(seconds: float) -> bool:
 
 @pytest.mark.parametrize("look", [in_vain, at_once])
 def test_who_looks_out_needs_no_ring(
-    eventcount: EventCount, words: WordsLike, look: Callable[[float], bool]
+    eventcount: EventCount, words: Words, look: Callable[[float], bool]
 ) -> None:
     """Nor does whoever rings pay for a system call: nobody counts as a sleeper."""
     sleepers: list[int] = []
@@ -279,7 +280,7 @@ def test_who_looks_out_needs_no_ring(
     assert sleepers == [0]
 
 
-def test_who_has_looked_out_in_vain_sleeps_again(eventcount: EventCount, words: WordsLike) -> None:
+def test_who_has_looked_out_in_vain_sleeps_again(eventcount: EventCount, words: Words) -> None:
     looks: list[float] = []
     began = time.monotonic()
     deadline = Deadline.after(0.3)
@@ -292,8 +293,7 @@ def test_who_has_looked_out_in_vain_sleeps_again(eventcount: EventCount, words: 
         between_slices=lambda: looks.append(time.monotonic()),
     )
     assert time.monotonic() - began >= 0.3
-    if not isinstance(words, PythonWords):  # which sleeps by polling
-        assert len(looks) <= 4  # before the lookout and at its begin, after it, at the deadline
+    assert len(looks) <= 4  # before the lookout and at its begin, after it, at the deadline
     assert words.load32(AT + EVENTCOUNT_WAITERS) == 0
 
 

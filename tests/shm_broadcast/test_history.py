@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from shm_broadcast import Board, Deadline, MessageQueue, layout
-from shm_broadcast.atomics import PythonWords, native
+from shm_broadcast._native import Words
 from shm_broadcast.errors import (
     DivergenceError,
     Failure,
@@ -32,7 +32,6 @@ from tests.patience import until
 from tests.shm_broadcast.queues import Running
 
 if TYPE_CHECKING:
-    from shm_broadcast.atomics import WordsLike
     from shm_broadcast.segment import Segment
     from shm_broadcast.state.flight_recorder import OperationRecord
 
@@ -43,23 +42,18 @@ SEND = layout.DID_NAMES.index("send")
 FLOAT32 = layout.DTYPE_NAMES.index("float32")
 
 
-@pytest.fixture(params=["C", "Python"])
-def words(request: pytest.FixtureRequest) -> WordsLike:
-    memory = bytearray(SIZE)
-    if request.param == "Python":
-        return PythonWords(memory)
-    assert native is not None
-    made: WordsLike = native.Words(memory)
-    return made
+@pytest.fixture
+def words() -> Words:
+    return Words(bytearray(SIZE))
 
 
-def entry(words: WordsLike, sequence: int) -> tuple[int, ...]:
+def entry(words: Words, sequence: int) -> tuple[int, ...]:
     """Begin, end, sequence, bytes and the rest of an entry, as far as they are words."""
     at = layout.history_slot(0, 1) + (sequence - 1) % KEPT * layout.ENTRY_STRIDE
     return tuple(words.load64(at + offset) for offset in range(0, layout.ENTRY_STRIDE, 8))
 
 
-def stamp(words: WordsLike, number: int = 1) -> int:
+def stamp(words: Words, number: int = 1) -> int:
     slot, history = layout.member_slot(0), layout.history_slot(0, 1)
     what = "tp send", history, "tp", SEND, 1000, number, 3, FLOAT32
     return words.stamp(slot, layout.STATE_BUSY, *what)
@@ -68,7 +62,7 @@ def stamp(words: WordsLike, number: int = 1) -> int:
 # --- what is written down --------------------------------------------------------------------
 
 
-def test_an_entry_is_what_is_drawn(words: WordsLike) -> None:
+def test_an_entry_is_what_is_drawn(words: Words) -> None:
     before = time.monotonic_ns()
     assert stamp(words, 7) == 1
     begin, end, sequence, size, about, outcome_and_group, *rest = entry(words, 1)
@@ -79,7 +73,7 @@ def test_an_entry_is_what_is_drawn(words: WordsLike) -> None:
     assert rest == [0, 0]
 
 
-def test_an_end_is_written_once(words: WordsLike) -> None:
+def test_an_end_is_written_once(words: Words) -> None:
     history, sequence = layout.history_slot(0, 1), stamp(words)
     words.leave(history, sequence, 3, 0, 0)
     ended = entry(words, 1)
@@ -89,13 +83,13 @@ def test_an_end_is_written_once(words: WordsLike) -> None:
     assert entry(words, 1) == ended
 
 
-def test_what_was_not_known_at_first_is_added_at_the_end(words: WordsLike) -> None:
+def test_what_was_not_known_at_first_is_added_at_the_end(words: Words) -> None:
     words.leave(layout.history_slot(0, 1), stamp(words), layout.OUTCOME_DONE, 12, 34)
     assert entry(words, 1)[3] == 12
     assert entry(words, 1)[4] & 0xFFFFFFFF == 34
 
 
-def test_the_end_of_an_operation_whose_entry_was_used_again_is_forgotten(words: WordsLike) -> None:
+def test_the_end_of_an_operation_whose_entry_was_used_again_is_forgotten(words: Words) -> None:
     for _ in range(KEPT + 1):
         stamp(words)
     newest = entry(words, KEPT + 1)
@@ -104,7 +98,7 @@ def test_the_end_of_an_operation_whose_entry_was_used_again_is_forgotten(words: 
     assert entry(words, KEPT + 1) == newest
 
 
-def test_a_long_name_is_cut(words: WordsLike) -> None:
+def test_a_long_name_is_cut(words: Words) -> None:
     slot, history = layout.member_slot(0), layout.history_slot(0, 1)
     words.stamp(slot, 2, "x", history, "g" * 100, SEND, 0, 0, layout.NO_PEER, 0)
     words.stamp(slot, 2, "x", history, "h", SEND, 0, 0, layout.NO_PEER, 0)
@@ -113,8 +107,7 @@ def test_a_long_name_is_cut(words: WordsLike) -> None:
 
 
 def test_a_history_outside_is_refused() -> None:
-    assert native is not None
-    words = native.Words(bytearray(SIZE))
+    words = Words(bytearray(SIZE))
     for history in (SIZE, SIZE - 64, layout.history_slot(0, 1) + 4):
         with pytest.raises(ValueError, match=r"needs|no history"):
             words.leave(history, 1, 1, 0, 0)

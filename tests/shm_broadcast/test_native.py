@@ -12,7 +12,8 @@ from typing import Any, cast
 
 import pytest
 
-from shm_broadcast import MessageDecodeError, atomics, layout
+from shm_broadcast import MessageDecodeError, layout
+from shm_broadcast._native import FastReader
 from tests.shm_broadcast.queues import LIMIT, ends
 from tests.shm_broadcast.rings import CODEC, Ring, ring
 
@@ -28,14 +29,6 @@ def fast(end: Any) -> Any:
 def content(made: Ring) -> bytes:
     start = layout.data_offset(made.n_readers)
     return bytes(made.segment.memory[start : start + made.published])
-
-
-def test_the_extension_was_built() -> None:
-    assert atomics.native is not None, "shm_broadcast._native is missing: pip install -e . again"
-
-
-def test_words_are_the_extension_s() -> None:
-    assert type(atomics.make_words(bytearray(64))) is not atomics.PythonWords
 
 
 def test_long_messages_lie_in_the_ring_as_python_puts_them() -> None:
@@ -269,9 +262,8 @@ def test_wrong_arguments_of_reading_are_refused() -> None:
     [(-128, 192), (layout.member_slot(1), -16), (layout.member_slot(1), -64)],
 )
 def test_a_negative_offset_is_refused(slot: int, own_line: int) -> None:
-    assert atomics.native is not None
     with ring() as made:
         board, data = made.boards[1], layout.data_offset(1)
         words, bells = (made.words, board.words), (board.eventcount_offset(0),)
         with pytest.raises(ValueError, match="negative"):
-            atomics.native.FastReader(*words, data, slot, 0, bells, False, own_line)
+            FastReader(*words, data, slot, 0, bells, False, own_line)

@@ -36,7 +36,6 @@ class Other(msgspec.Struct):
     name: str
 
 
-@pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("n_readers", [1, 3])
 @pytest.mark.parametrize(
     "message",
@@ -50,7 +49,6 @@ def test_any_object_reaches_every_reader(message: Any, n_readers: int) -> None:
             assert reader.dequeue(LIMIT) == message
 
 
-@pytest.mark.usefixtures("implementation")
 def test_order_is_kept_whatever_the_size() -> None:
     with ends(2) as made:
         sizes = [1, 9_000, 20_000, 0, 60_000, 200_000, 5, 16_384]
@@ -67,7 +65,6 @@ def test_order_is_kept_whatever_the_size() -> None:
                 assert got["b"].tobytes() == bytes([n]) * sizes[n]
 
 
-@pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("zero_copy", [False, True])
 def test_tensors_of_any_size(zero_copy: bool) -> None:
     with ends(2, zero_copy=zero_copy) as made:
@@ -450,7 +447,6 @@ def test_the_queue_of_a_group_of_one() -> None:
         assert reader.dequeue(LIMIT) == "to myself"
 
 
-@pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("size", [10, 3 * CAPACITY])
 def test_every_operation_is_counted_once(size: int, waits: bool) -> None:

@@ -35,8 +35,6 @@ from tests.shm_broadcast.test_board import bury
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-pytestmark = pytest.mark.usefixtures("implementation")
-
 
 def view(made: Ends) -> None:
     with made.reader.acquire_read(LIMIT):

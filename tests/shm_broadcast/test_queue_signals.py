@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import shm_broadcast
-from shm_broadcast import atomics
 from shm_broadcast.errors import GroupClosedError
 from shm_broadcast.queue.reader import LocalReader
 from shm_broadcast.ring.buffers import PLACED_BYTES, BlockWriter, PlacedBuffer
@@ -25,8 +24,6 @@ from tests.shm_broadcast.queues import LIMIT, Ends, Running, ends
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
-
-with_extension = pytest.mark.skipif(atomics.native is None, reason="the extension is not built")
 
 
 @contextmanager
@@ -62,7 +59,6 @@ def interrupted(call: Callable[[], object], times: int) -> None:
                 times -= 1
 
 
-@with_extension
 def test_interrupts_leave_nobody_the_turn() -> None:
     with ends() as made:
 
@@ -114,7 +110,6 @@ MESSAGES = {
 }
 
 
-@pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize(("message", "zero_copy"), MESSAGES.values(), ids=MESSAGES)
 def test_a_call_that_is_interrupted_anywhere_does_no_harm(message: Any, zero_copy: bool) -> None:
     with ends(zero_copy=zero_copy) as made:
@@ -134,7 +129,6 @@ def test_a_call_that_is_interrupted_anywhere_does_no_harm(message: Any, zero_cop
             assert all(map(writer._blocks._is_free, writer._blocks._blocks))
 
 
-@with_extension
 def test_an_interrupt_while_a_message_is_looked_for_leaves_it_in_the_ring() -> None:
     main = threading.main_thread().ident
     assert main is not None
@@ -167,7 +161,6 @@ class Reentrant:
         return str, ("pickled",)
 
 
-@pytest.mark.usefixtures("implementation")
 def test_a_thread_that_is_in_the_queue_is_refused_and_does_not_wait_for_itself() -> None:
     with ends() as made:
         with pytest.raises(RuntimeError, match="in it already"):
@@ -182,7 +175,6 @@ def test_a_thread_that_is_in_the_queue_is_refused_and_does_not_wait_for_itself()
         assert made.reader.dequeue(LIMIT) == 3
 
 
-@pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("zero_copy", [False, True])
 def test_a_handler_may_shut_down_the_queue_whose_call_it_interrupts(zero_copy: bool) -> None:
     with ends(zero_copy=zero_copy) as made:
@@ -199,7 +191,6 @@ def test_a_handler_may_shut_down_the_queue_whose_call_it_interrupts(zero_copy: b
             made.fill()
 
 
-@pytest.mark.usefixtures("implementation")
 def test_a_block_that_shows_a_message_may_end_in_another_thread() -> None:
     with ends() as made:
         made.writer.enqueue(1, LIMIT)

@@ -18,7 +18,6 @@ from tests.shm_broadcast.queues import CAPACITY, LIMIT, Ends, Running, ends, sle
 if TYPE_CHECKING:
     from shm_broadcast.ring.writer import RingWriter
 
-pytestmark = pytest.mark.usefixtures("implementation")
 
 LARGE = b"large " * CAPACITY
 """Six rings."""

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shm_broadcast._native import RecyclingPool
-from shm_broadcast.ring.buffers import RECYCLED_BYTES, FreshMemory, size_class
+from shm_broadcast.ring.buffers import RECYCLED_BYTES, size_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,14 +29,6 @@ def taken(pool: RecyclingPool, size: int) -> Any:
 
 def address(array: Any) -> int:
     return int(array.__array_interface__["data"][0])
-
-
-def test_without_the_extension_nothing_is_kept() -> None:
-    pool = FreshMemory()
-    array = np.frombuffer(pool.take(2 * MIB), dtype=np.uint8)
-    assert array.nbytes == 2 * MIB and array.flags.writeable
-    del array
-    assert pool.kept_bytes == 0
 
 
 @pytest.mark.parametrize("size", [-1, 1 << 63, 1 << 200])

@@ -8,19 +8,18 @@ from typing import TYPE_CHECKING
 import pytest
 
 from shm_broadcast import layout
+from shm_broadcast._native import FastReader
 from shm_broadcast.codec import MAX_BUFFERS
 from shm_broadcast.errors import MessageDecodeError
 from shm_broadcast.ring import reader as ring_reader
-from shm_broadcast.ring import writer as ring_writer
 from tests.forked import in_a_child
 from tests.shm_broadcast.rings import CAPACITY, CODEC, NoRoomError, Ring, ring
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from shm_broadcast.atomics import WordsLike
+    from shm_broadcast._native import Words
 
-pytestmark = pytest.mark.usefixtures("implementation")
 
 LARGEST_SMALL = CAPACITY // 4 - layout.RECORD_HEADER
 """The largest body that goes in one record by the short path."""
@@ -359,7 +358,7 @@ def test_a_reader_that_joins_again_is_behind_by_nothing() -> None:
 class Racing:
     """Words in which much happens right after the first look at one of them."""
 
-    def __init__(self, words: WordsLike, offset: int, meanwhile: Callable[[], None]) -> None:
+    def __init__(self, words: Words, offset: int, meanwhile: Callable[[], None]) -> None:
         self._words = words
         self._offset = offset
         self._meanwhile: Callable[[], None] | None = meanwhile
@@ -388,7 +387,8 @@ def test_a_writer_that_goes_on_while_a_reader_joins_again_overwrites_nothing(
     with ring(2) as made:
         made.readers[0].detach()
         racing = Racing(made.words, layout.RING_PUBLISHED, go_on)
-        monkeypatch.setattr(ring_reader, "native", None)
+        real = FastReader
+        monkeypatch.setattr(ring_reader, "FastReader", lambda _, *others: real(made.words, *others))
         monkeypatch.setattr(made.segment, "words", racing)
         made.readers[0] = made.attach_reader(0)
         assert made.published > 2 * made.capacity
@@ -405,7 +405,6 @@ def test_a_reader_that_joins_again_while_the_writer_looks_is_seen(
     def join() -> None:
         made.readers[0] = made.attach_reader(0)
 
-    monkeypatch.setattr(ring_writer, "native", None)
     with ring(2) as made:
         made.readers[0].detach()
         while made.writer.try_write(CODEC, body(3000)):

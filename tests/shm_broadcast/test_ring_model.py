@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shm_broadcast import atomics, layout
-from shm_broadcast.ring import reader as ring_reader
-from shm_broadcast.ring import writer as ring_writer
+from shm_broadcast import layout
 from tests.shm_broadcast.rings import CAPACITY, CODEC, NoRoomError, Ring, ring
 
 SIZES = st.one_of(
@@ -76,25 +73,17 @@ class History:
         assert self.ring.published % layout.RECORD_ALIGN == 0
 
 
-@pytest.mark.parametrize("name", ["native", "twin", "native writer", "native reader"])
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, CAPACITY // 64 - 1), STEPS)
-def test_history(name: str, start: int, steps: list[tuple[str, int]]) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        if name == "twin":
-            patch.setattr(atomics, "native", None)
-        if name in ("twin", "native reader"):
-            patch.setattr(ring_writer, "native", None)
-        if name in ("twin", "native writer"):
-            patch.setattr(ring_reader, "native", None)
-        with ring(2) as made:
-            made.begin_at(64 * start)
-            history = History(made)
-            for step, *arguments in steps:
-                getattr(history, step)(*arguments)
-                history.check()
-            for reader in range(2):
-                while made.readers[reader].readable and not made.writer.has_left(reader):
-                    history.read(reader)
-                if not made.writer.has_left(reader):
-                    assert history.next[reader] == len(history.finished)
+def test_history(start: int, steps: list[tuple[str, int]]) -> None:
+    with ring(2) as made:
+        made.begin_at(64 * start)
+        history = History(made)
+        for step, *arguments in steps:
+            getattr(history, step)(*arguments)
+            history.check()
+        for reader in range(2):
+            while made.readers[reader].readable and not made.writer.has_left(reader):
+                history.read(reader)
+            if not made.writer.has_left(reader):
+                assert history.next[reader] == len(history.finished)

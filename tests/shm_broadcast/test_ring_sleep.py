@@ -11,8 +11,6 @@ from shm_broadcast import layout
 from tests.patience import until
 from tests.shm_broadcast.rings import CODEC, ring
 
-pytestmark = pytest.mark.usefixtures("implementation")
-
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
 def test_a_message_wakes_all_readers_that_sleep(n: int) -> None:

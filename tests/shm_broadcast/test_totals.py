@@ -1,4 +1,4 @@
-"""What a member's operations came to: in both languages, of many groups, and who reads it when."""
+"""The totals of a member's operations: of many groups, and who reads it when."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from shm_broadcast import Board, layout
-from shm_broadcast.atomics import PythonWords, native
+from shm_broadcast._native import Words
 from shm_broadcast.state.flight_recorder import FURTHER_GROUPS, read_totals
 
 if TYPE_CHECKING:
-    from shm_broadcast.atomics import WordsLike
     from shm_broadcast.state.flight_recorder import VerbTotal
 
 ALL_REDUCE = layout.DID_NAMES.index("all_reduce")
@@ -23,13 +22,10 @@ SLOT, HISTORY = layout.member_slot(0), layout.history_slot(0, 1)
 class Memory:
     """A board of one member that is only bytes."""
 
-    def __init__(self, python: bool) -> None:
+    def __init__(self) -> None:
         self._bytes = bytearray(layout.board_size(1))
         self.memory = memoryview(self._bytes)
-        self.words: WordsLike = PythonWords(self._bytes)
-        if not python:
-            assert native is not None
-            self.words = native.Words(self._bytes)
+        self.words = Words(self._bytes)
         self.words.store32(layout.BOARD_HISTORY, layout.HISTORY_ENTRIES)
 
     def did(self, group: str, verb: int = ALL_REDUCE, size: int = 8, outcome: int = 1) -> None:
@@ -45,9 +41,9 @@ class Memory:
         return [(each.group, each.verb, each.ended, each.failed, each.size) for each in found]
 
 
-@pytest.fixture(params=["C", "Python"])
-def memory(request: pytest.FixtureRequest) -> Memory:
-    return Memory(request.param == "Python")
+@pytest.fixture
+def memory() -> Memory:
+    return Memory()
 
 
 def test_more_operations_than_a_history_keeps_are_all_counted(memory: Memory) -> None:
@@ -95,14 +91,6 @@ def test_further_groups_share_a_place(memory: Memory) -> None:
     found = memory.totals()
     assert [each.group for each in found] == [*names[:14], FURTHER_GROUPS]
     assert [each.ended for each in found] == [2] * 14 + [52]
-
-
-def test_both_languages_write_the_same() -> None:
-    both = Memory(True), Memory(False)
-    for memory in both:
-        for number in range(30):
-            memory.did(f"g{number % 20}", 1 + number % 16, number, 1 + number % 7)
-    assert both[0].told() == both[1].told()
 
 
 def test_a_board_without_histories_has_none() -> None:

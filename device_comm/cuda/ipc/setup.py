@@ -47,7 +47,7 @@ from device_comm.cuda.ipc.abi import (
 from device_comm.cuda.ipc.mappings import Mappings, Shared, UnmapFlags
 from device_comm.cuda.ipc.planner import Planner
 from device_comm.operation import ReduceOp
-from shm_broadcast.atomics import make_words
+from shm_broadcast._native import Words
 from shm_broadcast.deadline import NEVER, Deadline
 from shm_broadcast.errors import (
     CoordinatorError,
@@ -90,7 +90,7 @@ class KernelWatchdog:
             identity: this rank and its group.
         """
         self._control = control
-        self._words = make_words(control)
+        self._words = Words(control)
         self._watch = identity.watch
         self._members = identity.members
         self._over = False
@@ -135,7 +135,7 @@ class KernelWatchdog:
             self._watch.notify(self._watch.member)
         self._thread.join(_JOIN)
         self._control = memoryview(bytearray(self._control))
-        self._words = make_words(self._control)
+        self._words = Words(self._control)
 
     def _explain(
         self, record: ErrorRecord, operation: str, timeout: float | None

@@ -92,13 +92,9 @@ class StubbedDriver(CupyDriver):
 
 @contextmanager
 def stubbed(
-    library: str, launches: object = None, *, native: bool = True
+    library: str,
 ) -> Iterator[tuple[StubbedDriver, FakeLaunch]]:
-    """A driver over ``library``, and what that notes.
-
-    Without ``native`` it does without the C extension, and uses ``launches``, which is
-    `cupy.cuda.driver` or stands in for it.
-    """
+    """A driver over ``library``, and its notes of launches."""
     fake = ctypes.CDLL(library)
     note = FakeLaunch.in_dll(fake, "fake_launch")
     ctypes.memset(ctypes.byref(note), 0, ctypes.sizeof(note))
@@ -109,15 +105,12 @@ def stubbed(
         streamNonBlocking=1,
         streamCreateWithFlags=lambda _: STREAM + 16,
         streamDestroy=lambda _: None,
-        streamIsCapturing=lambda _: False,
     )
-    cuda = SimpleNamespace(runtime=runtime, driver=launches)
+    cuda = SimpleNamespace(runtime=runtime)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cupy_driver, "_missing", "")
         patch.setattr(cupy_driver, "cupy", SimpleNamespace(cuda=cuda), raising=False)
         patch.setattr(cupy_driver, "LIBCUDA", library)
-        if not native:
-            patch.setattr(cupy_driver, "extension_of", lambda _: None)
         driver = StubbedDriver()
         yield driver, note
         driver.close()

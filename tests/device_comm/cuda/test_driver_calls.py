@@ -18,7 +18,6 @@ from device_comm.cuda.ipc.abi import KERNELS, MOVE_KERNEL, ErrorCode
 from device_comm.cuda.ipc.setup import KernelWatchdog
 from device_comm.operation import Norm
 from shm_broadcast import Board, CoordinatorError
-from shm_broadcast.extension import extension_of
 from tests.device_comm.cuda.fake_cuda import (
     CONTEXT,
     STREAM,
@@ -35,10 +34,7 @@ if TYPE_CHECKING:
 
     from device_comm import Communicator
 
-pytestmark = [
-    pytest.mark.skipif(COMPILER is None, reason="no C compiler to make a fake CUDA with"),
-    pytest.mark.skipif(extension_of("device_comm") is None, reason="no C extension"),
-]
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C compiler to make a fake CUDA with")
 
 JOB = bytes(range(220)) * 2
 CAPTURED, INVALIDATED = STREAM + 1, STREAM + 2
@@ -90,24 +86,6 @@ def test_the_driver_gets_what_was_prepared(
     for times in (1, 2):
         launch(stream)
         assert (seen(note), note.count) == ((*WANTED[:4], stream, JOB), times)
-
-
-def test_cupy_is_given_the_same_without_the_extension(library: str) -> None:
-    given: list[tuple[Any, ...]] = []
-
-    class Launches:
-        @staticmethod
-        def launchKernel(function: int, *sizes_and: int) -> None:  # noqa: N802 - CuPy's name
-            *sizes, shared, stream, pointers, extra = sizes_and
-            assert not extra
-            job = ctypes.string_at(ctypes.c_void_p.from_address(pointers).value or 0, len(JOB))
-            given.append((function, sizes[:3], sizes[3:], shared, stream, job))
-
-    with stubbed(library, Launches, native=False) as (driver, note):
-        driver.prepare(MOVE_KERNEL, 7, 512, (JOB,))(STREAM)
-        assert not driver.is_capturing(STREAM)
-    assert given == [WANTED]
-    assert note.count == 0
 
 
 @pytest.mark.parametrize(
