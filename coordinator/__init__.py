@@ -1,6 +1,6 @@
 """Groups of ranks: rank arithmetic, collectives, messages, tensor dicts.
 
-Names are imported when they are used: an engine that only discovers our plug-in loads nothing else.
+Names are imported at first use: an engine that only discovers the plug-in loads nothing else.
 """
 
 from __future__ import annotations

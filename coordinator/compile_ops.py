@@ -1,9 +1,8 @@
 # ruff: noqa: ARG001 - an op and its fake implementation take the same arguments
-"""Collectives that `torch.compile` keeps in its graph: functional custom ops without gradients.
+"""Define collectives that `torch.compile` keeps in its graph: custom ops without gradients.
 
-An op cannot hold a group, so it is given a group's name, and looks it up in the registry below, the
-only mutable state of this package. torch forbids an op to return its input, which is what a group
-of one does; such a group calls no op.
+An op cannot hold a group. Its argument is a group's name in the registry below, the only mutable
+state of this package. torch forbids an op to return its input: a group of one calls no op.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ if TYPE_CHECKING:
 
 
 class Named(Protocol):
-    """What an op needs of a group."""
+    """A group, as far as the ops need it."""
 
     name: str
 
     @property
     def device_communicator(self) -> Communicator:
-        """The communicator of its tensors; rebuilding the group replaces it."""
+        """Return the communicator of the group's tensors; a rebuilt group has a new one."""
 
 
 _groups: WeakValueDictionary[str, Named] = WeakValueDictionary()
-"""The groups of this process by unique name, while they are used."""
+"""The live groups of this process by unique name."""
 
 
 def register_ops(group: Named) -> str:
-    """Give ``group`` a name that no other group of this process has: ``"tp:0"``, ``"tp:1"``."""
+    """Register ``group`` under a name unique in this process (``"tp:0"``) and return the name."""
     names = (f"{group.name}:{count}" for count in itertools.count())
     name = next(name for name in names if name not in _groups)
     _groups[name] = group
@@ -44,18 +43,18 @@ def register_ops(group: Named) -> str:
 
 
 def unregister(name: str) -> None:
-    """Forget a group."""
+    """Remove a group."""
     _groups.pop(name, None)
 
 
 def has_norms(name: str, dtype: torch.dtype) -> bool:
-    """Whether there is a group of that name, which sums and norms such tensors in one kernel."""
+    """Return whether the named group reduces and normalises ``dtype`` in one kernel."""
     group = _groups.get(name)
     return group is not None and dtype in group.device_communicator.backend.capabilities.normed
 
 
 def norms_by_group() -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """What `has_norms` says of all groups."""
+    """Return for each group the dtypes for which `has_norms` is true."""
     kinds = {
         name: group.device_communicator.backend.capabilities.normed
         for name, group in _groups.items()
@@ -64,20 +63,21 @@ def norms_by_group() -> tuple[tuple[str, tuple[str, ...]], ...]:
 
 
 def find(name: str) -> Named:
-    """The group of that unique name.
+    """Return the group of that unique name.
 
-    Raises:
-        ValueError: there is none, or it was closed.
+    Raises ValueError if there is none, or it was closed.
     """
     try:
         return _groups[name]
     except KeyError:
-        raise ValueError(f"no group {name!r} in this process; there are {list(_groups)}") from None
+        raise ValueError(
+            f"no group {name!r} in this process; its groups are {list(_groups)}"
+        ) from None
 
 
 @torch.library.custom_op("group_coordinator::all_reduce", mutates_args=())
 def all_reduce(x: Tensor, op: int, group: str) -> Tensor:
-    """`Communicator.all_reduce` of the group of that name."""
+    """Call `Communicator.all_reduce` of the named group."""
     return find(group).device_communicator.all_reduce(x, op=ReduceOp(op))
 
 
@@ -90,7 +90,7 @@ def _(x: Tensor, op: int, group: str) -> Tensor:
 def all_reduce_norm(
     x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, group: str
 ) -> tuple[Tensor, Tensor]:
-    """`Communicator.all_reduce_norm` of the group of that name."""
+    """Call `Communicator.all_reduce_norm` of the named group."""
     comm = find(group).device_communicator
     output, kept = comm.all_reduce_norm(x, residual, weight, epsilon)
     return output.contiguous(), kept.contiguous()
@@ -105,7 +105,7 @@ def _(
 
 @torch.library.custom_op("group_coordinator::all_gather", mutates_args=())
 def all_gather(x: Tensor, dim: int, world_size: int, group: str) -> Tensor:
-    """`Communicator.all_gather` of the group of that name."""
+    """Call `Communicator.all_gather` of the named group."""
     return find(group).device_communicator.all_gather(x, dim=dim)
 
 
@@ -118,7 +118,7 @@ def _(x: Tensor, dim: int, world_size: int, group: str) -> Tensor:
 
 @torch.library.custom_op("group_coordinator::reduce_scatter", mutates_args=())
 def reduce_scatter(x: Tensor, dim: int, op: int, world_size: int, group: str) -> Tensor:
-    """`Communicator.reduce_scatter` of the group of that name."""
+    """Call `Communicator.reduce_scatter` of the named group."""
     comm = find(group).device_communicator
     return comm.reduce_scatter(x, dim=dim, op=ReduceOp(op))
 
@@ -131,33 +131,32 @@ def _(x: Tensor, dim: int, op: int, world_size: int, group: str) -> Tensor:
 
 
 class OpsOfGraph:
-    """The verbs of one group by these ops; a `device_comm.verbs.runner.Traced`.
+    """The verbs of one group through these ops; a `device_comm.verbs.runner.Traced`.
 
-    As outside a graph, autograd does not see them.
+    The verbs are those of `GroupCoordinator`. Autograd does not record them, as outside a graph.
     """
 
     def __init__(self, name: str, world_size: int) -> None:
-        """Call the ops with this group's unique name."""
         self._name = name
         self._n = world_size
 
     def all_reduce(self, x: Tensor, op: ReduceOp) -> Tensor:
-        """As `GroupCoordinator.all_reduce`."""
+        """Reduce by the op; a group of one returns ``x``."""
         return x if self._n == 1 else all_reduce(x.detach(), int(op), self._name)
 
     def all_reduce_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, epsilon: float
     ) -> tuple[Tensor, Tensor]:
-        """As `GroupCoordinator.all_reduce_norm`, where the group has a kernel for it."""
+        """Reduce, add and normalise by the op. The group must have a kernel for it."""
         output, kept = all_reduce_norm(x, residual, weight, epsilon, self._name)
         return output, kept
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        """As `GroupCoordinator.all_gather`."""
+        """Gather by the op; a group of one returns ``x``."""
         return x if self._n == 1 else all_gather(x.detach(), dim, self._n, self._name)
 
     def reduce_scatter(self, x: Tensor, dim: int, op: ReduceOp) -> Tensor:
-        """As `GroupCoordinator.reduce_scatter`."""
+        """Reduce and scatter by the op; a group of one returns ``x``."""
         if self._n == 1:
             return x
         part: Tensor = reduce_scatter(x.detach(), dim, int(op), self._n, self._name)

@@ -1,11 +1,8 @@
-"""Build what one member needs of its group: board, process groups, communicators.
+"""Build a member's `GroupContext`: board, process groups, communicators, message codec.
 
-A group on one host needs none, and torch's sockets accept connections from anybody, so the fewer
-the better.
-
-All members of a group build their `GroupContext` together, over an `Rendezvous`. A group of one
-has no board of its own, and its communicators do nothing. Torch process groups are made only if
-nothing else connects all members, or when a caller asks for one.
+All members of a group build their contexts together, over a `Rendezvous`. Torch process groups are
+made only if nothing else connects all members, or when a caller asks for one: torch's sockets
+accept connections from any process.
 """
 
 from __future__ import annotations
@@ -39,22 +36,20 @@ def new_process_group(
     closing: ExitStack,
     deadline: Deadline | None = None,
 ) -> ProcessGroup:
-    """Make a torch process group of an exchange's members.
+    """Make a torch process group of the members. Collective: with a deadline, yes.
 
     Args:
-        exchange: the members'; its name and the backend's make the group's name.
+        exchange: the members' rendezvous; its name and ``backend`` make the group's name.
         ranks: the members' global ranks, by rank in the group.
         backend: ``"gloo"``, ``"nccl"``, or both by device.
-        settings: say where gloo listens.
+        settings: its ``sockets`` choose gloo's address.
         closing: destroys the group.
-        deadline: by when all members must be connected; None: two members connect when they first
-            exchange something.
-
-    Collective: with a deadline, yes, every member.
+        deadline: for the connections of all members; None: two members connect at their first
+            operation.
 
     Raises:
-        GroupTimeoutError: not all were connected in time.
-        PeerLostError, GroupAbortedError: likewise, and a member has ended, left, or given up.
+        GroupTimeoutError: some members did not connect before the deadline.
+        PeerLostError, GroupAbortedError: a member exited, left or aborted meanwhile.
     """
     name = f"{exchange.name}:{backend}"
     try:
@@ -66,20 +61,15 @@ def new_process_group(
             exchange.watch(name, lambda: False)
         raise
     closing.callback(torch_groups.destroy, group)
-    if deadline is not None:  # one that has connected and closes would break the others' attempts
+    if deadline is not None:  # a member that closed now would break the others' connections
         exchange.all_gather(f"{backend} is connected")
     return group
 
 
 class ProcessGroups:
-    """The torch process groups of a link, each made at the first call.
+    """The torch process groups of a member, each made at its first use; arguments as for `connect`.
 
-    Args:
-        exchange: the members' exchange.
-        ranks: the members' global ranks, by rank in the group.
-        settings: the topology's settings.
-        given: a process group of the members, to use for the devices that it handles.
-        closing: destroys the groups that are made here.
+    ``given`` serves the devices that it handles; ``closing`` destroys the other groups.
     """
 
     def __init__(
@@ -98,22 +88,18 @@ class ProcessGroups:
         self._made: dict[str, ProcessGroup] = {}
 
     def cpu(self, deadline: Deadline | None = None) -> ProcessGroup:
-        """The process group for the CPU.
-
-        Args:
-            deadline: as for `new_process_group`.
-
-        Collective: with a deadline, yes, every member.
-        """
-        return self._of(torch.device("cpu"), "gloo", deadline)
+        """Return the process group for the CPU; ``deadline`` as for `new_process_group`."""
+        return self._group_for(torch.device("cpu"), "gloo", deadline)
 
     def device(self) -> ProcessGroup:
-        """The process group for the device; `cpu` if the device is the CPU. Collective: no."""
+        """Return the process group for the device; `cpu` if the device is the CPU."""
         if self._settings.device.type == "cpu":
             return self.cpu()
-        return self._of(self._settings.device, self._settings.backend, None)
+        return self._group_for(self._settings.device, self._settings.backend, None)
 
-    def _of(self, device: torch.device, backend: str, deadline: Deadline | None) -> ProcessGroup:
+    def _group_for(
+        self, device: torch.device, backend: str, deadline: Deadline | None
+    ) -> ProcessGroup:
         if self._given is not None and torch_groups.handles(self._given, device):
             return self._given
         if backend not in self._made:
@@ -128,26 +114,27 @@ _SEGMENT = msgspec.msgpack.Decoder(SegmentHandle)
 
 
 def _ignore_error(error: BaseException | None) -> None:
-    """Leave it to who made the board."""
+    """Do nothing: the owner of the board reports errors itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupContext:
-    """One member's connections to its group.
+    """Everything that a member uses for its group.
 
     Attributes:
         name: the group's name, for errors and status.
         ranks: the members' global ranks, by rank in the group.
         rank_in_group: this member's rank in the group.
-        settings: the topology's settings.
-        groups: the torch process groups; those that it makes are destroyed with the link.
+        settings: the group's settings.
+        groups: the torch process groups.
         cpu: the communicator for CPU tensors.
-        device: the communicator for tensors on the device; the same if the device is the CPU.
-        wire: how messages are encoded and sealed, and which received ones are accepted.
+        device: the communicator for the device's tensors; the same object if the device is the CPU.
+        wire: encodes, seals and checks messages.
         nodes: which members share a host; None in a group of one without a board.
-        exchange: swaps small values between the members, for further set-up.
+        exchange: the members' rendezvous, for further set-up.
         closing: closes everything.
-        abort_on_error: tells the others the error that it is left with; a launcher does so itself.
+        abort_on_error: aborts the group's board with an error; a no-op if another owner made the
+            board.
     """
 
     name: str
@@ -164,9 +151,9 @@ class GroupContext:
     abort_on_error: Callable[[BaseException | None], None] = _ignore_error
 
     def subgroup(self, name: str, members: Sequence[int]) -> GroupContext:
-        """Build the link of a subgroup; ``members`` are ranks in this group, with this member's.
+        """Build the context of a subgroup. Collective: yes, these members.
 
-        Collective: yes, these members.
+        ``members`` are ranks in this group, this member's among them.
         """
         ranks = [self.ranks[member] for member in members]
         nodes = self.nodes and self.nodes.sub(members)
@@ -175,13 +162,11 @@ class GroupContext:
         return connect(self.exchange.sub(name, members), ranks, self.settings, nodes)
 
     def sibling(self, name: str, timeout: float | None) -> ProcessGroup:
-        """Make one more torch process group of the members, for the device.
-
-        Args:
-            name: its name for torch, behind this group's.
-            timeout: seconds for its set-up; None: for ever.
-
+        """Make another torch process group of the members, for the device.
         Collective: yes, every member.
+
+        Its name for torch is ``name`` behind this group's; ``timeout`` is in seconds, None: no
+        limit.
         """
         members = range(len(self.ranks))
         exchange = self.exchange.sub(f"{self.name}.{name}", members, Deadline.after(timeout))
@@ -203,26 +188,25 @@ def rendezvous_in(
     timeout: float | None,
     given: ProcessGroup | None = None,
 ) -> GroupContext:
-    """Build the link of a group whose members meet in a store.
+    """Build the context of a group whose members meet in a store.
+    Collective: yes, only the members.
 
     Args:
-        store: the store; not asked for in a group of one.
-        place: where in it those of these ranks meet: see `Rendezvous.all_gather_round`.
+        store: returns the store; not called in a group of one.
+        place: the key prefix of the rendezvous: see `Rendezvous.all_gather_round`.
         rank: this member's global rank.
         ranks, settings, given: as for `connect`.
         name: the group's name.
-        timeout: seconds for set-up; None: for ever.
-
-    Collective: yes, every member, and nobody else.
+        timeout: seconds for set-up; None: no limit.
 
     Raises:
-        ValueError, SecretError: they were given different settings; names them.
+        ValueError, SecretError: members have different settings; names them.
         What `connect` raises.
     """
     if len(ranks) == 1:
         return single(name, rank, settings, given=given)
-    at, n, called = ranks.index(rank), len(ranks), tuple(ranks)
-    members = Rendezvous(store(), at, n, name, Deadline.after(timeout), called=called)
+    index, size, called = ranks.index(rank), len(ranks), tuple(ranks)
+    members = Rendezvous(store(), index, size, name, Deadline.after(timeout), called=called)
     exchange = config_handshake(members, place, "terms", settings.terms())
     return connect(exchange, ranks, settings, given=given)
 
@@ -234,7 +218,7 @@ def single(
     nodes: HostTopology | None = None,
     given: ProcessGroup | None = None,
 ) -> GroupContext:
-    """The link of a group of one; the arguments are those of `connect`. Collective: no."""
+    """Build the context of a group of one; arguments as for `connect`."""
     settings = replace(settings, sockets=SocketChoice(address="127.0.0.1"))
     exchange = Rendezvous(HashStore(), 0, 1, name, NEVER)
     closing = ExitStack()
@@ -268,35 +252,33 @@ def connect(
     nodes: HostTopology | None = None,
     given: ProcessGroup | None = None,
 ) -> GroupContext:
-    """Build the link of a group of two or more.
+    """Build the context of a group of two or more. Collective: yes, only the members.
 
     Args:
-        exchange: the members' exchange, with keys that no other group uses; has the group's name.
+        exchange: the members' rendezvous, with the group's name and keys that no other group uses.
         ranks: the members' global ranks, by rank in the group.
-        settings: the same on all members, except for the local rank and the device.
-        nodes: which members share a host, and their board; None: it is found out, and a board made.
-        given: a torch process group of the members, to use for the devices that it handles; it is
-            not destroyed with the link.
-
-    Collective: yes, every member, and nobody else.
+        settings: the same on all members, except the local rank and the device.
+        nodes: which members share a host; None: the members determine it and make a board.
+        given: the caller's process group of the members, used for the devices that it handles; the
+            context does not destroy it.
 
     Raises:
-        GroupTimeoutError: some members did not come in time; names them.
-        PeerLostError: a member has ended, or left, on the way.
-        GroupAbortedError: a member has given up; says why. Or it was killed, and started again.
+        GroupTimeoutError: some members did not arrive in time; names them.
+        PeerLostError: a member exited or left during set-up.
+        GroupAbortedError: a member aborted; carries the reason. Or it was killed and started again.
         ValueError: the backend is unknown.
-        SecretError: some members were given the launcher's secret, and some were not.
+        SecretError: only some members have the launcher's secret.
     """
     with exchange.setting_up(), ExitStack() as undo:
         closing = undo.enter_context(ExitStack())
         exchange = authenticated(exchange, settings.secret, closing, settings.sockets.address)
-        tell_why: Callable[[BaseException | None], None] = _ignore_error
+        abort_on_error: Callable[[BaseException | None], None] = _ignore_error
         if nodes is None:
             nodes = find_nodes(exchange, address=settings.sockets.address)
             closing.callback(nodes.close)
-            telling_why = AbortOnError(nodes.board)
-            undo.enter_context(telling_why)
-            tell_why = telling_why.abort
+            aborting = AbortOnError(nodes.board)
+            undo.enter_context(aborting)
+            abort_on_error = aborting.abort
         exchange = with_liveness(exchange, nodes.board, nodes.members)
         groups = ProcessGroups(exchange, ranks, settings, given, closing)
         build = _Builder(exchange, settings, nodes, groups, closing)
@@ -327,14 +309,12 @@ def connect(
             nodes=nodes,
             exchange=exchange,
             closing=closing,
-            abort_on_error=tell_why,
+            abort_on_error=abort_on_error,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _Builder:
-    """Builds the parts of a link; each is closed with ``undo``."""
-
     exchange: Rendezvous
     settings: Settings
     nodes: HostTopology
@@ -342,17 +322,14 @@ class _Builder:
     undo: ExitStack
 
     def wire(self) -> MessageCodec:
-        """Agree on how messages are sealed; returns when all members are there."""
         one_host = len(self.nodes.all()) == 1
         secret = self.nodes.board.key if one_host else self.settings.secret
         return negotiate_codec(self.exchange, secret, only_members_write=self.may_use_shm())
 
     def may_use_shm(self) -> bool:
-        """Whether all members share a host, and the settings do not say ``torch_only``."""
         return len(self.nodes.all()) == 1 and not self.settings.torch_only
 
     def shm(self, wire: MessageCodec) -> ShmBackend:
-        """A backend over shared memory."""
         return self._keep(
             ShmBackend.create(
                 self.nodes.board,
@@ -366,7 +343,6 @@ class _Builder:
         )
 
     def torch(self, group: ProcessGroup, device: torch.device | str, token: bytes) -> TorchBackend:
-        """A backend over a torch process group; ``token`` as for `FingerprintBackend`."""
         board = self.nodes.board
         return self._keep(
             TorchBackend(
@@ -381,21 +357,19 @@ class _Builder:
         )
 
     def cuda(self, over: Backend, token: bytes) -> Backend:
-        """The backend for CUDA devices: the best there are, or with ``torch_only`` torch's."""
+        """Return the best backend for CUDA devices; with ``torch_only`` torch's."""
         device, deadline = self.settings.device, self.exchange.deadline
         group = self.groups.device
         if self.settings.torch_only:
             return self.torch(group(), device, token)
-        from coordinator.cuda_candidates import cuda_comm  # noqa: PLC0415 - few have a GPU
+        from coordinator.cuda_candidates import cuda_comm  # noqa: PLC0415 - only for GPUs
 
         return self._keep(
             cuda_comm(device, self.nodes, Communicator(over), group, deadline, self.undo)
         )
 
     def compared(self, backend: Backend, over: Backend, token: bytes) -> Backend:
-        """``backend``, with a comparison of what members call: before each collective if the
-        settings say ``checked``, else later, unless it compares by itself.
-        """
+        """Compare operations before each collective if ``checked``; else later, if needed."""
         if self.settings.checked:
             backend = self._keep(CheckedBackend(backend, over))
         elif backend.capabilities.detects_divergence:
@@ -403,7 +377,6 @@ class _Builder:
         return self._keep(FingerprintBackend(backend, self.nodes.board, token))
 
     def on_stream(self, backend: Backend) -> Backend:
-        """``backend``, moved to the settings' stream if they name one."""
         stream = self.settings.stream
         if stream is None:
             return backend

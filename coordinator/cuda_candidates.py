@@ -1,13 +1,12 @@
-"""Build the backend of a group on CUDA devices: try each candidate, keep the best for each
-operation.
+"""Build the backend of a group on CUDA devices: the best candidate for each operation.
 
-Each backend is tried in two steps: what a member can check alone, then the set-up with the others.
-The second step begins only when all members have passed the first, so that nobody waits for a
-member that cannot take part. A backend that one member cannot use is refused on all of them, with
-that member's reason. `device_comm.selection` chooses among the rest, by a table of
-times that was measured on this kind of machine before, or is measured now.
+Each candidate is built in two steps: a check that a member runs alone, then the set-up with the
+others. The second step begins only if all members pass the first, so no member waits for one that
+cannot take part. A backend that one member cannot use is refused on all of them, with that member's
+reason. `device_comm.selection` chooses among the rest by a table of times, measured on this kind of
+machine before, or now.
 
-The candidates, in order of preference if nothing was measured:
+The candidates, in order of preference without measurements:
 
     ipc       kernels that read and write the memory of peers on this host (CUDA IPC); ranks may
               share a device. Each of its all-reduce algorithms is a candidate too.
@@ -16,9 +15,9 @@ The candidates, in order of preference if nothing was measured:
               NCCL's all-reduce in windows of memory that all ranks reach, from NCCL 2.27 on
     multimem  torch's symmetric memory: all-reduce in the NVLink switch between the devices, in
               two shots
-    torch     the device's torch process group; only if ipc and nccl were refused
-    host      through CPU memory; only if ranks share devices: without NVIDIA's MPS their kernels
-              take turns of some milliseconds there, whenever they meet
+    torch     the device's torch process group; only if ipc and nccl are refused
+    host      through CPU memory; only if ranks share devices: without NVIDIA's MPS, kernels of
+              ranks that wait for each other take turns of some milliseconds
 """
 
 from __future__ import annotations
@@ -69,17 +68,14 @@ def try_together(
     swap: AllGatherBytes,
     closing: ExitStack,
 ) -> Candidate:
-    """Build one backend on all members, or on none.
+    """Build one backend on all members, or on none; return it or the reason as a candidate.
 
     Args:
         name: the candidate's name.
-        prepare: the step that a member does alone; its result is passed to ``build``.
+        prepare: the step that a member does alone; ``build`` gets its result.
         build: sets the backend up together with the other members.
-        swap: gives this member's bytes to all members, and returns everyone's, by rank.
-        closing: closes the backend, if one was built.
-
-    Returns:
-        The candidate, with the backend, or with the reason why there is none.
+        swap: sends this member's bytes to all members, and returns all members', by rank.
+        closing: closes the backend.
 
     Collective: yes, every member.
     """
@@ -105,31 +101,33 @@ def select(
     sizes: Mapping[str, Sequence[int]] = MEASURED_SIZES,
     limit: float = math.inf,
 ) -> SelectingBackend:
-    """A backend that chooses among ``candidates``, for each operation, by rank 0's table.
+    """Return a backend that chooses among ``candidates`` by rank 0's table, per operation.
 
     Args:
         candidates: the same on all members, in order of preference; at least one is not refused.
-        key: the machine and the group for which the table must have been measured; rank 0's.
-        cache: where rank 0 looks for a table, and stores a new one.
-        swap: gives this member's bytes to all members, and returns everyone's, by rank.
-        sizes: the sizes that a table shall have, in bytes, by verb.
-        limit: seconds to measure what it lacks. What does not fit is measured at the next set-up;
-            until then the nearest size decides, and without any the order of the candidates.
+        key: the machine and group that a table must be measured for; rank 0's counts.
+        cache: where rank 0 loads and stores tables.
+        swap: as for `try_together`.
+        sizes: the sizes of a table, in bytes, by verb.
+        limit: seconds to measure missing entries. Later set-ups measure the rest; until then the
+            nearest size decides, or the order of the candidates.
 
     Collective: yes, every member.
     """
     if sum(each.backend is not None for each in candidates) < 2:
         return SelectingBackend(Selection(candidates))
-    known = _TABLE.decode(swap(msgspec.msgpack.encode(cache.load(key)))[0])
-    mine = measure_candidates(candidates, key.as_dict(), swap, sizes, known=known, limit=limit)
-    table = _TABLE.decode(swap(msgspec.msgpack.encode(mine))[0])
-    if table == mine != known:
+    old_table = _TABLE.decode(swap(msgspec.msgpack.encode(cache.load(key)))[0])
+    measured = measure_candidates(
+        candidates, key.as_dict(), swap, sizes, known=old_table, limit=limit
+    )
+    table = _TABLE.decode(swap(msgspec.msgpack.encode(measured))[0])
+    if table == measured != old_table:
         cache.store(table, key)
     return SelectingBackend(Selection(candidates, table))
 
 
 def _attempt(step: Callable[[], object]) -> str:
-    """Run ``step``; the reason if it raises a `CoordinatorError`, else ``""``."""
+    """Run ``step``; return the reason if it raises a `CoordinatorError`, else ``""``."""
     try:
         step()
     except CoordinatorError as error:
@@ -138,14 +136,14 @@ def _attempt(step: Callable[[], object]) -> str:
 
 
 def _first_refusal(swap: AllGatherBytes, reason: str) -> str:
-    """The reason of the first member that has failed; ``""`` if none has. Collective: yes."""
+    """Return the reason of the first member that failed, or ``""``. Collective: yes."""
     reasons = [each.decode() for each in swap(reason.encode())]
-    return next((f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why), "")
+    return next((f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text), "")
 
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _MEASURING = 1 / 3
-"""The part of what is left for the set-up that measuring may take."""
+"""The fraction of the remaining set-up time that measuring may take."""
 
 
 def cuda_comm(
@@ -156,20 +154,20 @@ def cuda_comm(
     deadline: Deadline,
     closing: ExitStack,
 ) -> Backend:
-    """The backend of a group of two or more on CUDA devices.
+    """Return the backend of a group of two or more on CUDA devices.
 
     Args:
         device: this member's device, with an index.
         nodes: which members share a host.
-        over: a communicator of the same members on the CPU; name and timeout are taken from it.
-        group: makes the device's torch process group, when it is needed.
+        over: a communicator of the same members on the CPU; the source of name and timeout.
+        group: makes the device's torch process group, if it is needed.
         deadline: for the set-up.
         closing: closes everything that is built here.
 
     Collective: yes, every member.
 
     Raises:
-        GroupTimeoutError: some members did not come in time.
+        GroupTimeoutError: members did not call in time.
     """
     swap = all_gather_bytes_over(over, deadline)
     identity = str(torch.cuda.get_device_properties(device).uuid)
@@ -183,21 +181,15 @@ def cuda_comm(
         candidates.append(Candidate("host", HostStaging(over.backend, device)))
     elif ipc.backend is None and nccl.backend is None:
         candidates.append(Candidate("torch", build.torch()))
-    able = [each.name for each in candidates if each.backend is not None]
+    usable = [each.name for each in candidates if each.backend is not None]
     cache = TableCache(cache_folder(os.environ))
-    key = _key(device, n, devices, nodes, able)
+    key = _key(device, n, devices, nodes, usable)
     return select(candidates, key, cache, swap, limit=deadline.remaining() * _MEASURING)
 
 
 @dataclass(frozen=True, slots=True)
 class _CandidateBuilder:
-    """Builds candidates: each on all members, or on none.
-
-    Attributes:
-        devices: how many devices the members have in all.
-        swap: gives this member's bytes to all members, and returns everyone's, by rank.
-        device, and all others: as for `cuda_comm`.
-    """
+    """Builds candidates, each on all members or on none; ``devices`` counts the members'."""
 
     device: torch.device
     devices: int
@@ -209,17 +201,16 @@ class _CandidateBuilder:
     closing: ExitStack
 
     def ipc(self) -> Candidate:
-        """Kernels of this project."""
 
         def find_driver() -> Driver:
-            # CuPy is optional, and takes long to import
+            # CuPy is optional and slow to import.
             from device_comm.cuda.cupy_driver import CupyDriver  # noqa: PLC0415
 
             if len(self.nodes.all()) > 1:
                 raise DeviceError("ipc", "the members are on several hosts")
             if self.over.world_size > MAX_RANKS:
                 members = f"{self.over.world_size} members"
-                raise DeviceError("ipc", f"{members}; {MAX_RANKS} are possible")
+                raise DeviceError("ipc", f"{members}; the limit is {MAX_RANKS}")
             driver = CupyDriver(self.device)
             self.closing.callback(driver.close)
             return driver
@@ -227,13 +218,12 @@ class _CandidateBuilder:
         def create(driver: Driver) -> IpcBackend:
             swap = all_gather_bytes_over(self.over)
             return IpcBackend.create(
-                driver, self.over.rank, self.over.world_size, swap, **self._about
+                driver, self.over.rank, self.over.world_size, swap, **self._group_arguments
             )
 
         return self._try("ipc", find_driver, create)
 
     def nccl(self) -> Candidate:
-        """NCCL, for members with devices of their own."""
 
         def find_library() -> NcclLibrary:
             if self.devices < self.over.world_size:
@@ -249,40 +239,37 @@ class _CandidateBuilder:
                 device=self.device,
                 set_up=self.deadline,
                 library=library,
-                **self._about,
+                **self._group_arguments,
             )
 
         return self._try("nccl", find_library, create)
 
     def window(self, nccl: Candidate) -> Candidate:
-        """Windows of the communicator of ``nccl``."""
 
         def find_memory() -> tuple[NcclBackend, NcclMemory]:
             if not isinstance(nccl.backend, NcclBackend):
-                raise NcclUnavailableError("there is no NCCL between the members")
+                raise NcclUnavailableError("the group has no NCCL backend")
             return nccl.backend, NcclWindow.allocate(nccl.backend)
 
-        def create(found: tuple[NcclBackend, NcclMemory]) -> NcclWindow:
-            return NcclWindow(*found, self.deadline)
+        def create(backend_and_memory: tuple[NcclBackend, NcclMemory]) -> NcclWindow:
+            return NcclWindow(*backend_and_memory, self.deadline)
 
         return _limited(self._try("nccl window", find_memory, create))
 
     def multimem(self) -> Candidate:
-        """torch's symmetric memory, for members with devices of their own on one host."""
 
         def find_memory() -> Tensor:
             if len(self.nodes.all()) > 1 or self.devices < self.over.world_size:
-                why = "the members are not on devices of their own on one host"
-                raise DeviceError("multimem", why)
+                reason = "the members are on several hosts or share devices"
+                raise DeviceError("multimem", reason)
             return SymmetricBackend.allocate(self.device)
 
         def create(shared: Tensor) -> SymmetricBackend:
-            return SymmetricBackend(self.group(), shared, **self._about)
+            return SymmetricBackend(self.group(), shared, **self._group_arguments)
 
         return _limited(self._try("multimem", find_memory, create))
 
     def torch(self) -> TorchBackend:
-        """The device's torch process group."""
         nodes, over = self.nodes, self.over
         return TorchBackend(
             self.group(), self.device, nodes.board, nodes.members, over.name, over.timeout
@@ -292,8 +279,7 @@ class _CandidateBuilder:
         return try_together(name, prepare, build, self.swap, self.closing)
 
     @property
-    def _about(self) -> dict[str, Any]:
-        """What every backend is told about the group."""
+    def _group_arguments(self) -> dict[str, Any]:
         return {
             "name": self.over.name,
             "timeout": self.over.timeout,
@@ -303,15 +289,15 @@ class _CandidateBuilder:
 
 
 def _limited(candidate: Candidate) -> Candidate:
-    """The candidate, for tensors up to the limit of its backend."""
+    """Return the candidate, limited to the sizes that its backend accepts."""
     backend = candidate.backend
     if isinstance(backend, (NcclWindow, SymmetricBackend)):
         return replace(candidate, up_to=backend.limit)
     return candidate
 
 
-def _key(device: torch.device, n: int, devices: int, nodes: HostTopology, able: list[str]) -> Key:
-    """What must be the same for a table of measured times to be used again."""
+def _key(device: torch.device, n: int, devices: int, nodes: HostTopology, usable: list[str]) -> Key:
+    """Return the conditions under which a table of measured times is valid."""
     places = f"{counted(devices, 'device')} of {counted(len(nodes.all()), 'host')}"
     libraries = f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {_nccl_version()}"
     kernels = hashlib.sha256(kernel_source().encode()).hexdigest()[:12]
@@ -322,7 +308,7 @@ def _key(device: torch.device, n: int, devices: int, nodes: HostTopology, able: 
         libraries=libraries,
         world_size=n,
         topology=f"{counted(n, 'rank')} on {places}{', MPS' if _mps_runs() else ''}",
-        candidates=" ".join(able),
+        candidates=" ".join(usable),
     )
 
 
@@ -331,7 +317,7 @@ def _nccl_version() -> str:
 
 
 def _mps_runs() -> bool:
-    """Whether the processes of a device run side by side on it."""
+    """Return whether MPS runs the processes of a device side by side."""
     folder = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
     return Path(folder, "control").exists()
 

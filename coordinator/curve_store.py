@@ -1,9 +1,9 @@
-"""A store between hosts that only holders of the launcher's secret can use.
+"""A store between hosts, encrypted and authenticated with the launcher's secret.
 
-One process hosts it; all members connect to it, that one too. Connections are encrypted by CURVE,
-and each end proves its key before anything else is exchanged. The keys are derived from the secret
-and a random nonce, as those of queues are (`shm_broadcast.net.keys`). The host's address need
-not be secret: whoever alters it keeps the members from meeting, but learns nothing.
+One process hosts it; all members connect, the host's own too. CURVE encrypts each connection, and
+each end proves its key before any request. The keys derive from the secret and a random nonce
+(`shm_broadcast.net.keys`). The host's address need not be secret: a process that alters it prevents
+the rendezvous but reads nothing.
 """
 
 from __future__ import annotations
@@ -39,32 +39,28 @@ _SILENCE: Final = 10.0
 _FRAME_BYTES: Final = 2 * MAX_BYTES
 _OPERATION: Final = "store"
 _LEFT: Final = b""
-"""The frame with which a member says that it leaves."""
+"""The frame that a member sends when it leaves."""
 _STAY_SECONDS: Final = 60.0
-"""How long the host goes on, as a rule, for members that have not left: see `StoreServer.close`."""
-_LOOK_SECONDS: Final = 10.0
+"""How long the host serves members that have not left: see `StoreServer.close`."""
+_POLL_SECONDS: Final = 10.0
 _QUESTION: Final = msgspec.msgpack.Decoder(StoreRequest)
 _ANSWER: Final = msgspec.msgpack.Decoder(StoreResponse)
 
 
 class StoreServer(RemoteEnd):
-    """Hosts a store in a thread of its own. Close it.
-
-    Attributes:
-        at: the address, for `StoreGuestClient`.
-    """
+    """Hosts a store in its own thread, at the address ``at``. Close it."""
 
     def __init__(self, members: Iterable[int], bind_host: str, secret: bytes) -> None:
         """Listen on a free port of ``bind_host``.
 
         Args:
             members: the ranks that may use the store.
-            bind_host: this host's address that they reach: IPv4, IPv6, or a name.
+            bind_host: an address of this host that the members can reach: IPv4, IPv6, or a name.
             secret: the launcher's secret.
 
         Raises:
-            ValueError: ``bind_host`` means all interfaces.
-            OSError: ``bind_host`` cannot be resolved, or is no address of this host.
+            ValueError: ``bind_host`` is a wildcard address.
+            OSError: ``bind_host`` cannot be resolved, or is not an address of this host.
         """
         address = one_address(bind_host)
         nonce = secrets.token_bytes(HANDSHAKE_NONCE_BYTES)
@@ -90,10 +86,9 @@ class StoreServer(RemoteEnd):
             raise
 
     def close(self, stay: float = _STAY_SECONDS) -> None:
-        """Let the store end when all members have left, or after ``stay`` seconds. Does not wait.
+        """Let the thread end when all members have left, or after ``stay`` seconds; return at once.
 
-        Args:
-            stay: 0 where all members are known to have left, or ended.
+        Pass 0 if all members are known to have left or exited.
         """
         self._stay_until = time.monotonic() + stay
         self._wake.notify()
@@ -105,7 +100,7 @@ class StoreServer(RemoteEnd):
                     self._reply(*received)
                 if not self._present:
                     return
-                self._poller.poll(math.ceil(min(left, _LOOK_SECONDS) * 1000))
+                self._poller.poll(math.ceil(min(left, _POLL_SECONDS) * 1000))
                 self._wake.clear()
         finally:
             self._tear_down()
@@ -115,11 +110,11 @@ class StoreServer(RemoteEnd):
             self._present.discard(int(frame.get("User-Id")))
             return
         try:
-            question = _QUESTION.decode(frame.buffer)
+            request = _QUESTION.decode(frame.buffer)
         except UNDECODABLE:
             return
-        answer = msgspec.msgpack.encode(self._values.answer(question))
-        self._zmq.send_multipart([identity.bytes, answer], zmq.NOBLOCK)
+        response = msgspec.msgpack.encode(self._values.answer(request))
+        self._zmq.send_multipart([identity.bytes, response], zmq.NOBLOCK)
 
     def _send_closed(self) -> None:
         pass
@@ -130,18 +125,12 @@ class StoreServer(RemoteEnd):
 
 
 class StoreGuestClient(RemoteEnd):
-    """One member's connection to a store. Close it."""
+    """One member's connection to a `StoreServer`. Close it."""
 
     def __init__(self, at: StoreAddress, rank: int, secret: bytes) -> None:
-        """Begin to connect.
+        """Begin to connect member ``rank``; raise ValueError if ``at`` is not a valid address.
 
-        Args:
-            at: the host's `StoreServer.at`; it may come from an untrusted source.
-            rank: this member's rank, one of the host's ``members``.
-            secret: the launcher's secret.
-
-        Raises:
-            ValueError: ``at`` is not a valid address.
+        ``at``, the host's `StoreServer.at`, may come from an untrusted source.
         """
         super().__init__(
             zmq.DEALER,
@@ -163,28 +152,30 @@ class StoreGuestClient(RemoteEnd):
             raise ValueError(f"{at.address!r} is no address of a store: {error}") from error
 
     def ask(self, question: StoreRequest, deadline: Deadline) -> StoreResponse:
-        """Send ``question`` and wait for its answer.
+        """Send a request and wait for its response.
 
         Raises:
-            ValueError: the question has more than 2 `MAX_BYTES` bytes: nothing is sent.
-            GroupTimeoutError: no answer before the deadline.
+            ValueError: the request has more than 2 x `MAX_BYTES` bytes; nothing is sent.
+            GroupTimeoutError: no response before the deadline.
             TransportError: the connection broke, now or earlier.
-            PeerProtocolError: the host does not admit this member, or sent something else.
+            PeerProtocolError: the host rejects this member's key, or sent an invalid response.
             GroupClosedError: this end is closed.
         """
-        asked = msgspec.msgpack.encode(question)
-        if len(asked) > _FRAME_BYTES:
-            raise ValueError(f"a question may have {_FRAME_BYTES} bytes; got {len(asked)}")
+        encoded = msgspec.msgpack.encode(question)
+        if len(encoded) > _FRAME_BYTES:
+            raise ValueError(
+                f"a request to the store is limited to {_FRAME_BYTES} bytes; got {len(encoded)}"
+            )
         with self._use(_OPERATION, deadline):
             self._note_events()
-            self._tell(asked)
+            self._send_frame(encoded)
             while True:
                 while (received := self._receive()) is not None:
-                    answer = self._decoded(received[0])
-                    self._connection.made = True  # zmq reports it by an event, maybe later
-                    # Another number: the answer to a question whose asker was interrupted.
-                    if answer.number == question.number:
-                        return answer
+                    response = self._decoded(received[0])
+                    self._connection.made = True  # zmq may report this event later
+                    # Another number answers a request whose caller was interrupted.
+                    if response.number == question.number:
+                        return response
                 self._note_events()
                 if deadline.expired:
                     raise GroupTimeoutError(
@@ -202,29 +193,25 @@ class StoreGuestClient(RemoteEnd):
             raise PeerProtocolError(_OPERATION, _HOST, str(error)) from error
 
     def _note_events(self) -> None:
-        """Take in the connection's events.
-
-        Raises:
-            TransportError: the connection is lost.
-            PeerProtocolError: it was refused.
-        """
         connection = self._connection
         connection.poll()
         if connection.fault:
             raise PeerProtocolError(_OPERATION, _HOST, connection.fault)
         if connection.lost:
-            # zmq connects again by itself. But a question may be lost, or already answered: asked
-            # again, an `Add` would count twice.
+            # zmq reconnects by itself, but must not be used: the request may have been executed,
+            # and a repeated `Add` would count twice.
             self._closing = True
-            raise TransportError(_OPERATION, f"{connection.address} has gone", _HOST)
+            raise TransportError(
+                _OPERATION, f"the connection to {connection.address} is lost", _HOST
+            )
 
-    def _tell(self, frame: bytes) -> None:
-        with suppress(zmq.Again):  # there is no connection any more: its events say why
+    def _send_frame(self, frame: bytes) -> None:
+        with suppress(zmq.Again):  # no connection: `_note_events` raises the reason
             self._zmq.send(frame, zmq.NOBLOCK)
 
     def _send_closed(self) -> None:
         if self._connection.made:
-            self._tell(_LEFT)
+            self._send_frame(_LEFT)
         else:
             self._zmq.linger = 0
 

@@ -1,8 +1,8 @@
 """Implement `GroupCoordinator`, one member's end of a group, with its queues and graph capture.
 
-If all members are on one host, the queue uses the group's board, so a lost member or an abort of
-the group ends every wait in it. A queue to other hosts, or from outside the group, has a board of
-its own, and needs the writer's address and a secret; see `shm_broadcast.MessageQueue`.
+If all members are on one host, a queue between them uses the group's board: a lost member or an
+abort of the group ends every wait in it. A queue to other hosts, or from outside the group, has its
+own board, and needs the writer's address and a secret; see `shm_broadcast.MessageQueue`.
 """
 
 from __future__ import annotations
@@ -36,11 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GraphCaptureContext:
-    """The stream of a capture.
-
-    Attributes:
-        stream: the CUDA stream to capture on; None on the CPU.
-    """
+    """The CUDA stream of a graph capture; None on the CPU."""
 
     stream: torch.cuda.Stream | None
 
@@ -49,11 +45,9 @@ class GraphCaptureContext:
 def capture_on_side_stream(
     device: torch.device, context: GraphCaptureContext | None = None
 ) -> Iterator[GraphCaptureContext]:
-    """Make a side stream current, which first waits for all work on the current stream.
+    """Make a side stream current; it first waits for all work on the current stream.
 
-    Args:
-        device: the device on which the graph will run; on the CPU nothing is done.
-        context: the context of a capture that has begun, to use its stream; None: a new stream.
+    ``context``: a capture in progress, whose stream is used. On the CPU this does nothing.
     """
     if device.type != "cuda":
         yield context or GraphCaptureContext(None)
@@ -69,12 +63,7 @@ def capture_on_side_stream(
 
 
 class MessengerGroup:
-    """A group as an `ObjectGroup`, to set queues up with (`shm_broadcast.queue.rendezvous`).
-
-    Attributes:
-        rank: this member's rank in the group.
-        world_size: the number of members.
-    """
+    """A group as an `ObjectGroup`, to set queues up with (`shm_broadcast.queue.rendezvous`)."""
 
     def __init__(self, messenger: ObjectMessenger) -> None:
         self.rank = messenger.cpu.rank
@@ -93,18 +82,11 @@ class MessengerGroup:
 def queue_on_board(
     messenger: ObjectMessenger, board: Board, writer_rank: int, *, wanted: bool
 ) -> MessageQueue | None:
-    """Make a queue from one member to all others, on the group's own board.
-
-    Args:
-        messenger: the group's messenger; it carries the handle.
-        board: the board that all members are on.
-        writer_rank: the writer's rank in the group.
-        wanted: at the writer: whether to make the queue. The others' value is not used.
-
-    Returns:
-        This member's end; None if the writer did not want a queue.
-
+    """Make a queue from one member to all others, on the group's board.
     Collective: yes, every member.
+
+    Returns this member's end; None if ``wanted`` is False at the writer, the only one whose value
+    counts.
     """
     members = messenger.cpu.members
     writer = members[writer_rank]
@@ -123,17 +105,12 @@ def queue_on_board(
 def own_group(
     group_ranks: Sequence[Sequence[int]], rank: int, world_size: int | None = None
 ) -> Sequence[int]:
-    """The group of ``group_ranks`` that contains ``rank``.
-
-    Args:
-        group_ranks: global ranks of all groups of a kind.
-        rank: a global rank.
-        world_size: how many ranks there are; None: it is not known.
+    """Return the group of ``group_ranks`` that contains ``rank``.
 
     Raises:
-        ValueError: none contains it, or a rank is in two groups, in one twice, or not in the world;
-            the same on all ranks, except on one that is in no group.
-        TypeError: these are not groups of ranks.
+        ValueError: no group contains ``rank``, or a rank is listed twice or is not in the world.
+            All ranks get the same error, except one in no group.
+        TypeError: ``group_ranks`` is not a sequence of sequences of ranks.
     """
     if isinstance(group_ranks, int) or any(isinstance(each, int) for each in group_ranks):
         raise TypeError(f"group_ranks must be groups, each a list of ranks; got {group_ranks}")
@@ -149,13 +126,15 @@ def own_group(
 class GroupCoordinator(TensorVerbs, MessageVerbs, ExpertVerbs):
     """One member's end of a named group: collectives, messages, and the members' ranks.
 
-    Ranks in arguments are ranks in the group; the attributes `rank`, `ranks`, `first_rank`,
-    `last_rank`, `next_rank` and `prev_rank` are global. One thread at a time may use it. Errors are
-    those of `shm_broadcast.errors`: no call waits longer than its timeout, or keeps waiting after
-    a member has died or aborted. `coordinator.member.Member` lists the attributes.
+    Ranks in arguments are ranks in the group. The attributes `rank`, `ranks`, `first_rank`,
+    `last_rank`, `next_rank` and `prev_rank` are global ranks. `coordinator.member.Member` lists all
+    attributes.
 
-    In a group of one every operation returns its input itself, not a copy, so changing the result
-    in place changes the input. With ``out=`` the input is copied there.
+    One thread at a time may use a group. Calls raise the errors of `shm_broadcast.errors`. No call
+    waits longer than its timeout, or for a member that died or aborted the group.
+
+    In a group of one each operation returns its input itself: a later change of the result in place
+    changes the input. With ``out=`` the input is copied there.
     """
 
     def __init__(
@@ -170,27 +149,26 @@ class GroupCoordinator(TensorVerbs, MessageVerbs, ExpertVerbs):
         timeout: float | None = DEFAULT_TIMEOUT,
         secret: bytes | None = None,
     ) -> None:
-        """Build the group that this process is in; its members meet in torch's default store.
+        """Build this process's group. Collective: yes, every member of it and no other rank.
+
+        The members meet in the store of torch's default process group.
 
         Args:
-            group_ranks: global ranks of all groups of this kind; this process is in one.
-            local_rank: this process's number on its node; chooses its GPU.
-            torch_distributed_backend: ``"gloo"`` or ``"nccl"``; None: NCCL if there is a GPU.
+            group_ranks: the global ranks of all groups of this kind; this process is in exactly
+                one.
+            local_rank: this process's number on its host; chooses its GPU.
+            torch_distributed_backend: ``"gloo"`` or ``"nccl"``; None: NCCL if there is a GPU, else
+                gloo.
             use_device_communicator: False: move tensors only by torch's process groups.
-            use_message_queue_broadcaster: whether to make a queue for the objects that rank 0
-                broadcasts. Between hosts that takes a secret; without one there is no queue.
+            use_message_queue_broadcaster: whether to `start_broadcaster`.
             group_name: for errors and status. Members meet by this name and ``group_ranks``.
-            timeout: seconds for set-up; None: for ever.
-            secret: the launcher's secret, 16 bytes or more, which all ranks have and nobody else.
-                None: the contents of the file that ``GROUP_COORDINATOR_SECRET_FILE`` names, if it
-                is set.
-
-        Collective: yes, every member of this process's group, and nobody else.
+            timeout: seconds for set-up; None: no limit.
+            secret: as for `coordinator.init`.
 
         Raises:
-            ValueError: this process is in none of the groups or in several, its group has a rank
-                that is not in the world, or torch has no default process group.
-            GroupTimeoutError: some members did not come in time; names them.
+            ValueError: this process is in no group or in several, its group has a rank outside the
+                world, or torch has no default process group.
+            GroupTimeoutError: some members did not arrive in time; names them.
             SecretError: the secret is too short, or other users may read its file.
         """
         rank = dist.get_rank()
@@ -217,25 +195,23 @@ class GroupCoordinator(TensorVerbs, MessageVerbs, ExpertVerbs):
         timeout: float | None = DEFAULT_TIMEOUT,
         secret: bytes | None = None,
     ) -> Self:
-        """Make a group of the members of a torch process group.
-
-        The process group stays the caller's: destroy it after this group is closed, and do not use
-        it directly before. If it has no backend for the CPU, a CPU group is made as well.
-
-        Args:
-            process_group: its members become this group's, in the same order.
-            group_name: for errors and status.
-            stream: the CUDA stream on which collectives run, after the work that is on the current
-                stream already, and before later work on it. None: the current stream.
-            local_rank: this process's number on its node; None: its global rank.
-            timeout: seconds for set-up; None: for ever.
-            secret: as for the constructor.
-
+        """Make a group of a torch process group's members, in its order.
         Collective: yes, every member.
 
+        The caller keeps the process group: do not use it directly until this group is closed, then
+        destroy it. If it has no CPU backend, a CPU group is made.
+
+        Args:
+            process_group: the members.
+            group_name: for errors and status.
+            stream: the CUDA stream of the collectives. They run after work already on the current
+                stream, and before later work on it. None: the current stream.
+            local_rank: this process's number on its host; None: its global rank.
+            timeout, secret: as for the constructor.
+
         Raises:
-            ValueError: ``stream`` is not of the group's device, or that is the CPU.
-            GroupTimeoutError: some members did not come in time.
+            ValueError: ``stream`` is on another device than the group, or the group is on the CPU.
+            GroupTimeoutError: some members did not arrive in time.
         """
         ranks = torch_groups.ranks_of(process_group)
         rank = ranks[process_group.rank()]
@@ -261,12 +237,11 @@ class GroupCoordinator(TensorVerbs, MessageVerbs, ExpertVerbs):
         timeout: float | None = DEFAULT_TIMEOUT,
         secret: bytes | None = None,
     ) -> Self:
-        """Make a group of a one-dimensional mesh's members: ``from_device_mesh(mesh["tp"])``.
-
-        The arguments are those of `from_process_group`. Collective: yes, every member of the mesh.
+        """Make a group of a mesh's members: ``from_device_mesh(mesh["tp"])``.
+        Collective: yes, every member of the mesh. Other arguments as for `from_process_group`.
 
         Raises:
-            ValueError: ``mesh`` has more than one dimension; and as `from_process_group`.
+            ValueError: ``mesh`` has more than one dimension; or as for `from_process_group`.
         """
         if mesh.ndim != 1:
             raise ValueError(f"choose one dimension of {mesh.mesh_dim_names}: mesh[name]")
@@ -281,10 +256,6 @@ class GroupCoordinator(TensorVerbs, MessageVerbs, ExpertVerbs):
         )
 
     def _begin(self, link: GroupContext, with_broadcaster: bool = False) -> None:
-        """Become the member whose end of a new group ``link`` is; if that fails, all are told why.
-
-        Collective: yes, every member.
-        """
         try:
             self._init_from(link)
             if with_broadcaster:
@@ -302,14 +273,11 @@ class GroupCoordinator(TensorVerbs, MessageVerbs, ExpertVerbs):
             self._divide(self.nodes)
 
     def _divide(self, nodes: Sequence[Sequence[int]]) -> None:
-        """Build the groups within this node and between nodes, where they are not this one.
-        Collective: yes, every member.
-        """
         firsts = [node[0] for node in nodes]
         self._first_on_node = self.rank_in_group in firsts
         if len(nodes) > 1:
-            mine = next(node for node in nodes if self.rank_in_group in node)
-            self._parts["intra"] = self._part("intra", mine)
+            own_host = next(node for node in nodes if self.rank_in_group in node)
+            self._parts["intra"] = self._part("intra", own_host)
         if self._first_on_node and len(nodes) < self.world_size:
             self._parts["inter"] = self._part("inter", firsts)
 
@@ -319,11 +287,11 @@ class GroupCoordinator(TensorVerbs, MessageVerbs, ExpertVerbs):
 
     @property
     def hierarchy(self) -> Hierarchy[GroupCoordinator]:
-        """The group seen as its nodes. Collective: no."""
+        """The group's members by host, as groups."""
         inter = self._parts.get("inter", self) if self._first_on_node else None
         return Hierarchy(self, self._parts.get("intra", self), inter)
 
-    # --- together ------------------------------------------------------------------------
+    # --- all members ---------------------------------------------------------------------
 
     @overload
     def barrier(self, **how: Unpack[Now]) -> None: ...
@@ -332,7 +300,7 @@ class GroupCoordinator(TensorVerbs, MessageVerbs, ExpertVerbs):
     @overload
     def barrier(self, **how: Unpack[Maybe]) -> Work[None] | None: ...
     def barrier(self, *, async_op: bool = False, timeout: Timeout = None) -> Work[None] | None:
-        """Return once every member has called it, on the CPU. Collective: yes, every member."""
+        """Wait, on the CPU, until every member has called it. Collective: yes, every member."""
         return self._context.cpu.barrier(async_op=async_op, timeout=timeout)
 
     @overload
@@ -342,26 +310,25 @@ class GroupCoordinator(TensorVerbs, MessageVerbs, ExpertVerbs):
     @overload
     def cpu_all_reduce_(self, x: Tensor, **how: Unpack[Maybe]) -> Tensor | Work[Tensor]: ...
     def cpu_all_reduce_(self, x: Tensor, *, async_op: bool = False, timeout: Timeout = None) -> Any:
-        """Sum a CPU tensor into itself, over the CPU group. Collective: yes, every member."""
+        """Sum ``x``, a CPU tensor, in place, over the CPU group. Collective: yes, every member.
+
+        Returns ``x``; with ``async_op`` a `Work` of it. ``timeout`` is in seconds.
+        """
         return self._context.cpu.all_reduce_(x, async_op=async_op, timeout=timeout)
 
     def make_sibling_device_group(
         self, group_desc: str | None = None, *, timeout: float | None = DEFAULT_TIMEOUT
     ) -> ProcessGroup:
-        """Make one more torch process group of the same members, to use beside `device_group`.
+        """Make another torch process group of the members, beside `device_group`.
+        Collective: yes, every member. `close` destroys it.
 
         Args:
             group_desc: its name for torch.
-            timeout: seconds for its set-up; None: for ever.
-
-        Returns:
-            The process group; it is destroyed when this group is closed.
-
-        Collective: yes, every member.
+            timeout: seconds for set-up; None: no limit.
 
         Raises:
             GroupClosedError: this group is closed.
-            GroupTimeoutError: some members did not come in time.
+            GroupTimeoutError: some members did not arrive in time.
         """
         return self._open_context().sibling(group_desc or "sibling", timeout)
 
@@ -369,22 +336,20 @@ class GroupCoordinator(TensorVerbs, MessageVerbs, ExpertVerbs):
     def graph_capture(
         self, graph_capture_context: GraphCaptureContext | None = None
     ) -> Iterator[GraphCaptureContext]:
-        """A context in which CUDA graphs may be captured; on the CPU it does nothing.
+        """Enter a context in which CUDA graphs may be captured. Collective: yes, every member.
 
-        Capture on the context's stream: ``torch.cuda.graph(graph, stream=context.stream)``. At the
-        end of the context, the members exchange the addresses of the memory that they have
-        captured. After that the graphs can be replayed, until the group is closed: by all members
-        in the same order, and on a stream that is ordered with the group's other calls. Replays
-        raise nothing: `check` does.
-
-        Collective: yes, every member.
+        Capture on the context's stream: ``torch.cuda.graph(graph, stream=context.stream)``. On
+        exit, the members exchange the addresses of the captured memory. Then the graphs can be
+        replayed until the group is closed. All members replay them in the same order, on a stream
+        that is ordered with the group's other calls. Replays raise no errors; `check` does. On the
+        CPU the context does nothing.
 
         Args:
-            graph_capture_context: the context of another group, to capture on the same stream.
+            graph_capture_context: another group's context, to capture on the same stream.
 
         Raises:
-            DivergenceError: members have captured different collectives, or a message whose other
-                end is not captured; do not replay them.
+            DivergenceError: members captured different collectives, or a message whose other end is
+                not captured. The graphs must not be replayed.
         """
         with ExitStack() as captures:
             context = captures.enter_context(
@@ -397,12 +362,10 @@ class GroupCoordinator(TensorVerbs, MessageVerbs, ExpertVerbs):
             yield context
 
     def start_broadcaster(self) -> None:
-        """Make a queue for the objects that rank 0 broadcasts, if there can be one.
+        """Make `mq_broadcaster`, the queue for objects of rank 0. Collective: yes, every member.
 
-        There is none in a group of one, nor between hosts without the launcher's secret; objects
-        are then broadcast as other messages.
-
-        Collective: yes, every member.
+        None is made in a group of one, or between hosts without the launcher's secret; objects are
+        then broadcast as other messages are.
         """
         nodes = self.nodes
         if self.world_size > 1 and (len(nodes) == 1 or self._context.settings.secret is not None):
@@ -419,23 +382,22 @@ class GroupCoordinator(TensorVerbs, MessageVerbs, ExpertVerbs):
         secret: bytes | None = None,
         timeout: float | None = 60.0,
     ) -> MessageQueue:
-        """Make a queue from one member to all others, or from an outside writer to all members.
+        """Make a queue from one member, or an outside writer, to all others.
+        Collective: yes, every member.
 
         Args:
-            writer_rank: the writer's rank in the group; with ``external_writer_handle`` the rank
-                that passes the handle.
+            writer_rank: the writer's rank in the group; with ``external_writer_handle``, the rank
+                that has the handle.
             external_writer_handle: the handle of a queue whose writer is not in the group.
-            blocking: whether to return only when all members have joined.
+            blocking: whether to wait until all members have joined; on one host they join at once.
             connect_ip: the writer's address for members on other hosts; None: its address on the
-                route to the store where the members met, if that is known.
+                route to the group's store, if known.
             secret: the launcher's secret, for members on other hosts; None: the group's.
-            timeout: seconds for ``blocking`` between hosts; on one host all members join at once.
+            timeout: seconds for ``blocking`` between hosts.
 
         Returns:
-            This member's end; the caller shuts it down. In a group of one the queue has no readers:
-            messages are dropped.
-
-        Collective: yes, every member.
+            This member's end; the caller shuts it down. In a group of one the queue has no readers
+            and drops messages.
 
         Raises:
             ValueError: ``writer_rank`` is not in the group.
@@ -467,22 +429,19 @@ class GroupCoordinator(TensorVerbs, MessageVerbs, ExpertVerbs):
         secret: bytes | None = None,
         timeout: float | None = 60.0,
     ) -> tuple[MessageQueue, list[QueueHandle]]:
-        """Make a queue from each member to one of them.
+        """Make a queue from each member to one reader. Collective: yes, every member.
 
         Args:
-            reader_rank_in_group: the rank in the group of the member that reads all queues.
-            blocking: whether to return only when the reader has joined this member's queue.
+            reader_rank_in_group: the reader's rank in the group.
+            blocking: whether to wait until the reader has joined this member's queue.
             connect_ip: this member's address, if the reader is on another host; None: as for
                 `create_mq_broadcaster`.
-            secret: the launcher's secret, if members are on another host than the reader; None: the
-                group's.
-            timeout: seconds for ``blocking``.
+            secret, timeout: as for `create_mq_broadcaster`.
 
         Returns:
-            The queue that this member writes; and at the reader all members' handles by rank in the
-            group, each for ``MessageQueue.create_from_handle(handle, 0)``; elsewhere an empty list.
-
-        Collective: yes, every member.
+            The queue that this member writes; and a list: at the reader all members' handles, by
+            rank in the group, each for ``MessageQueue.create_from_handle(handle, 0)``; elsewhere
+            empty.
         """
         return MessageQueue.create_from_process_group_single_reader(
             MessengerGroup(self._messenger),

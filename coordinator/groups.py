@@ -1,16 +1,15 @@
-"""Build the groups of a topology: all ranks of a job, its parallel groups, and groups over a store
-alone.
+"""Build the groups of a job: all ranks, parallel groups, and groups over a store alone.
 
     groups = coordinator.init(tp=2, pp=2)          # under torchrun, on every rank
     y = groups.tp.all_reduce(x)
     groups.close()
 
-`coordinator.rank_grid` shows which ranks form which group: tensor-parallel ranks are
-neighbours, then come pipeline stages, then data-parallel replicas.
+`coordinator.rank_grid` defines which ranks form which group: tensor-parallel ranks are neighbours,
+then pipeline stages, then data-parallel replicas.
 
-A `StatelessGroupCoordinator` is a group like any other. To grow or shrink it, the members that stay
-call `resized` and the new ones construct one, with the same ranks and name; the old group works
-until it is closed. Only the members of the new group take part.
+A `StatelessGroupCoordinator` needs only a store. To add or remove members, the remaining members
+call `resized` and the new ones construct a group, with the same ranks and name. Only the members of
+the new group take part; the old group works until it is closed.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Topology:
-    """What the groups of a job are built from.
+    """All ranks of a job, from which its groups are built.
 
     Attributes:
         rank: this process's global rank.
@@ -61,7 +60,7 @@ class Topology:
         settings: the settings of all groups.
         nodes: which ranks share a host, and this host's board; None for a world of one without a
             board.
-        exchange: swaps values between all ranks; None for a world of one.
+        exchange: the rendezvous of all ranks; None for a world of one.
     """
 
     rank: int
@@ -83,24 +82,18 @@ class Topology:
         timeout: float | Deadline | None = DEFAULT_TIMEOUT,
         sizes: Mapping[str, object] = {},
     ) -> Topology:
-        """Wait for all ranks and find out which share a host.
+        """Wait for all ranks and determine which share a host. Collective: yes, every rank.
 
         Args:
-            launch: this process's rank, and where to meet.
-            settings: of all groups; where gloo listens is found out.
-            closing: closes what is made here.
-            store: a store to meet in instead.
-            board: this node's board, if a launcher made it: member i is rank i.
-            node_of: for each rank the first rank on its node, if the launcher that made the boards
-                knows; None: the ranks find out.
-            timeout: seconds for all set-up; None: for ever.
-            sizes: what else all ranks have to be given alike, by name.
-
-        Collective: yes, every rank.
+            launch: this process's rank, and the address of the store.
+            settings: for all groups; gloo's address is filled in.
+            closing: closes everything made here.
+            store, board, node_of, timeout: as for `init`.
+            sizes: further values that must be equal on all ranks, by name.
 
         Raises:
-            ValueError, SecretError: the ranks were given different things; names them.
-            GroupTimeoutError: some ranks did not come in time; names them.
+            ValueError, SecretError: ranks have different values; names them.
+            GroupTimeoutError: some ranks did not arrive in time; names them.
         """
         if launch.world_size == 1:
             nodes = None if board is None else known_nodes(board, (0,), (board.member or 0,))
@@ -119,24 +112,20 @@ class Topology:
         return cls(launch.rank, launch.world_size, settings, nodes, exchange)
 
     def abort_on_error(self) -> AbstractContextManager[None]:
-        """For set-up behind which this rank leaves if it fails: the others are told why."""
+        """Return a context that aborts this host's board with an error raised inside."""
         return nullcontext() if self.nodes is None else AbortOnError(self.nodes.board)
 
     def group(
         self, name: str, ranks: Sequence[int], timeout: float | Deadline | None = DEFAULT_TIMEOUT
     ) -> GroupCoordinator:
         """Build the group of these global ranks, this process's among them.
-
-        Args:
-            name: the group's name.
-            ranks: the members' global ranks, by rank in the group.
-            timeout: seconds for the group's set-up; None: for ever.
-
         Collective: yes, these ranks.
 
+        ``timeout``: seconds for set-up; None: no limit.
+
         Raises:
-            GroupTimeoutError: some of them did not come in time; names them.
-            ValueError: this process is not among them, one is there twice, or one is not in the
+            GroupTimeoutError: some members did not arrive in time; names them.
+            ValueError: this process is not a member, or a rank is listed twice or is not in the
                 world.
         """
         own_group([ranks], self.rank, self.world_size)
@@ -157,16 +146,16 @@ class ParallelGroups:
         world: all ranks.
         tp: tensor parallel: the ranks that hold parts of the same layers as this rank.
         pp: pipeline parallel: one rank of each pipeline stage, in the order of the stages.
-        dp: data parallel: the ranks in the same position in all replicas of the model.
+        dp: data parallel: the ranks at the same position in all replicas of the model.
         pcp: prefill context parallel: the ranks that work on parts of the same prompts.
         dcp: decode context parallel: the ranks that hold parts of the same contexts. They are
             consecutive ranks of ``pcp`` and ``tp`` together, counted with ``pcp`` fastest.
         ep: expert parallel: all ranks of this rank's pipeline stage, in all replicas. Its
-            ``token_group`` has those of ``dp`` and ``pcp`` together: the ranks that hold different
-            rows. If another group has the same ranks, it is a second name of that group, and closed
-            with it.
+            ``token_group`` is ``dp`` and ``pcp`` together: the ranks with different rows. If
+            another group has the same ranks, ``ep`` is a second name of that group, and both close
+            together.
         axes: the groups along the caller's own axes, by name.
-        grid: which ranks form which group.
+        grid: the grid that defines the groups.
     """
 
     world: GroupCoordinator
@@ -192,51 +181,48 @@ class ParallelGroups:
         world: GroupCoordinator | None = None,
         timeout: float | Deadline | None = DEFAULT_TIMEOUT,
     ) -> Self:
-        """Build all groups of a grid.
+        """Build all groups of a grid. Collective: yes, every rank.
 
         Args:
             topology: all ranks of the job.
             grid: the ranks' grid, with the axes dp, pp, pcp and tp, and any others.
-            closing: what it holds already is closed with the groups, or at once if this raises.
+            closing: closed with the groups, or at once if this raises.
             dcp: the number of ranks that share contexts; divides tp x pcp.
-            world: the group of all ranks, if there is one already; it is not closed with the rest.
-            timeout: seconds for set-up; None: for ever.
-
-        Collective: yes, every rank.
+            world: an existing group of all ranks, which stays open; None: build one.
+            timeout: seconds for set-up; None: no limit.
 
         Raises:
-            ValueError: the grid has another size than the world, or ``dcp`` does not divide
-                tp x pcp.
-            GroupTimeoutError: some ranks did not come in time; names them.
+            ValueError: the grid has another size than the world, or ``dcp`` does not divide tp x
+                pcp.
+            GroupTimeoutError: some ranks did not arrive in time; names them.
         """
         if grid.size != topology.world_size:
             raise ValueError(f"{_needs(grid)}, not {topology.world_size}")
         rank, deadline = topology.rank, Deadline.after(timeout)
-        sharers = grid.dcp_group_of(rank, dcp)
+        dcp_ranks = grid.dcp_group_of(rank, dcp)
 
         def group(name: str, ranks: list[int]) -> GroupCoordinator:
             return closing.enter_context(topology.group(name, ranks, deadline))
 
         def along(name: str, *axes: str) -> GroupCoordinator:
-            """The group along several axes; if that along one has the same ranks, that one."""
             ranks = grid.group_of(rank, *axes)
-            known = next((found[axis] for axis in axes if found[axis].ranks == ranks), None)
-            return known or group(name, ranks)
+            existing = next((by_axis[axis] for axis in axes if by_axis[axis].ranks == ranks), None)
+            return existing or group(name, ranks)
 
         everyone = world or group("world", list(range(grid.size)))
-        found = {name: group(name, grid.group_of(rank, name)) for name in grid.names}
-        context = group("dcp", sharers)
+        by_axis = {name: group(name, grid.group_of(rank, name)) for name in grid.names}
+        context = group("dcp", dcp_ranks)
         ep = along("ep", "dp", "pcp", "tp")
-        rows = ep if found["tp"].world_size == 1 else along("ep.rows", "dp", "pcp")
+        rows = ep if by_axis["tp"].world_size == 1 else along("ep.rows", "dp", "pcp")
         return cls(
             world=everyone,
             dcp=context,
             ep=ep.exchanging_rows_in(rows),
-            axes={name: found[name] for name in grid.own_axes},
+            axes={name: by_axis[name] for name in grid.own_axes},
             grid=grid,
             _rows=rows,
             _closing=closing.pop_all(),
-            **{name: found[name] for name in MODEL_AXES},
+            **{name: by_axis[name] for name in MODEL_AXES},
         )
 
     @property
@@ -246,19 +232,19 @@ class ParallelGroups:
 
     @property
     def device(self) -> torch.device:
-        """The device of the tensors in collectives."""
+        """The device of the collectives' tensors."""
         return self.world.device
 
     @property
     def board(self) -> Board | None:
-        """This node's board; None in a world of one that was given none."""
+        """This host's board; None in a world of one without a given board."""
         return self.world.board
 
     @contextmanager
     def graph_capture(self) -> Iterator[GraphCaptureContext]:
-        """Capture CUDA graphs that contain collectives of any of the groups; on the CPU, nothing.
+        """Capture CUDA graphs with collectives of any of the groups; on the CPU it does nothing.
 
-        Like `GroupCoordinator.graph_capture`, for all groups at once. Collective: yes, every rank.
+        As `GroupCoordinator.graph_capture`, for all groups at once. Collective: yes, every rank.
         """
         named = (self.world, self.tp, self.pp, self.dp, self.pcp, self.dcp, self.ep, self._rows)
         with ExitStack() as captures:
@@ -269,10 +255,7 @@ class ParallelGroups:
             yield context
 
     def close(self) -> None:
-        """Close all groups; idempotent. Collective: no.
-
-        A board that was given to `init` stays open.
-        """
+        """Close all groups; idempotent. A board given to `init` stays open."""
         self._closing.close()
 
     def __enter__(self) -> Self:
@@ -305,60 +288,59 @@ def init(
     checked: bool = False,
     secret: bytes | None = None,
 ) -> ParallelGroups:
-    """Meet the other ranks and build the groups.
+    """Meet the other ranks and build the groups. Collective: yes, every rank.
 
-    This process's rank and the place to meet come from torchrun's environment variables, unless
-    ``rank`` is given. Without either the process is a world of one.
+    This process's rank and the store's address are those of torchrun's environment, unless ``rank``
+    is given. Without either the process is a world of one.
 
     Args:
         tp: the number of ranks that share each layer.
         pp: the number of pipeline stages.
-        dp: the number of replicas; None: as many as there are ranks for.
+        dp: the number of replicas; None: as many as the number of ranks allows.
         pcp: the number of ranks that share a prompt.
         dcp: the number of ranks that share contexts; divides tp x pcp. If ``pcp`` is 1, these are
             neighbours within ``tp``.
-        axes: your own axes with their sizes; they are the outermost axes of the grid. Their names
-            must differ from those of the built-in groups.
+        axes: the caller's own axes with their sizes, outermost in the grid. Their names must differ
+            from those of the built-in groups.
         rank: this process's global rank.
         world_size: the number of processes; None: the product of the sizes.
-        local_rank: this process's number on its node; chooses its GPU. None: that of torchrun's
-            environment; with ``rank``, that.
+        local_rank: this process's number on its host; chooses its GPU. None: torchrun's, or
+            ``rank`` if that is given.
         master_addr: name or address of rank 0's host, which hosts the store; only with ``rank``.
             None: this host.
         master_port: the store's port; only with ``rank``.
-        store: a torch store to meet in instead; all ranks must reach it. Worlds that meet
-            at the same time need a store each.
-        board: this node's board, if a launcher made it: member i is rank i. It is not closed with
-            the groups. None: each node makes one.
-        node_of: for each rank the first rank on its node, if the launcher that made the boards
-            knows; None: the ranks find out.
+        store: a torch store to use instead; all ranks must reach it. Worlds that are set up at the
+            same time need one store each.
+        board: this host's board, if a launcher made it: member i is rank i. It stays open when the
+            groups are closed. None: each host makes one.
+        node_of: for each rank the first rank on its host, if the launcher that made the boards
+            provides it; None: the ranks determine it.
         backend: ``"gloo"`` (CPU) or ``"nccl"``; None: NCCL if there is a GPU, else gloo.
-        timeout: seconds for all ranks to meet and build the groups; None: for ever.
-        operation_timeout: default seconds that an operation may take; None: for ever.
+        timeout: seconds for all ranks to meet and build the groups; None: no limit.
+        operation_timeout: default seconds per operation; None: no limit.
         torch_only: whether to move tensors only by torch's process groups.
-        checked: debug mode: whether to compare the members' operations before each collective over
-            torch's process groups and on devices, not just within about a second. Over shared
-            memory this is always done. It is also on if ``TORCH_DISTRIBUTED_DEBUG`` is ``DETAIL``,
-            like torch's own checks.
-        secret: the launcher's secret, 16 bytes or more, which all ranks have and nobody else. None:
-            the contents of the file that ``GROUP_COORDINATOR_SECRET_FILE`` names, if it is set.
+        checked: debug mode: whether members compare operations before each collective over torch's
+            process groups and on devices; otherwise within about a second. Over shared memory they
+            always do. ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` turns it on as well, as it does torch's
+            own checks.
+        secret: the launcher's secret, 16 bytes or more, known to all ranks and to no other process.
+            None: the contents of the file that ``GROUP_COORDINATOR_SECRET_FILE`` names, if it is
+            set.
 
     Returns:
-        The groups; close them, or use them as a context manager: a rank that leaves it with an
-        error tells the others why, unless a launcher does.
-
-    Collective: yes, every rank.
+        The groups. Close them, or use them as a context manager: an error raised inside aborts the
+        groups on all ranks, unless a launcher made the board.
 
     Raises:
         ValueError: the product of the sizes is not the number of ranks, the environment is
             incomplete, an address is given without ``rank``, torch.distributed has several ranks
-            of which the environment says nothing, or ranks were given different sizes or
-            settings: every rank's error says which.
-        SecretError: the secret is too short, other users may read its file, or only some ranks
-            have one.
-        GroupTimeoutError: some ranks did not come in time; names them.
-        PeerLostError: a rank has ended after the ranks of its host had met.
-        GroupAbortedError: a rank has given up; says why. Or it was killed before that, and started
+            and the environment has none, or ranks have different sizes or settings: every rank's
+            error names them.
+        SecretError: the secret is too short, other users may read its file, or only some ranks have
+            one.
+        GroupTimeoutError: some ranks did not arrive in time; names them.
+        PeerLostError: a rank exited after the ranks of its host had met.
+        GroupAbortedError: a rank aborted; carries the reason. Or it was killed earlier and started
             again.
     """
     grid_of = partial(RankGrid.of_job, tp=tp, pp=pp, pcp=pcp, axes=axes)
@@ -392,16 +374,16 @@ def init(
             node_of=node_of,
             timeout=deadline,
             sizes={
-                **dict(reversed(grid.axes)),  # what was given before what follows from it
+                **dict(reversed(grid.axes)),  # an error names given sizes before the derived dp
                 "dcp": dcp,
                 "axes": ", ".join(grid.own_axes) or "none",
             },
         )
-        # A launcher whose board it is hears of failures itself, and tells the others.
-        telling_why = topology.abort_on_error() if board is None else nullcontext()
-        with telling_why:
+        # A launcher that made the board detects failures itself and aborts the board.
+        aborting = topology.abort_on_error() if board is None else nullcontext()
+        with aborting:
             groups = ParallelGroups.build(topology, grid, undo, dcp=dcp, timeout=deadline)
-        groups._closing.enter_context(telling_why)
+        groups._closing.enter_context(aborting)
         return groups
 
 
@@ -413,29 +395,26 @@ def _launch(
     port: int | None,
     secret: bytes | None,
 ) -> Launch:
-    """This process among the ranks, and where they meet; without ``rank``, as the launcher's
-    environment says.
-    """
     if rank is not None:
         local = rank if local_rank is None else local_rank
         address, port = address or "127.0.0.1", port or 0
         return Launch(rank, world_size, local, address, port, secret=launcher_secret(secret))
     if address is not None or port is not None:
         raise ValueError(
-            "master_addr and master_port need rank=: without it the environment says where the "
-            "ranks meet"
+            "master_addr and master_port need rank=: without it the environment has the store's "
+            "address"
         )
-    found = Launch.from_environment()
-    if found.world_size == 1 and dist.is_initialized() and dist.get_world_size() > 1:
+    launch = Launch.from_environment()
+    if launch.world_size == 1 and dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(
-            f"torch.distributed has {dist.get_world_size()} ranks here, and no environment says "
-            "where they meet for groups: give rank= with store= or master_port=, or use "
+            f"torch.distributed has {dist.get_world_size()} ranks here, and the environment has no "
+            "address of a store for groups: give rank= with store= or master_port=, or use "
             "GroupCoordinator.from_process_group"
         )
     return replace(
-        found,
-        local_rank=found.local_rank if local_rank is None else local_rank,
-        secret=found.secret if secret is None else secret,
+        launch,
+        local_rank=launch.local_rank if local_rank is None else local_rank,
+        secret=launch.secret if secret is None else secret,
     )
 
 
@@ -444,7 +423,7 @@ def _needs(grid: RankGrid) -> str:
 
 
 class StatelessGroupCoordinator(GroupCoordinator):
-    """A group whose members meet in a store of their choice."""
+    """A group whose members meet in a given store, without torch's default group."""
 
     def __init__(
         self,
@@ -461,26 +440,14 @@ class StatelessGroupCoordinator(GroupCoordinator):
         timeout: float | None = DEFAULT_TIMEOUT,
         secret: bytes | None = None,
     ) -> None:
-        """Build the group that ``global_rank`` is in.
+        """Build the group that contains ``global_rank``. Collective: yes, every member.
+
+        The other arguments and errors are those of `GroupCoordinator`.
 
         Args:
-            group_ranks: global ranks of all groups of this kind; this process is in one.
-            local_rank: this process's number on its node; chooses its GPU.
-            torch_distributed_backend: ``"gloo"`` or ``"nccl"``; None: NCCL if there is a GPU.
-            use_device_communicator: as for `GroupCoordinator`.
-            coord_store: the store in which the members meet; it must outlive the group.
-            use_message_queue_broadcaster: as for `GroupCoordinator`.
-            group_name: for errors and status. Members meet by this name and ``group_ranks``.
-            host: a host that all members reach: gloo listens at the address on the route to it.
+            coord_store: the store of the rendezvous; it must outlive the group.
+            host: a host that all members can reach: gloo listens at the address on the route to it.
             global_rank: this process's global rank.
-            timeout: seconds for set-up; None: for ever.
-            secret: as for `GroupCoordinator`.
-
-        Collective: yes, every member of this process's group.
-
-        Raises:
-            ValueError: this process is in none of the groups or in several.
-            GroupTimeoutError: some members did not come in time; names them.
         """
         self._store = coord_store
         self._host = host
@@ -504,16 +471,13 @@ class StatelessGroupCoordinator(GroupCoordinator):
     def resized(
         self, group_ranks: Sequence[Sequence[int]], *, timeout: float | None = DEFAULT_TIMEOUT
     ) -> Self:
-        """A new group with other members, of which this process is one; this group stays usable.
+        """Return a new group with other members. Collective: yes, every member of the new group.
+
+        This process is a member; the new members call the constructor. This group stays usable.
 
         Args:
-            group_ranks: as for the constructor, which the new members call.
-            timeout: seconds for set-up; None: for ever.
-
-        Collective: yes, every member of the new group.
-
-        Raises:
-            What the constructor raises.
+            group_ranks: as for the constructor.
+            timeout: seconds for set-up; None: no limit.
         """
         device_communicator, queue = self._uses
         return type(self)(

@@ -1,23 +1,18 @@
-"""Find which members share a host, make a board on each host, and exchange heartbeats between
-hosts.
+"""Determine which members share a host, make each host's board, exchange heartbeats between hosts.
+
+Members share a host if they can attach the same board. They try it: containers of one machine that
+cannot see each other's processes are different hosts. The boot id is only a hint. A round of
+attempts: among the undecided members with the same hint the first one creates a board, and the
+others try to attach it. The first one and those that attach are decided. Without isolated processes
+one round suffices.
 
     store      beat/FIRST-MEMBER-OF-THE-HOST: that host's latest `HostHeartbeat`
-    thread     every `PERIOD_SECONDS`: reads all beats; writes this host's, if it is old
+    thread     every `PERIOD_SECONDS`: reads all heartbeats; writes this host's, if it is old
 
-A topology on one host has no heartbeat. Every process of a host reads the beats. The host's own
-beat is written by whichever of its processes finds it too old, so a process that is stopped or dead
-does not silence its host. The thread has its own connection to the store: a request that the store
-does not answer blocks all later ones on the same connection.
-
-The beats are passed to `RemoteBoards`, except failures, which abort this host's board.
-
-Members are on one node if they can attach the same board. They try it, and do not guess from host
-names, addresses or rank arithmetic: two containers of one machine that cannot see each other's
-processes are two nodes. The machine's boot id is only a hint about whom to try first; if no
-processes are isolated from each other, one round is enough.
-
-    round   among the undecided members with the same hint, the first one creates a board and the
-            others try to attach it; those that can, and the first one, are decided
+Groups on one host have no heartbeat. Any process of a host may write its heartbeat, so a stopped or
+dead process does not silence its host. The thread has its own connection to the store, because an
+unanswered request blocks all later ones on its connection. Heartbeats go to `RemoteBoards`; a
+failure in one aborts this host's board.
 """
 
 from __future__ import annotations
@@ -52,21 +47,21 @@ if TYPE_CHECKING:
 
 
 PERIOD_SECONDS: Final = 0.25
-"""How often each process reads all beats, and writes its host's if that is due."""
+"""The period in which each process reads all heartbeats and writes its host's if due."""
 
 _DUE_SECONDS: Final = 0.2
-"""The age of its host's beat at which a process writes a new one; less than the period, so that a
-single process on a host writes each time."""
+"""The age at which a process writes a new heartbeat of its host. Shorter than the period: a single
+process on a host writes in each period."""
 
 _SWAPPED_WITHIN: Final = 0.5
-"""How long a call that reports a failure waits until the other hosts can read it."""
+"""The longest time that a call which reports a failure waits until other hosts can read it."""
 
-_FAREWELL_SECONDS: Final = 1.0
-"""How long `Heartbeat.close` waits for the last beat to be written."""
+_LAST_WRITE_SECONDS: Final = 1.0
+"""The longest time that `Heartbeat.close` waits for the last heartbeat to be written."""
 
 
 class Heartbeat:
-    """One process's part in the heartbeat. Close it before its board and its store."""
+    """One process's heartbeat thread. Close it before its board and its store."""
 
     def __init__(
         self,
@@ -77,11 +72,7 @@ class Heartbeat:
     ) -> None:
         """Prepare; `send_first` and `start` follow.
 
-        Args:
-            exchange: of the members; the beats are in its store.
-            board: this host's board.
-            hosts: the members of each host, by the host's name.
-            here: the name of this host, one of ``hosts``.
+        ``hosts`` has the members of each host by its name; ``here`` is this host's name.
         """
         others = {name: members for name, members in hosts.items() if name != here}
         self._store, keeper = exchange.store, exchange.keeper
@@ -101,17 +92,15 @@ class Heartbeat:
         board.set_remote_members(self.boards)
 
     def send_first(self) -> None:
-        """Write this host's beat, so that it is in the store before others read it.
-
-        Collective: yes, every member, before any calls `start`.
-        """
+        """Write this host's heartbeat. Collective: yes, every member, before any calls `start`."""
         self._write(self._store)
 
     def start(self) -> None:
-        """Start the thread. All hosts must have written their first beats.
+        """Start the thread. All hosts must have written their first heartbeats.
 
-        Does nothing with a `FileStore`, whose file would grow with every beat, and with a
-        `HashStore`, which no other process can read: hosts then hear nothing of each other.
+        Does nothing with a `FileStore`, whose file would grow with each heartbeat, and with a
+        `HashStore`, which other processes cannot read. Then hosts do not detect each other's
+        failures.
         """
         if not isinstance(behind_prefixes(self._store), (FileStore, HashStore)):
             self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
@@ -119,33 +108,30 @@ class Heartbeat:
             atexit.register(self.close)
 
     def close(self) -> None:
-        """Write the last beat and end the thread; idempotent. Collective: no.
+        """Write the last heartbeat and end the thread; idempotent.
 
-        On the member that hosts the store it waits a while, so that the others can read the beat.
+        The member that hosts the store then waits for two periods, so that the others can read it.
         """
-        self.boards.refresh = _nothing  # as bound, it has the board that has it
+        self.boards.refresh = _nothing  # breaks a reference cycle with the board
         thread, self._thread = self._thread, None
         if thread is None or thread is threading.current_thread():
             return
         atexit.unregister(self.close)
         self._closing = True
         self._wake.set()
-        if thread.is_alive():  # it may not have been started
-            thread.join(_FAREWELL_SECONDS)
+        if thread.is_alive():  # start() may have failed
+            thread.join(_LAST_WRITE_SECONDS)
         if self._keeps_store and not thread.is_alive():
             time.sleep(2 * PERIOD_SECONDS)
 
     def _swap(self) -> None:
-        """Have the thread read all beats and write this host's; wait until both were begun after
-        this call, but at most `_SWAPPED_WITHIN`.
-        """
         if self._thread is None or self._thread is threading.current_thread():
             return
         with self._turns:
             self._wanted += 1
-            mine = self._wanted
+            ticket = self._wanted
             self._wake.set()
-            self._turns.wait_for(lambda: self._done >= mine, _SWAPPED_WITHIN)
+            self._turns.wait_for(lambda: self._done >= ticket, _SWAPPED_WITHIN)
 
     def _run(self) -> None:
         try:
@@ -156,20 +142,19 @@ class Heartbeat:
                 self._wake.wait(PERIOD_SECONDS)
                 self._wake.clear()
             self._write(store)
-        except Exception as error:  # noqa: BLE001 - whatever a store raises when it has gone
+        except Exception as error:  # noqa: BLE001 - a lost store raises anything
             self.boards.store_ended(str(error).partition("\n")[0])
         finally:
             self._end_turn(sys.maxsize)
 
     def _turn(self, store: Store) -> None:
-        """Read all beats, and write this host's if it is due."""
-        # Read before the beats: a `_swap` that comes later is served by the next turn.
+        # Read before the heartbeats: the next turn serves a later `_swap`.
         wanted = self._wanted
-        # If the store is gone, this raises; `get` would print to stderr as well.
+        # If the store is lost, this raises; `get` would print to stderr as well.
         store.check([self._key])
-        mine, *others = values_of(store, [self._key, *self._others])
+        own, *others = values_of(store, [self._key, *self._others])
         self.boards.pass_on(others, self._board)
-        age = time.monotonic_ns() - number_of(mine)
+        age = time.monotonic_ns() - number_of(own)
         if wanted > self._done or age > _DUE_SECONDS * 1e9:
             self._write(store)
         self._end_turn(wanted)
@@ -193,7 +178,7 @@ def _key(members: Sequence[int]) -> str:
 
 
 def _own_connection(store: Store) -> Store:
-    """A second connection to the same store; an `ProxyStore` has only one, for all threads."""
+    """Return a second connection to the same store; a `ProxyStore` has one for all threads."""
     if isinstance(behind_prefixes(store), ProxyStore):
         return store
     return store.clone()  # type: ignore[attr-defined,no-any-return]
@@ -206,14 +191,14 @@ _BOARD = msgspec.msgpack.Decoder(BoardHandle)
 
 @dataclass(frozen=True, slots=True)
 class HostTopology:
-    """The nodes of a group, and this node's board.
+    """The hosts of a group, and this host's board, which stays open if it was given.
 
     Attributes:
-        board: the board of this node's members. A member's slot need not be its rank in the group.
+        board: the board of this host's members. A member's slot may differ from its rank in the
+            group.
         members: each member's slot on the board, by rank in the group.
-        node_of: for each rank in the group, the first rank of its node.
+        node_of: for each rank in the group, the first rank of its host.
         progress: runs background operations, for all groups on the board.
-        closing: closes what was made here; a board that was given stays open.
     """
 
     board: Board
@@ -223,14 +208,14 @@ class HostTopology:
     closing: ExitStack
 
     def all(self) -> list[list[int]]:
-        """The ranks of each node; the nodes in the order of their first ranks."""
+        """Return the ranks of each host, in the order of the hosts' first ranks."""
         return [
             [rank for rank, first in enumerate(self.node_of) if first == node]
             for node in sorted(set(self.node_of))
         ]
 
     def sub(self, ranks: Sequence[int]) -> HostTopology:
-        """The nodes of the subgroup of ``ranks``; the board stays the same."""
+        """Return the topology of the subgroup of ``ranks``, with the same board."""
         first: dict[int, int] = {}
         for index, rank in enumerate(ranks):
             first.setdefault(self.node_of[rank], index)
@@ -243,61 +228,55 @@ class HostTopology:
         )
 
     def close(self) -> None:
-        """Leave the board and end the heartbeat; idempotent. Collective: no."""
+        """Leave the board and end the heartbeat; idempotent."""
         self.closing.close()
 
 
 def find_nodes(exchange: Rendezvous, board: Board | None = None, address: str = "") -> HostTopology:
-    """Find out which members share a host; with several hosts, start the heartbeat between them.
+    """Determine which members share a host; between hosts, start the heartbeat.
+    Collective: yes, every member. The caller closes the result.
 
     Args:
-        exchange: swaps values between the members.
-        board: this node's board, if a launcher made it: member i is rank i. None: each node makes
-            one.
-        address: this host's address, to tell hosts of the same name apart.
-
-    Returns:
-        The nodes; the caller closes them.
-
-    Collective: yes, every member; all give a board, or none does.
+        exchange: the members' rendezvous.
+        board: this host's board, if a launcher made it: member i is rank i. None: each host makes
+            one. All members pass a board, or none does.
+        address: this host's address, to distinguish hosts with the same name.
 
     Raises:
         GroupTimeoutError: a member did not take part in time.
-        PeerLostError: one of this host's has ended.
-        GroupAbortedError: a member has given up, or begun its set-up anew.
+        PeerLostError: a member on this host exited.
+        GroupAbortedError: a member aborted, or restarted its set-up.
         SharedMemoryError: too little memory is free.
-        ForeignMemoryError: somebody outside the group has offered a board.
+        ForeignMemoryError: a process outside the group offered a board.
     """
     with ExitStack() as undo:
-        made = board or _make_board(exchange, exchange)
+        own_board = board or _make_board(exchange, exchange)
         if board is None:
-            undo.callback(made.close)
-            undo.enter_context(AbortOnError(made))
-        inside = with_liveness(exchange, made, range(exchange.size))
-        # A board's nonce names its segment: members with the same segment are on one node.
-        segments = inside.all_gather("board", made.handle().segment.nonce)
+            undo.callback(own_board.close)
+            undo.enter_context(AbortOnError(own_board))
+        inside = with_liveness(exchange, own_board, range(exchange.size))
+        # A board's nonce names its segment: members with the same segment share a host.
+        segments = inside.all_gather("board", own_board.handle().segment.nonce)
         node_of = tuple(segments.index(each) for each in segments)
         if any(node_of):
-            _start_heartbeat(exchange, made, node_of, address, undo)
+            _start_heartbeat(exchange, own_board, node_of, address, undo)
         if board is None:
-            # Runs before the heartbeat is closed, whose last beat then says that this one has left.
-            undo.callback(made.leave)
-        progress = ProgressEngine(made, "coordinator")
+            # Runs before the heartbeat closes: the last one then shows that this member has left.
+            undo.callback(own_board.leave)
+        progress = ProgressEngine(own_board, "coordinator")
         undo.callback(progress.close)
-        return HostTopology(made, tuple(range(exchange.size)), node_of, progress, undo.pop_all())
+        return HostTopology(
+            own_board, tuple(range(exchange.size)), node_of, progress, undo.pop_all()
+        )
 
 
 def known_nodes(
     board: Board, node_of: Sequence[int], members: Sequence[int] | None = None
 ) -> HostTopology:
-    """The nodes that a launcher has named; nothing is exchanged.
+    """Return the topology that a launcher provides; nothing is exchanged.
 
-    Args:
-        board: this node's board.
-        node_of: for each rank the first rank on its node.
-        members: each rank's slot on the board; None: member i is rank i.
-
-    Collective: no.
+    ``node_of``: for each rank the first rank on its host; ``members``: its slot, None: member i is
+    rank i.
     """
     members = range(len(node_of)) if members is None else members
     progress = ProgressEngine(board, "coordinator")
@@ -307,10 +286,7 @@ def known_nodes(
 
 
 class AbortOnError:
-    """Whoever fails inside tells the others why: it is about to leave, and they wait for it.
-
-    Who was told to go, by `SystemExit` or `GeneratorExit`, has not failed.
-    """
+    """Context manager that aborts the board with an exception raised inside, except exits."""
 
     def __init__(self, board: Board) -> None:
         self._board = board
@@ -322,13 +298,13 @@ class AbortOnError:
         self.abort(error)
 
     def abort(self, error: BaseException | None) -> None:
-        """Tell the others ``error``, unless it is none."""
+        """Abort the board with ``error``; None and exits do nothing."""
         if isinstance(error, (Exception, KeyboardInterrupt)):
             self._board.abort(error)
 
 
 def with_liveness(exchange: Rendezvous, board: Board, members: Sequence[int]) -> Rendezvous:
-    """``exchange``, in which nobody waits for ``members`` of the board that have ended."""
+    """Return ``exchange`` with waits that raise if one of ``members`` of the board exits."""
 
     def watch(operation: str, ready: Callable[[], bool]) -> None:
         board.require(operation, lambda: members, ready)
@@ -339,11 +315,11 @@ def with_liveness(exchange: Rendezvous, board: Board, members: Sequence[int]) ->
 def _start_heartbeat(
     exchange: Rendezvous, board: Board, node_of: Sequence[int], address: str, undo: ExitStack
 ) -> None:
-    told = exchange.all_gather("hosts", msgspec.msgpack.encode((socket.gethostname(), address)))
+    payloads = exchange.all_gather("hosts", msgspec.msgpack.encode((socket.gethostname(), address)))
     names = _named(
         [
             exchange.decoded(_NAME_AND_ADDRESS, "hosts", each, rank)
-            for rank, each in enumerate(told)
+            for rank, each in enumerate(payloads)
         ],
         node_of,
     )
@@ -362,18 +338,21 @@ def _start_heartbeat(
     heartbeat.start()
 
 
-def _named(told: Sequence[tuple[str, str]], node_of: Sequence[int]) -> dict[int, str]:
-    """A unique name for each node: its host's; if these are not unique, with address or rank."""
+def _named(
+    names_and_addresses: Sequence[tuple[str, str]], node_of: Sequence[int]
+) -> dict[int, str]:
+    """Return a unique name per host: its host name; if not unique, with address or rank."""
     nodes = sorted(set(node_of))
-    plain = [told[node][0] for node in nodes]
-    addressed = [f"{name} ({told[node][1]})" for node, name in zip(nodes, plain, strict=True)]
+    plain = [names_and_addresses[node][0] for node in nodes]
+    addressed = [
+        f"{name} ({names_and_addresses[node][1]})" for node, name in zip(nodes, plain, strict=True)
+    ]
     numbered = [f"{name} (of rank {node})" for node, name in zip(nodes, plain, strict=True)]
-    different = (each for each in (plain, addressed) if len(set(each)) == len(nodes))
-    return dict(zip(nodes, next(different, numbered), strict=True))
+    unique = (each for each in (plain, addressed) if len(set(each)) == len(nodes))
+    return dict(zip(nodes, next(unique, numbered), strict=True))
 
 
 def _make_board(group: Rendezvous, members: Rendezvous) -> Board:
-    """One round among the undecided ``members`` of ``group``: make or attach this node's board."""
     hints = members.all_gather("host", _boot_id())
     leader = hints.index(hints[members.rank])
     board: Board | None = None
@@ -387,12 +366,11 @@ def _make_board(group: Rendezvous, members: Rendezvous) -> Board:
     if board is not None:
         return board
     undecided = [each for each, answer in enumerate(decided) if not answer]
-    left = replace(members.sub("undecided", undecided), marks=members.marks)
-    return _make_board(group, left)
+    rest = replace(members.sub("undecided", undecided), marks=members.marks)
+    return _make_board(group, rest)
 
 
 def _boot_id() -> bytes:
-    """What only members of one host have in common; nothing, where that is hidden."""
     try:
         return _BOOT_ID.read_bytes()
     except OSError:

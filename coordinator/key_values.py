@@ -1,6 +1,6 @@
-"""Define the requests to a store, the table that answers them, and where a store between hosts is.
+"""Define the requests to a store, the table that executes them, and the address of a store.
 
-Every question is answered at once: whoever waits for a key asks again and again.
+The table answers every request at once: a client that waits for a key polls.
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ import msgspec
 
 
 class StoreAddress(msgspec.Struct, frozen=True):
-    """Names a store to its members. Holds no secret.
+    """The address of a store between hosts, ``tcp://host:port``. Contains no secret.
 
-    Attributes:
-        address: where it listens, ``tcp://host:port``.
-        nonce: random bytes from which, with the secret, the connections' keys are derived.
+    The secret and ``nonce``, random bytes, yield the keys of the connections.
     """
 
     address: str
@@ -23,8 +21,8 @@ class StoreAddress(msgspec.Struct, frozen=True):
 
 
 MAX_BYTES: Final = 64 << 10
-"""Bytes of a value at most, and of all values in one answer, so that every answer fits into a
-socket's buffer: the host must not wait for a slow asker."""
+"""The most bytes of a value, and of all values in one response. Each response fits into a socket's
+buffer, so the host never blocks on a slow client."""
 
 
 _LEAST: Final = -(1 << 63)
@@ -32,11 +30,7 @@ _MOST: Final = (1 << 63) - 1
 
 
 class NumberedRequest(msgspec.Struct, frozen=True, tag=True):
-    """The base of all questions.
-
-    Attributes:
-        number: chosen by the asker; the answer has the same.
-    """
+    """The base of all requests; the response has the same ``number``."""
 
     number: int
 
@@ -49,16 +43,16 @@ class Set(NumberedRequest, frozen=True):
 
 
 class Append(NumberedRequest, frozen=True):
-    """Append ``value`` to the value of ``key``; a key that does not exist counts as empty."""
+    """Append ``value`` to the value of ``key``; a missing key counts as empty."""
 
     key: str
     value: bytes
 
 
 class Add(NumberedRequest, frozen=True):
-    """Add ``amount`` to the number in ``key``, 0 if it does not exist; answers the sum.
+    """Add ``amount`` to the integer in ``key``, 0 if it is missing; the response has the sum.
 
-    Sums are those of torch's stores: signed, of 64 bits.
+    Sums are signed 64-bit integers, as in torch's stores.
     """
 
     key: str
@@ -66,9 +60,9 @@ class Add(NumberedRequest, frozen=True):
 
 
 class CompareSet(NumberedRequest, frozen=True):
-    """Set ``key`` to ``desired`` if its value is ``expected``; answers its value then.
+    """Set ``key`` to ``desired`` if its value is ``expected``; a missing key counts as empty.
 
-    A key that does not exist counts as empty.
+    The response has the value of ``key`` afterwards.
     """
 
     key: str
@@ -77,19 +71,19 @@ class CompareSet(NumberedRequest, frozen=True):
 
 
 class Delete(NumberedRequest, frozen=True):
-    """Delete ``key``; answers whether it existed."""
+    """Delete ``key``; the response says whether it existed."""
 
     key: str
 
 
 class Check(NumberedRequest, frozen=True):
-    """Answers whether all of ``keys`` exist."""
+    """The response says whether all of ``keys`` exist."""
 
     keys: list[str]
 
 
 class Get(NumberedRequest, frozen=True):
-    """Answers the values of ``keys``, or of as many of the first of them as fit one answer."""
+    """The response has the values of ``keys``, or of as many leading keys as fit."""
 
     keys: list[str]
 
@@ -98,13 +92,12 @@ StoreRequest: TypeAlias = Set | Append | Add | CompareSet | Delete | Check | Get
 
 
 class StoreResponse(msgspec.Struct, frozen=True):
-    """The answer to one question.
+    """The response to the request with the same number.
 
     Attributes:
-        number: the question's number.
         count: a sum, or 1 for yes and 0 for no.
-        values: the values that were asked for.
-        error: why the question was refused; ``""`` if it was not.
+        values: the requested values.
+        error: why the request was refused; ``""``: it was not.
     """
 
     number: int
@@ -120,7 +113,7 @@ class InMemoryStore:
         self._values: dict[str, bytes] = {}
 
     def answer(self, question: StoreRequest) -> StoreResponse:
-        """Carry out ``question``; a refused one changes nothing, and the answer says why."""
+        """Execute a request; a refused one changes nothing, and the response has the reason."""
         try:
             count, values = self._follow(question)
         except ValueError as error:
@@ -157,13 +150,13 @@ class InMemoryStore:
         self._values[key] = value
 
     def _some(self, keys: list[str]) -> list[bytes]:
-        found: list[bytes] = []
+        values: list[bytes] = []
         size = 0
         for key in keys:
             if key not in self._values:
                 raise ValueError(f"there is no {key}")
             size += len(self._values[key])
-            if found and size > MAX_BYTES:
+            if values and size > MAX_BYTES:
                 break
-            found.append(self._values[key])
-        return found
+            values.append(self._values[key])
+        return values

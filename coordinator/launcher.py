@@ -1,4 +1,4 @@
-"""Read what a launcher such as torchrun sets, and resolve names and addresses of hosts."""
+"""Read the environment of a launcher such as torchrun, and resolve host names and addresses."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ from coordinator.secret import checked_secret, launcher_secret
 
 
 def own_address(host: str, port: int) -> str:
-    """This host's address on the route to ``host``; nothing is sent.
-
-    Raises:
-        OSError: the name cannot be resolved, or there is no route.
-    """
+    """Return this host's address on the route to ``host``, or raise OSError; nothing is sent."""
     # Connecting a datagram socket only looks the route up.
     family, kind, protocol, _, address = resolve(host, port, socket.SOCK_DGRAM)
     with socket.socket(family, kind, protocol) as probe:
@@ -29,11 +25,7 @@ def own_address(host: str, port: int) -> str:
 def resolve(
     host: str, port: int, kind: socket.SocketKind
 ) -> tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[str | int, ...]]:
-    """The first result of ``getaddrinfo`` for ``host``, a name or an address.
-
-    Raises:
-        OSError: the name cannot be resolved.
-    """
+    """Return the first result of ``getaddrinfo`` for a name or address, or raise OSError."""
     try:
         found = socket.getaddrinfo(host, port, type=kind)[0]
     except socket.gaierror as error:
@@ -44,37 +36,34 @@ def resolve(
 
 
 def who_listens(address: str, port: int, seconds: float) -> str:
-    """The IP address of ``address`` at which something accepts connections on ``port``.
-
-    Raises:
-        OSError: nothing does.
-    """
+    """Return the IP address of ``address`` that accepts TCP on ``port``, or raise OSError."""
     with socket.create_connection((address, port), seconds) as probe:
-        # If nobody listens and the system gave this socket the very same port, TCP connects the
-        # socket with itself.
+        # If no process listens and the system gives this socket the same port, TCP connects the
+        # socket to itself.
         if probe.getsockname() == probe.getpeername():
-            raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens")
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "no process listens")
         return str(probe.getpeername()[0])
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """This process's rank in the job, and where the ranks meet.
+    """This process's rank in the job, and the address of the store.
 
     Attributes:
         rank: this process's global rank.
         world_size: the number of processes.
-        local_rank: this process's number on its node; chooses its GPU.
-        master_addr: host name or address of the node that hosts the store.
-        master_port: the store's port; 0 is for a world of one.
+        local_rank: this process's number on its host; chooses its GPU.
+        master_addr: name or address of the host with the store.
+        master_port: the store's port; 0 only in a world of one.
         hosted: whether the launcher hosts the store; otherwise rank 0 does.
-        attempt: how often the launcher has restarted the ranks.
-        interface: network interface for gloo's sockets; ``""``: the one on the route to the store.
-        secret: the launcher's secret, which all ranks have and nobody else; None: there is none.
+        attempt: the number of times that the launcher has restarted the ranks.
+        interface: the network interface of gloo's sockets; ``""``: the one on the route to the
+            store.
+        secret: the launcher's secret, known to all ranks and to no other process; None: no secret.
 
     Raises:
         ValueError: a value is out of range.
-        TypeError: a number is none.
+        TypeError: a number is not an integer.
         SecretError: the secret is too short.
     """
 
@@ -89,12 +78,11 @@ class Launch:
     secret: bytes | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        """Check the values, and take numbers as Python's."""
         for name in ("rank", "world_size", "local_rank", "master_port"):
             value = getattr(self, name)
             if not isinstance(value, SupportsIndex):
                 raise TypeError(f"{name} must be an integer; got {value!r}")
-            object.__setattr__(self, name, index(value))  # numpy's, too
+            object.__setattr__(self, name, index(value))  # numpy's integers become int
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank {self.rank} is not in a world of {self.world_size}")
         if self.local_rank < 0:
@@ -106,13 +94,12 @@ class Launch:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Launch:
-        """Read the environment variables that torchrun sets.
-
-        Without ``RANK`` the process is a world of one.
+        """Read torchrun's environment variables; without ``RANK`` the process is a world of one.
 
         Raises:
-            ValueError: a variable is missing or is not a number.
-            SecretError: the file that `SECRET_FILE` names holds no secret, or others can read it.
+            ValueError: a variable is missing or is not an integer.
+            SecretError: the file named by `SECRET_FILE` holds no valid secret, or other users may
+                read it.
         """
         if "RANK" not in environ:
             return cls(secret=launcher_secret(environ=environ))
@@ -130,11 +117,7 @@ class Launch:
 
 
 def text_in(environ: Mapping[str, str], name: str, default: str | None = None) -> str:
-    """A launcher's variable.
-
-    Raises:
-        ValueError: there is none, or it is empty.
-    """
+    """Return a launcher's variable; raise ValueError if it is missing or empty."""
     value = environ.get(name, default)
     if not value:
         raise ValueError(f"the environment names a launcher, but has no {name}")
@@ -142,11 +125,7 @@ def text_in(environ: Mapping[str, str], name: str, default: str | None = None) -
 
 
 def number_in(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
-    """A launcher's variable that is a number.
-
-    Raises:
-        ValueError: there is none, or it is no number.
-    """
+    """Return a launcher's variable as an integer; raise ValueError if it is none."""
     value = text_in(environ, name, default)
     try:
         return int(value)

@@ -1,10 +1,9 @@
-"""Implement one member of a group: who the members are, its node, its end, and `explain`.
+"""Implement a member of a group: its ranks, its host, its life, and `explain`.
 
-    nodes {0, 1}, {2, 3}:    intra [0 1] [2 3]    inter [0 2]
+    hosts {0, 1}, {2, 3}:    intra [0 1] [2 3]    inter [0 2]
 
-``inter`` has the first member of each node. If the network between nodes is the bottleneck, an
-all-reduce in three steps sends each tensor over it only once per node: reduce within the node,
-all-reduce between nodes, broadcast within the node.
+``inter`` has the first member of each host. `Hierarchy.all_reduce` sends each tensor over the
+network once per host: reduce within the host, all-reduce between hosts, broadcast within the host.
 """
 
 from __future__ import annotations
@@ -32,67 +31,64 @@ if TYPE_CHECKING:
     from shm_broadcast import MessageQueue
 
 
-_QUICKER = "all members share a host: shared memory is quicker than sockets"
+_FASTER = "all members share a host: shared memory is faster than sockets"
 
 
 def explain(link: GroupContext) -> Explanation:
-    """The backends that a group uses, with reasons, and those it does not. Collective: no."""
-    told = link.device.explain()
-    refused = dict(told.unavailable)
+    """Return the backends that a group uses and does not use, with reasons."""
+    explanation = link.device.explain()
+    refused = dict(explanation.unavailable)
     if len(link.ranks) == 1:
         why = "a group of one: every verb is the identity"
     elif link.settings.torch_only:
-        why = "told to use torch's process groups"
+        why = "the settings allow torch's process groups only"
         refused["ipc" if link.device.device.type == "cuda" else "shm"] = why
     elif link.device.device.type == "cuda":
         why = ""
     elif link.device.capabilities.backend == "shm":
-        why, refused["gloo"] = "all members share a host", _QUICKER
+        why, refused["gloo"] = "all members share a host", _FASTER
     else:
         hosts = 0 if link.nodes is None else len(link.nodes.all())
         why = refused["shm"] = f"the members are on {hosts} hosts"
-    choices = tuple(replace(each, reason=each.reason or why) for each in told.choices)
+    choices = tuple(replace(each, reason=each.reason or why) for each in explanation.choices)
     members = counted(len(link.ranks), "member")
     title = f"{link.name}: {members} on {link.device.device.type}"
-    return replace(told, group=title, choices=choices, unavailable=tuple(refused.items()))
+    return replace(explanation, group=title, choices=choices, unavailable=tuple(refused.items()))
 
 
 LINGER = 5.0
-"""Seconds that messages have to arrive when their sender closes the group."""
+"""Seconds that `Member.close` waits for messages in flight."""
 
 
 @dataclass(slots=True)
 class _SharedState:
-    """What all names of a group share."""
-
     closed: bool = False
 
 
 class Member:
-    """One process in a group.
+    """One process's end of a group.
 
     Attributes:
-        name: the group's.
+        name: the group's name.
         rank: this process's global rank.
         ranks: the members' global ranks, by rank in the group.
-        rank_in_group: this member's rank.
-        world_size: how many members.
-        local_rank: this process's number on its node.
-        device: where the tensors of the collectives are.
-        device_communicator: what moves them.
-        unique_name: the name with a number, as no other group of this process has it.
-        mq_broadcaster: the queue for what rank 0 broadcasts by `broadcast_object`; may be None.
+        rank_in_group: this member's rank in the group.
+        world_size: the number of members.
+        local_rank: this process's number on its host.
+        device: the device of the collectives' tensors.
+        device_communicator: runs the collectives on ``device``.
+        unique_name: the name with a number, unique in this process: ``"tp:0"``.
+        mq_broadcaster: the queue for objects that rank 0 broadcasts; None: there is none.
     """
 
     @classmethod
     def from_context(cls, link: GroupContext) -> Self:
-        """The group that ``link`` is a member's end of, which it then owns. Collective: no."""
+        """Make the group from its context, which the group then owns."""
         group = cls.__new__(cls)
         group._init_from(link)
         return group
 
     def _init_from(self, link: GroupContext) -> None:
-        """Become the member whose end of the group ``link`` is."""
         self._context = link
         self.name = link.name
         self.ranks = list(link.ranks)
@@ -118,14 +114,13 @@ class Member:
                 link.closing.callback(board.close_group, name, self.rank_in_group, self.ranks)
 
     def _count(self) -> list[begun.Entry]:
-        """Have what this member begins counted."""
         cpu, device = self._context.cpu, self._context.device
         entries = [begun.enter(self.name, self.ranks, device.begun)]
         if cpu is not device:
             entries.append(begun.enter(f"{self.name} cpu", self.ranks, cpu.begun))
         return entries
 
-    # --- who is who ----------------------------------------------------------------------
+    # --- ranks ---------------------------------------------------------------------------
 
     @property
     def first_rank(self) -> int:
@@ -149,31 +144,28 @@ class Member:
 
     @property
     def next_rank(self) -> int:
-        """The global rank of the next member; after the last comes the first."""
+        """The global rank of the next member; the last member's next is the first."""
         return self.ranks[(self.rank_in_group + 1) % self.world_size]
 
     @property
     def prev_rank(self) -> int:
-        """The global rank of the previous member; before the first comes the last."""
+        """The global rank of the previous member; the first member's previous is the last."""
         return self.ranks[self.rank_in_group - 1]
 
     # --- for torch ------------------------------------------------------------------------
 
     @property
     def cpu_group(self) -> ProcessGroup:
-        """A torch process group of the members, on the CPU; destroyed when this group is closed.
+        """A torch process group of the members, on the CPU; `close` destroys it.
 
-        On one host it is made when it is first asked for, and connects two members when they first
-        use it: until then torch opens no socket. Collective: no.
-
-        Raises:
-            GroupClosedError: this group is closed.
+        On one host the first access makes it, and two members connect at their first operation on
+        it; until then torch opens no socket. Raises GroupClosedError if this group is closed.
         """
         return self._open_context().groups.cpu()
 
     @property
     def device_group(self) -> ProcessGroup:
-        """As `cpu_group`, for `device`; the same if that is the CPU. Collective: no."""
+        """As `cpu_group`, for `device`; the same object if that is the CPU."""
         return self._open_context().groups.device()
 
     def _open_context(self) -> GroupContext:
@@ -185,48 +177,38 @@ class Member:
 
     @property
     def board(self) -> Board | None:
-        """This node's board, on which the members' doings stand; None in a group of one."""
+        """This host's board; None in a group of one."""
         return None if self._context.nodes is None else self._context.nodes.board
 
     @property
     def nodes(self) -> list[list[int]]:
-        """The ranks in the group of each node's members."""
+        """The ranks in the group of each host's members."""
         return [[0]] if self._context.nodes is None else self._context.nodes.all()
 
     def status(self) -> list[MemberStatus]:
-        """What each member was last seen doing, by rank in the group; ``rank`` is the global one.
-
-        Collective: no.
-        """
+        """Return each member's latest state, by rank in the group; its ``rank`` is global."""
         if self._context.nodes is None:
             return []
         members = self._context.nodes.members
         return [self._context.nodes.board.member_status(member) for member in members]
 
     def explain(self) -> Explanation:
-        """What carries out each verb, by size, and why not what else could; print it.
-
-        Collective: no.
-        """
+        """Return the backend of each verb and size, with the reasons; print it."""
         return explain(self._context)
 
     def check(self) -> None:
-        """Raise if the group is over, or an operation failed that the device did meanwhile.
+        """Raise CoordinatorError if the group is aborted or an operation on the device has failed.
 
-        For replayed CUDA graphs, in which nothing can raise: their collectives end at once when
-        the group is over, with NaN for results. So call this in each step, after the device has
-        done it and before its results are used. It never waits for the device, and reads a few
-        words. Collective: no.
-
-        Raises:
-            CoordinatorError: what has happened; the group is aborted with it.
+        Replayed CUDA graphs cannot raise: their collectives return NaN once the group is aborted.
+        Call this in each step, after the device has run the graph and before the results are used.
+        It never waits for the device and reads a few words. A failure aborts the group.
         """
         self._open_context().device.check()
 
     def abort(self, error: BaseException | str) -> None:
-        """Make every waiting and every later call raise `GroupAbortedError`. Collective: no.
+        """Make each waiting and each later call of all members raise `GroupAbortedError`.
 
-        It reaches all that share this node's board: with a launcher's board, all groups.
+        It aborts all groups on this host's board; with a launcher's board, all groups of the job.
         """
         self._context.device.abort(error)
 
@@ -236,26 +218,26 @@ class Member:
         return self._life.closed
 
     def after_fork_in_child(self) -> None:
-        """In a forked child: closing it does nothing."""
+        """Mark the group closed in a forked child, without releasing anything."""
         self._life.closed = True
 
     def close(self, linger: float = LINGER) -> None:
-        """Give everything back; the second time does nothing. Collective: no.
+        """Release everything; idempotent.
 
-        Other members may go on among themselves only with what does not need this one: those that
-        do get GroupClosedError. What this one has done before is there for them still, except for
-        messages that nobody has received within ``linger``.
+        The other members may continue; operations that need this member raise `GroupClosedError`.
+        Its earlier messages and results stay available, except messages not received within
+        ``linger`` seconds.
 
         Args:
-            linger: seconds that messages and collectives under way have, unless the group is over.
+            linger: seconds to wait for messages and collectives in flight, unless the group is
+                aborted.
         """
         self._end(linger, None)
 
     def _end(self, linger: float, error: BaseException | None) -> None:
-        """Close the group; ``error`` is what this member leaves for."""
         if self.closed:
             return
-        self._context.abort_on_error(error)  # before they miss anything else
+        self._context.abort_on_error(error)  # first: the root cause must precede its effects
         self._messenger.flush(linger)
         self._life.closed = True
         compile_ops.unregister(self.unique_name)
@@ -275,13 +257,13 @@ class Member:
         return self
 
     def __deepcopy__(self, memo: object) -> Self:
-        """The group itself: a copy of a module that holds it communicates over the same group."""
+        """Return the group itself: a copied module communicates over the same group."""
         return self
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"group {self.name!r} cannot be pickled: it is this process's end of it; leave it out, "
-            "or have the receiver use its own"
+            f"group {self.name!r} cannot be pickled: it is this process's end of the group; leave "
+            "it out and use the receiver's own"
         )
 
     def __repr__(self) -> str:
@@ -297,12 +279,12 @@ G_co = TypeVar("G_co", bound="Member", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Hierarchy(Generic[G_co]):
-    """The groups that one member of ``world`` is in.
+    """The groups of one member's host and of the hosts.
 
     Attributes:
         world: the whole group.
-        intra: its members on this node; ``world`` itself where there is one node.
-        inter: the first member of each node; None on the others.
+        intra: its members on this host; ``world`` itself if there is one host.
+        inter: the first member of each host; None on the other members.
     """
 
     world: G_co
@@ -319,14 +301,15 @@ class Hierarchy(Generic[G_co]):
     ) -> Tensor:
         """Reduce ``x`` over the world, in three steps. Collective: yes, every member.
 
-        An average is a sum, divided once: right for nodes of different sizes too. That of half
-        types is summed in float32 and rounded once. The result is bitwise identical on all members.
+        ``ReduceOp.AVG`` sums and divides once by the world size, so hosts may differ in size. It
+        sums float16 and bfloat16 in float32 and rounds once. The result is bitwise identical on all
+        members.
 
         Returns:
-            ``out``, or a tensor like ``x``; ``x`` itself in a group of one.
+            ``out``, or a new tensor like ``x``; ``x`` itself in a group of one.
 
         Raises:
-            TypeError: ``op`` is not for this dtype, or ``out`` has another one.
+            TypeError: ``op`` does not support the dtype, or ``out`` has another dtype.
             ValueError: ``out`` has another shape or device.
         """
         world, intra = self.world.device_communicator, self.intra.device_communicator

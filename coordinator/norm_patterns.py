@@ -1,7 +1,7 @@
-"""The pass over graphs of torch's compiler. All that is private in torch is used in this file.
+"""Match and rewrite graphs of torch's compiler. Only this file uses torch's private interfaces.
 
-A sum that is normed looks like this after the compiler has taken it apart, in graphs of ATen
-(``wide`` is in float32: ``kept`` itself, or converted)::
+The compiler decomposes a normalised sum to these ATen operations (``wide`` is in float32: ``kept``
+itself, or converted)::
 
     kept = residual + sum
     unit = wide * rsqrt(mean(wide ** 2) + epsilon)
@@ -47,20 +47,19 @@ _CONVERT = torch.ops.prims.convert_element_type.default
 
 
 class NormPass(CustomGraphPass):
-    """See `coordinator.norm_pass.all_reduce_norm_pass`."""
+    """The pass that `coordinator.norm_pass.all_reduce_norm_pass` returns."""
 
     def __init__(self) -> None:
-        """Know all patterns."""
         self._patterns = PatternMatcherPass("all_reduce_norm")
         for pattern in _patterns():
             register_graph_pattern(pattern, _fits, pass_dict=self._patterns)(_rewrite)
 
     def __call__(self, graph: Graph) -> None:
-        """Rewrite what is found."""
+        """Rewrite all matches."""
         self._patterns.apply(graph)
 
     def uuid(self) -> Any:
-        """What else compiled graphs depend on, for the compiler's cache."""
+        """Return the rest of the compiler's cache key: this code, and the groups' kernels."""
         code = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
         return code, compile_ops.norms_by_group()
 
@@ -77,7 +76,7 @@ def _patterns() -> Iterator[PatternExpr]:
 
 
 def _rounded(wide: PatternExpr, weight: PatternExpr) -> Iterator[PatternExpr]:
-    """What is computed in float32 for narrower tensors."""
+    """Yield patterns of a float32 norm of narrower tensors."""
     for unit in _units(wide):
         yield from _either(_ATEN.mul.Tensor, CallFunction(_CONVERT, unit, Ignored()), weight)
         for scale in (weight, _wider(weight)):
@@ -86,7 +85,7 @@ def _rounded(wide: PatternExpr, weight: PatternExpr) -> Iterator[PatternExpr]:
 
 
 def _units(wide: PatternExpr) -> Iterator[PatternExpr]:
-    """Rows whose mean square is one."""
+    """Yield patterns of rows normalised to a mean square of one."""
     for square in (
         CallFunction(_ATEN.pow.Tensor_Scalar, wide, 2),
         CallFunction(_ATEN.mul.Tensor, wide, wide),
@@ -104,27 +103,27 @@ def _wider(x: PatternExpr, users: Any = MULTIPLE) -> PatternExpr:
 def _either(
     function: OpOverload, a: PatternExpr, b: PatternExpr, **options: Any
 ) -> list[PatternExpr]:
-    """In both orders."""
+    """Return the patterns of ``function`` with its arguments in both orders."""
     return [CallFunction(function, *pair, **options) for pair in ((a, b), (b, a))]
 
 
 def _fits(match: Match) -> bool:
-    """Whether the op does what was matched."""
-    given = match.kwargs
-    nodes = [given[name] for name in ("x", "residual", "weight")]
+    """Return whether the op computes the same as the match."""
+    values = match.kwargs
+    nodes = [values[name] for name in ("x", "residual", "weight")]
     if not all(isinstance(node, Node) for node in nodes):
         return False
     x, residual, weight = (node.meta["val"] for node in nodes)
     return (
-        compile_ops.has_norms(given["group"], x.dtype)
+        compile_ops.has_norms(values["group"], x.dtype)
         and residual.dtype == weight.dtype == _dtype(match.output_node()) == x.dtype
         and all(_dtype(node) == torch.float32 for node in match.nodes if node.target is _MEAN)
-        and [dim % x.dim() for dim in given["dims"]] == [x.dim() - 1]
+        and [dim % x.dim() for dim in values["dims"]] == [x.dim() - 1]
         and weight.dim() == 1
         and statically_known_true(
             sym_eq((*residual.shape, weight.shape[0]), (*x.shape, x.shape[-1]))
         )
-        and isinstance(given["epsilon"], (int, float))
+        and isinstance(values["epsilon"], (int, float))
         and nodes[2] < _kept(match)
     )
 
@@ -134,9 +133,9 @@ def _rewrite(
 ) -> None:
     graph, kept = match.graph, _kept(match)
 
-    def call(function: Any, *given: Any) -> Node:
-        node = graph.call_function(function, given)
-        node.meta["val"] = function(*map_arg(given, lambda each: each.meta["val"]))
+    def call(function: Any, *args: Any) -> Node:
+        node = graph.call_function(function, args)
+        node.meta["val"] = function(*map_arg(args, lambda each: each.meta["val"]))
         return node
 
     with graph.inserting_before(kept):
@@ -150,7 +149,7 @@ def _rewrite(
 
 
 def _kept(match: Match) -> Node:
-    """The sum with the residual."""
+    """Return the node that adds the residual."""
     (total,) = (node for node in match.nodes if node.target is _ALL_REDUCE)
     (user,) = total.users
     return user if user.target is _ATEN.add.Tensor else next(iter(user.users))

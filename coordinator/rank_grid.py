@@ -1,7 +1,7 @@
 """The arithmetic of a grid of ranks with named axes: which ranks form which group.
 
-A grid numbers its ranks row by row: the last axis varies fastest. The grid of
-`coordinator.init(dp=2, pp=2, tp=2)`, whose axes are (dp, pp, tp), is
+The last axis varies fastest. The grid of `coordinator.init(dp=2, pp=2, tp=2)`, whose axes are (dp,
+pp, tp), is
 
                   dp 0                     dp 1
              tp 0     tp 1            tp 0     tp 1
@@ -13,8 +13,7 @@ A grid numbers its ranks row by row: the last axis varies fastest. The grid of
 
     rank = (dp_rank * pp + pp_rank) * tp + tp_rank
 
-The groups along an axis hold the ranks that differ in that axis only. Along several axes
-at once they hold the ranks that differ in these axes only, in rank order:
+A group along some axes holds the ranks that differ on these axes only, in rank order:
 
     groups("tp")          [0 1] [2 3] [4 5] [6 7]       a row of the picture
     groups("pp")          [0 2] [1 3] [4 6] [5 7]       a column
@@ -35,7 +34,7 @@ MODEL_AXES: Final = ("dp", "pp", "pcp", "tp")
 """The axes that every job has, outermost first."""
 
 _OWN_GROUPS: Final = ("world", *MODEL_AXES, "dcp", "ep")
-"""The groups that every job has: other axes have other names."""
+"""The names of the built-in groups; own axes must have other names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +45,13 @@ class RankGrid:
         axes: (name, size) of each axis; the last one varies fastest.
 
     Raises:
-        ValueError: an axis has a size below 1 or no name, or two have the same name.
-        TypeError: a size is not a whole number, or a name no text.
+        ValueError: a size is below 1, a name is empty, or two axes have the same name.
+        TypeError: a size is not an integer, or a name is not a string.
     """
 
     axes: tuple[tuple[str, int], ...]
 
     def __post_init__(self) -> None:
-        """Check the axes."""
         axes = tuple(
             (printable_text("the name of an axis", name), size) for name, size in self.axes
         )
@@ -64,31 +62,25 @@ class RankGrid:
 
     @classmethod
     def of(cls, sizes: Mapping[str, int]) -> RankGrid:
-        """The grid of these axes, outermost first: ``RankGrid.of({"pp": 2, "tp": 4})``."""
+        """Return the grid of these axes, outermost first: ``RankGrid.of({"pp": 2, "tp": 4})``."""
         return cls(tuple(sizes.items()))
 
     @classmethod
     def of_job(
         cls, *, tp: int, pp: int, dp: int, pcp: int, axes: Mapping[str, int] | None
     ) -> RankGrid:
-        """The grid of all ranks of a job: the caller's own axes, replicas, and those of a replica.
-
-        Args:
-            tp: the number of ranks that share each layer.
-            pp: the number of pipeline stages.
-            dp: the number of replicas.
-            pcp: the number of ranks that share a prompt.
-            axes: the caller's own axes, outermost first.
+        """Return the grid of a job: the caller's own axes, outermost first, then dp, pp, pcp and
+        tp.
 
         Raises:
-            ValueError: a size is below 1, or an axis has no name or that of a group of each job.
-            TypeError: a size is not a whole number, or ``axes`` no mapping.
+            ValueError: a size is below 1, or an axis has no name or the name of a built-in group.
+            TypeError: a size is not an integer, or ``axes`` is not a mapping.
         """
         if axes is not None and not isinstance(axes, Mapping):
             raise TypeError(f"axes must be a mapping of sizes by name; got {axes!r}")
         own = dict(axes or {})
         if taken := [name for name in own if name in _OWN_GROUPS]:
-            raise ValueError(f"groups named {taken} are there anyway: name your axes otherwise")
+            raise ValueError(f"axes named {taken}: built-in groups have these names; choose others")
         return cls.of({**own, "dp": dp, "pp": pp, "pcp": pcp, "tp": tp})
 
     @property
@@ -97,42 +89,34 @@ class RankGrid:
         return tuple(name for name, _ in self.axes)
 
     def __str__(self) -> str:
-        """The axes with their sizes: ``dp=1 x pp=2 x tp=4``."""
         return " x ".join(f"{name}={size}" for name, size in self.axes)
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The size of each axis, by its name, outermost first."""
+        """The size of each axis by name, outermost first."""
         return dict(self.axes)
 
     @property
     def own_axes(self) -> dict[str, int]:
-        """The axes that not every job has, with their sizes."""
+        """The caller's own axes with their sizes."""
         return {name: size for name, size in self.axes if name not in MODEL_AXES}
 
     @property
     def size(self) -> int:
-        """How many ranks the grid has."""
+        """The number of ranks."""
         return math.prod(size for _, size in self.axes)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The position of ``rank`` on each axis, by the axis's name.
-
-        Raises:
-            ValueError: ``rank`` is not in the grid.
-        """
+        """Return a rank's position on each axis, by name; raise ValueError outside the grid."""
         if not 0 <= rank < self.size:
             raise ValueError(f"rank {rank} is not in a grid of {self.size} ranks")
-        found = {}
+        positions = {}
         for name, size in reversed(self.axes):
-            rank, found[name] = divmod(rank, size)
-        return {name: found[name] for name in self.names}
+            rank, positions[name] = divmod(rank, size)
+        return {name: positions[name] for name in self.names}
 
     def rank(self, coordinates: Mapping[str, int]) -> int:
-        """The rank at a position.
-
-        Args:
-            coordinates: the position on each axis, for all axes and no others.
+        """Return the rank at a position, which has all axes and no others.
 
         Raises:
             ValueError: an axis is missing or unknown, or a position is outside its axis.
@@ -148,56 +132,47 @@ class RankGrid:
         return rank
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """All groups along ``axes``: every rank is in exactly one of them.
-
-        Args:
-            axes: names of axes, in any order. Without any, every rank is a group of its own.
+        """Return all groups along ``axes``, named in any order; without axes each rank is a group.
 
         Returns:
-            The groups in the order of their first ranks; the ranks of each ascend.
+            The groups in the order of their first ranks; ranks ascend within a group.
 
         Raises:
-            ValueError: no such axis.
+            ValueError: an axis is unknown.
         """
         groups = (self.group_of(rank, *axes) for rank in range(self.size))
         return [group for rank, group in enumerate(groups) if group[0] == rank]
 
     def group_of(self, rank: int, *axes: str) -> list[int]:
-        """The ranks of the group along ``axes`` that contains ``rank``, ascending.
-
-        Other groups are not computed.
+        """Return the ranks of the group along ``axes`` that contains ``rank``, ascending.
 
         Raises:
-            ValueError: ``rank`` is not in the grid, or no such axis.
+            ValueError: ``rank`` is not in the grid, or an axis is unknown.
         """
         self._require(axes)
-        at = self.coordinates(rank)
+        coordinates = self.coordinates(rank)
         ranks = [0]
         for name, size in self.axes:
-            positions = range(size) if name in axes else (at[name],)
+            positions = range(size) if name in axes else (coordinates[name],)
             ranks = [each * size + position for each in ranks for position in positions]
         return ranks
 
     def dcp_group_of(self, rank: int, dcp: int) -> list[int]:
-        """The ranks that share contexts with ``rank`` (decode context parallel).
+        """Return the ranks that share contexts with ``rank`` (decode context parallel).
 
-        The group along tp and pcp, counted with pcp fastest, is cut into runs of ``dcp`` ranks.
-
-        Args:
-            rank: a rank of the grid, which has axes tp and pcp.
-            dcp: the number of ranks that share contexts.
-
-        Returns:
-            The run that contains ``rank``, in the order in which it was counted.
+        The group along tp and pcp, counted with pcp fastest, is cut into runs of ``dcp`` ranks. The
+        result is the run that contains ``rank``, in counting order.
 
         Raises:
             ValueError: ``rank`` is not in the grid, or ``dcp`` does not divide tp x pcp.
-            TypeError: ``dcp`` is not a whole number.
+            TypeError: ``dcp`` is not an integer.
         """
-        at, tp, pcp = self.coordinates(rank), self.sizes["tp"], self.sizes["pcp"]
+        coordinates, tp, pcp = self.coordinates(rank), self.sizes["tp"], self.sizes["pcp"]
         if tp * pcp % integer("dcp", dcp):
             raise ValueError(f"dcp={dcp} does not divide tp={tp} x pcp={pcp}")
-        counted = [self.rank({**at, "tp": t, "pcp": p}) for t in range(tp) for p in range(pcp)]
+        counted = [
+            self.rank({**coordinates, "tp": t, "pcp": p}) for t in range(tp) for p in range(pcp)
+        ]
         begin = counted.index(rank) // dcp * dcp
         return counted[begin : begin + dcp]
 

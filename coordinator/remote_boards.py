@@ -1,16 +1,16 @@
-"""The state of the members on other hosts, concluded from their hosts' beats.
+"""Derive the state of members on other hosts from their hosts' heartbeats.
 
-A `HostHeartbeat` is what a host's board says at one moment. `RemoteBoards` keeps the latest beat
-of every other host and concludes the state of its members. It does no input or output: the thread
-of `coordinator.hosts` carries the beats.
+A `HostHeartbeat` is a copy of a host's board at one moment. `RemoteBoards` keeps the latest one of
+each other host. It does no input or output: the thread of `coordinator.hosts` transfers the
+heartbeats.
 
 A member on another host counts as gone
-    - when its host's beat says that it has died or left;
-    - when the store answers, but has had no new beat of its host for `SILENCE_SECONDS`, or for
-      `SUSPECT_SECONDS` after a connection with that host broke. Only time in which the store
-      answered is counted, so a process that was itself stopped does not consider others silent;
-    - when it hosts the store, and the store's connection has closed, or the store has not answered
-      for `SILENCE_SECONDS`.
+    - if its host's heartbeat lists it as lost or closed;
+    - if the store answers but has no new heartbeat of its host for `SILENCE_SECONDS`, or for
+      `SUSPECT_SECONDS` after a connection to that host broke. Only time in which the store answered
+      counts, so that a process that was stopped does not blame others;
+    - if it hosts the store, and the store's connection is closed, or the store has not answered for
+      `SILENCE_SECONDS`.
 """
 
 from __future__ import annotations
@@ -31,39 +31,36 @@ from shm_broadcast.state.fingerprint import Fingerprint
 _log = logging.getLogger(__name__)
 
 SILENCE_SECONDS: Final = 10.0
-"""A host counts as lost when there was no new beat of it for so long."""
+"""A host without a new heartbeat for this time counts as lost."""
 
 SUSPECT_SECONDS: Final = 1.0
-"""The same, after a connection with the host broke."""
+"""The same, after a connection to the host broke."""
 
-_HEARD_WITHIN: Final = 1.7
-"""When the store answers so many seconds after a connection broke, it tells of a member's end on
-another host, or that host has been silent for `SUSPECT_SECONDS`."""
+_DETECTED_WITHIN: Final = 1.7
+"""Once the store answers this many seconds after a connection broke, either a heartbeat shows the
+member's end, or its host has been silent for `SUSPECT_SECONDS`."""
 
 _SUSPECTED_FOR: Final = 5.0
-"""How long the shorter limit holds after a connection broke, in seconds."""
+"""The shorter limit holds for this many seconds after a connection broke."""
 
 _NORMAL_SILENCE: Final = 1.0
-"""Up to so many seconds without a beat are not mentioned in messages."""
+"""Messages do not mention a shorter silence, in seconds."""
 
 _LOOK_AGAIN: Final = 1.0
-"""How long the store must be seen not to answer, in seconds, before its keeper counts as gone.
+"""The store must be seen silent for this many seconds before its host's member counts as gone.
 
-A process that was stopped (by SIGSTOP, say) finds the last answer too old when it goes on, but gets
-new ones in less than that.
+A process that was stopped, say by SIGSTOP, finds the last answer too old when it continues, but
+receives new ones within this time.
 """
 
 _LONGEST_GAP: Final = 0.5
-"""Two looks at the store's silence that are further apart, in seconds, begin a new observation."""
+"""A longer gap between two checks of the store's silence, in seconds, restarts the observation."""
 
 
 class MemberHeartbeat(msgspec.Struct, array_like=True, frozen=True):
-    """What a board says about one member.
+    """A member's state in a heartbeat; ``member`` is its member number.
 
-    Attributes:
-        member: its member number.
-        pid, state, operation, sequence, age, collective: as in `MemberStatus`.
-        tallies: as of `Fingerprints.of_member`.
+    The other fields are those of `MemberStatus` and `Fingerprints.of_member`.
     """
 
     member: int
@@ -77,7 +74,7 @@ class MemberHeartbeat(msgspec.Struct, array_like=True, frozen=True):
 
 
 class FailureHeartbeat(msgspec.Struct, array_like=True, frozen=True):
-    """Why a board was aborted: as `Failure`, with member numbers instead of ranks."""
+    """The reason of an abort: as `Failure`, with member numbers instead of ranks."""
 
     member: int
     kind: str
@@ -86,12 +83,12 @@ class FailureHeartbeat(msgspec.Struct, array_like=True, frozen=True):
 
 
 class HostHeartbeat(msgspec.Struct, array_like=True, frozen=True):
-    """What one host's board says.
+    """One host's board at one moment.
 
     Attributes:
-        number: a time stamp in ns; grows from beat to beat, whichever process writes them.
+        number: a time stamp in ns; it increases with each heartbeat, for all writers.
         members: the members on this host.
-        failure: why the group was aborted; None if it was not.
+        failure: the reason of the abort; None: the group is not aborted.
     """
 
     number: int
@@ -103,26 +100,20 @@ _DECODER = msgspec.msgpack.Decoder(HostHeartbeat)
 
 
 def encode_heartbeat(board: Board, members: Iterable[int], number: int) -> bytes:
-    """Encode the beat of this host.
-
-    Args:
-        board: this host's board.
-        members: the member numbers of the members on this host.
-        number: the beat's number.
-    """
-    seen = tuple(
+    """Encode heartbeat ``number`` of this host's board, with these ``members`` on it."""
+    states = tuple(
         _member_heartbeat(member, board.member_status(member), board.fingerprints.of_member(member))
         for member in members
     )
     failure, ranks = board.aborted, board.ranks
-    told = failure and FailureHeartbeat(
+    reason = failure and FailureHeartbeat(
         ranks.index(failure.rank), failure.kind, failure.message, ranks.index(failure.culprit)
     )
-    return msgspec.msgpack.encode(HostHeartbeat(number, seen, told or None))
+    return msgspec.msgpack.encode(HostHeartbeat(number, states, reason or None))
 
 
 def decode_heartbeat(raw: bytes) -> HostHeartbeat | None:
-    """What `encode_heartbeat` has encoded; None if ``raw`` is not a beat."""
+    """Decode a heartbeat; return None if ``raw`` is not valid."""
     try:
         return _DECODER.decode(raw)
     except UNDECODABLE:
@@ -130,7 +121,7 @@ def decode_heartbeat(raw: bytes) -> HostHeartbeat | None:
 
 
 def number_of(raw: bytes) -> int:
-    """The number of an encoded beat; 0 if ``raw`` is not a beat."""
+    """Return the number of an encoded heartbeat; 0 if ``raw`` is not valid."""
     heartbeat = decode_heartbeat(raw)
     return 0 if heartbeat is None else heartbeat.number
 
@@ -152,22 +143,19 @@ def _member_heartbeat(
 
 @dataclass(slots=True)
 class _Host:
-    """What is known of one other host; times are of this process's clock, in seconds."""
-
     name: str
     members: tuple[int, ...]
     heard_at: float
     number: int = -1
     heartbeats: dict[int, MemberHeartbeat] = field(default_factory=dict)
     suspected_at: float = -1e9
-    told_lost: bool = False
+    logged: bool = False
 
 
 class RemoteBoards:
-    """One process's view of the members on other hosts; its board asks it (`RemoteMembers`).
+    """One process's view of the members on other hosts; its board calls it (`RemoteMembers`).
 
-    Attributes:
-        refresh: writes this host's beat and reads the others', now.
+    ``refresh`` writes this host's heartbeat and reads the others' now.
     """
 
     def __init__(
@@ -180,15 +168,15 @@ class RemoteBoards:
         swap: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin without a beat of any host.
+        """Start without heartbeats.
 
         Args:
             ranks: each member's rank, by member number.
             hosts: the member numbers of each other host, by its name.
-            keeper: the member whose process hosts the store; None if no member's does.
+            keeper: the member whose process hosts the store; None: no member's does.
             store: the store's address, for messages.
-            swap: writes this host's beat and reads the others', now.
-            clock: returns a time in seconds.
+            swap: writes this host's heartbeat and reads the others' now.
+            clock: returns the time in seconds.
         """
         now = clock()
         self._ranks = ranks
@@ -203,14 +191,10 @@ class RemoteBoards:
         self._blamed: set[int] = set()
         self._late_since = self._late_until = -1e9
 
-    # --- what comes in -------------------------------------------------------------------
+    # --- input -----------------------------------------------------------------------------
 
     def receive(self, heartbeats: Iterable[bytes]) -> list[FailureHeartbeat]:
-        """Take in the encoded beats of the other hosts, in the order of ``hosts``.
-
-        Returns:
-            The failures that they report.
-        """
+        """Store the encoded heartbeats, in the order of ``hosts``; return the failures in them."""
         now = self._clock()
         failures = []
         for host, raw in zip(self._hosts, heartbeats, strict=True):
@@ -226,21 +210,19 @@ class RemoteBoards:
         return failures
 
     def pass_on(self, heartbeats: Iterable[bytes], board: Board) -> None:
-        """`receive` the beats, and abort this host's board for the first failure that they
-        report.
-        """
+        """`receive` the heartbeats, and abort ``board`` with the first failure in them."""
         for failure in self.receive(heartbeats):
             if board.aborted is None:
                 board.report(failure.member, failure.kind, failure.message, failure.culprit)
 
     def store_ended(self, why: str) -> None:
-        """Note that the connection to the store has broken: no more beats will come."""
+        """Record that the store's connection broke: no more heartbeats will arrive."""
         self._ended = why
 
-    # --- what a board asks ---------------------------------------------------------------
+    # --- queries of the board --------------------------------------------------------------
 
     def status(self, member: int) -> MemberStatus | None:
-        """The latest known state of ``member``; None if it is on this host."""
+        """Return the latest state of ``member``; None if it is on this host."""
         host = self._host_of.get(member)
         if host is None:
             return None
@@ -261,7 +243,7 @@ class RemoteBoards:
         )
 
     def fingerprints(self, member: int) -> Sequence[Fingerprint] | None:
-        """The latest known tallies of ``member``; None if it is on this host."""
+        """Return the latest fingerprints of ``member``; None if it is on this host."""
         host = self._host_of.get(member)
         if host is None:
             return None
@@ -269,7 +251,7 @@ class RemoteBoards:
         return () if heartbeat is None else heartbeat.fingerprints
 
     def gone(self, member: int) -> bool:
-        """Whether ``member`` has died or left, or its host has been silent for too long."""
+        """Return whether ``member`` died or left, or its host was silent for too long."""
         host = self._host_of.get(member)
         if host is None:
             return False
@@ -281,36 +263,35 @@ class RemoteBoards:
         suspected = self._answered_at < host.suspected_at + _SUSPECTED_FOR
         limit = SUSPECT_SECONDS if suspected else SILENCE_SECONDS
         if self._answered_at - host.heard_at > limit:
-            self._tell_lost(host)
+            self._log_lost(host)
             return True
         return member == self._keeper and self._store_is_silent()
 
     def suspect(self, members: Iterable[int]) -> Callable[[], bool]:
-        """A connection with one of ``members`` broke: shorten the limit for their hosts.
+        """Shorten the silence limit of the hosts of ``members``: a connection to one broke.
 
-        Returns:
-            A function that returns whether by now it is known which of them has gone, if one has.
-            It counts by the store's answers: a machine that stalls this process stalls them, too.
+        The result returns True once a loss among ``members`` would have been detected. It counts by
+        the store's answers, because a machine that stalls this process delays those as well.
         """
         since = self._clock()
         for member in members:
             if member in self._host_of:
                 self._host_of[member].suspected_at = since
 
-        def known() -> bool:
-            latest = SILENCE_SECONDS if not self._ended else _HEARD_WITHIN
-            return self._answered_at - since >= _HEARD_WITHIN or self._clock() - since >= latest
+        def is_detected() -> bool:
+            latest = SILENCE_SECONDS if not self._ended else _DETECTED_WITHIN
+            return self._answered_at - since >= _DETECTED_WITHIN or self._clock() - since >= latest
 
-        return known
+        return is_detected
 
     def mark_dead(self, member: int) -> None:
         """Count ``member`` as dead: the group was aborted with it as the culprit."""
         if member in self._host_of and member not in self._blamed:
             self._blamed.add(member)
-            self.refresh()  # its host's latest beat says what it did last, for the error
+            self.refresh()  # for the error: fetches the member's last operation
 
     def problems(self) -> str:
-        """A text for error messages if hosts or the store are silent; else ``""``."""
+        """Return a text for errors if hosts or the store are silent; else ``""``."""
         if self._ended:
             return f"other hosts are not heard any more: {self._ended}"
         if self._unanswered() > _NORMAL_SILENCE:
@@ -326,30 +307,31 @@ class RemoteBoards:
         )
 
     def _read(self, raw: bytes, host: _Host) -> HostHeartbeat | None:
-        """Decode a beat of ``host``; None if it is not valid.
-
-        Without a secret the store is open to anybody, so a beat is checked like any input.
-        """
+        """Decode and validate a heartbeat: without a secret any process may write to the store."""
         heartbeat = decode_heartbeat(raw)
         if heartbeat is None:
             return None
-        told, known = heartbeat.failure, range(len(self._ranks))
-        fits = {each.member for each in heartbeat.members} <= set(host.members) and (
-            told is None or (told.member in known and told.culprit in known)
+        failure, slots = heartbeat.failure, range(len(self._ranks))
+        valid = {each.member for each in heartbeat.members} <= set(host.members) and (
+            failure is None or (failure.member in slots and failure.culprit in slots)
         )
-        return heartbeat if fits else None
+        return heartbeat if valid else None
 
     # --- conclusions ---------------------------------------------------------------------
 
     def _has_died(self, member: int) -> bool:
         return member in self._blamed or (bool(self._ended) and member == self._keeper)
 
-    def _tell_lost(self, host: _Host) -> None:
-        if not host.told_lost:
-            host.told_lost = True
-            about = host.name, self._called(host.members), self._silence(host)
-            what = {"host": host.name, "rank": self._ranks[host.members[0]]}
-            _log.info("host %s (%s) is lost: not heard of for %.1f s", *about, extra=what)
+    def _log_lost(self, host: _Host) -> None:
+        if not host.logged:
+            host.logged = True
+            _log.info(
+                "host %s (%s) is lost: not heard of for %.1f s",
+                host.name,
+                self._called(host.members),
+                self._silence(host),
+                extra={"host": host.name, "rank": self._ranks[host.members[0]]},
+            )
 
     def _silence(self, host: _Host) -> float:
         return max(self._clock() - host.heard_at, 0.0)
@@ -363,9 +345,6 @@ class RemoteBoards:
         return max(self._clock() - self._answered_at, 0.0)
 
     def _store_is_silent(self) -> bool:
-        """Whether the store has not answered for `SILENCE_SECONDS`, and this was seen by looks in
-        close succession for `_LOOK_AGAIN`.
-        """
         now = self._clock()
         if self._ended or self._unanswered() <= SILENCE_SECONDS:
             return False
@@ -375,7 +354,7 @@ class RemoteBoards:
         return now - self._late_since >= _LOOK_AGAIN
 
     def _kept(self) -> str:
-        return "" if self._keeper is None else f", kept by {name_of(self._ranks[self._keeper])},"
+        return "" if self._keeper is None else f", hosted by {name_of(self._ranks[self._keeper])},"
 
     def _called(self, members: Sequence[int]) -> str:
         numbers = ", ".join(str(self._ranks[member]) for member in members)

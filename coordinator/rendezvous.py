@@ -1,29 +1,24 @@
-"""Connect processes that were started together: exchange values, agree on settings, authenticate.
+"""Connect processes that start together: exchange values, compare settings, authenticate.
 
-It needs nothing but the store; process groups, boards and queues are set up with it. Each swap has
-a name, and keys under that name:
+It needs only a store; boards, process groups and queues are set up with it. Each swap has a name
+and keys:
 
-    NAME/RANK   how many members there are, as that one was told, a space, and its value
-    NAME/count  the number of members that have put their value
-    NAME/ended  how it has ended: with all values, as the last of them says, or without, as whoever
-                sees first that a member has left. Only what is said first stands there.
+    NAME/RANK   the number of members as that member has it, a space, and its value
+    NAME/count  the number of members that have written their value
+    NAME/ended  "all", set by the last member to write, or "not all", set by the first to detect
+                that a member has left. The first value stays.
 
-However many members there are, each polls one key: torch's own wait prints to stderr when it times
-out. Now and then it looks at a second one, by which it sees that a member has left.
+Each member polls one key, whatever the number of members (torch's own wait prints to stderr on a
+timeout), and now and then a second key for members that have left.
 
-A process learns its rank and where to meet from torchrun's environment (read once, into a
-`Launch`) or from explicit arguments. The ranks meet in a torch store: a given one, one that the
-launcher hosts, or one that rank 0 hosts. The host binds one address, never all interfaces. It may
-let the system choose the port, which `host_store` returns: a free port is never searched first and
-bound later, when somebody else may have taken it.
+The store is given, hosted by the launcher, or hosted by rank 0, which binds one address, never all
+interfaces. The system may choose the port, which `host_store` returns; searching a free port first
+would let another process take it. Several topologies may use one store, at once or in turn, if all
+ranks set them up in the same order (`Rendezvous.all_gather_round`).
 
-Several topologies may use one store, at once or one after the other, if all ranks set them up in
-the same order (`Rendezvous.all_gather_round`).
-
-In the first store the members only learn the address of the second one, which the launcher's secret
-protects (`coordinator.curve_store`). Everything else, also the addresses of torch's process
-groups, goes through the second. Whoever alters the first store can keep the members from meeting,
-but cannot read or forge anything.
+With a launcher's secret, the first store holds only the address of a second one, which the secret
+protects (`coordinator.curve_store`); everything else goes through the second. A process that alters
+the first store can prevent the rendezvous, but cannot read or forge anything.
 """
 
 from __future__ import annotations
@@ -82,11 +77,9 @@ T = TypeVar("T")
 
 _LONGEST_GROUP = 200
 _READ_SECONDS = 0.5
-"""How long who keeps the store stays when it gives up: those that wait look more often."""
+"""How long the store's host stays after an abort; waiting members poll more often."""
 LEFT_ROUND = "left for the next"
-"""The key by which those in a visit see that a member of theirs has not finished it, and is in its
-next one.
-"""
+"""The key that a member sets in a round that it left unfinished for its next one."""
 _ALL, _NOT_ALL = b"all", b"not all"
 
 
@@ -95,34 +88,28 @@ class Rendezvous(StoreClient):
     """Swaps bytes between the members of one group, over a store.
 
     Attributes:
-        parent: where each member says which group it came to set up last; None: none does.
-        previous: what this one said there before it came to this group.
+        parent: the store in which members publish the group that they set up last; None: none.
+        previous: this member's earlier entry in ``parent``.
     """
 
     parent: Store | None = None
     previous: bytes = b""
 
     def begin_round(self, place: str) -> Rendezvous:
-        """An exchange of the same members under a key prefix, ``place``, that may have been used
-        before.
+        """Start a round under the key prefix ``place``, which may have been used before.
 
-        The store counts each member's visits to the place, which is another one for other members
-        `called` so. The n-th visit uses keys of its own, so it meets the other members' n-th
-        visits, and never an earlier one's values. A visit in which a member has given up, or that
-        it has left for its next one before it was set up, as does one that takes the place of a
-        killed process, is left out by those that come later: they meet that member's next one.
-        Those that are there already are told, or follow it if they `all_gather_round`.
+        The store counts each member's rounds per ``place`` and member list (`called`). The n-th
+        round has its own keys: it meets the other members' n-th rounds and never reads an earlier
+        one's values. A member leaves a round if it aborts, or starts the next one before its set-up
+        is finished, as the replacement of a killed process does. Later members skip that round.
+        Members that wait in it get an error, or follow to the next one if they `all_gather_round`.
 
-        Collective: no.
-
-        Raises:
-            GroupTimeoutError: the store does not answer.
-            TransportError: it has gone.
+        Raises GroupTimeoutError if the store does not answer, TransportError if it is lost.
         """
-        store, around = self.store, self.store if self.called else None
+        store, parent = self.store, self.store if self.called else None
         place = f"group-coordinator/{place}{_digest(self.called)}"
 
-        def come() -> tuple[Store, bytes]:
+        def enter() -> tuple[Store, bytes]:
             while True:
                 count = store.add(f"{place}/visits/{self.rank}", 1)
                 self._leave(
@@ -130,51 +117,42 @@ class Rendezvous(StoreClient):
                 )
                 inside = PrefixStore(f"{place}/{count}", store)
                 if not inside.check([ABORTED_KEY]):
-                    come_to.append(inside)
-                    return inside, self._publish_where(around, count)
+                    entered.append(inside)
+                    return inside, self._publish_where(parent, count)
 
         def leave(error: GroupTimeoutError) -> None:
-            for each in come_to:
+            for each in entered:
                 self._mark(each, self._failure(error))
 
-        come_to: list[Store] = []
+        entered: list[Store] = []
         try:
-            inside, before = self.ask(self.name, come)
+            inside, before = self.ask(self.name, enter)
         except GroupTimeoutError as error:
-            # Once the store answers, it has taken this for a visit: behind that, it has ended.
+            # Once the store answers, it counts this call as a round: abort that one then.
             self.asking.begin(partial(leave, error))
             raise
-        return replace(self, store=inside, marks=inside, parent=around, previous=before)
+        return replace(self, store=inside, marks=inside, parent=parent, previous=before)
 
     def all_gather_round(
         self, place: str, what: str, payload: bytes = b""
     ) -> tuple[Rendezvous, list[bytes]]:
-        """`begin_round` a place, and `all_gather` there. If a member leaves that visit for its
-        next one before all have come, the others follow it.
+        """`begin_round` and `all_gather` in it. Collective: yes, every member.
 
-        Returns:
-            The exchange in which all have met, and what they have put.
-
-        Collective: yes, every member.
-
-        Raises:
-            What `begin_round` and `all_gather` raise.
+        If a member leaves the round before all have arrived, the others follow it to its next one.
+        Returns the rendezvous of the round in which all met, and the payloads by rank.
         """
         while True:
             inside = self.begin_round(place)
             with inside._abort_on_error():
-                found = inside._gather(what, payload, LEFT_ROUND)
-            if found is not None:
-                return inside, found
+                payloads = inside._gather(what, payload, LEFT_ROUND)
+            if payloads is not None:
+                return inside, payloads
 
     @contextmanager
     def setting_up(self) -> Iterator[None]:
-        """For all that a member does to set its group up in a visit.
+        """Enclose the rest of a member's set-up in a round; an exception inside aborts the round.
 
-        If it fails inside, those that wait in the visit are told why. Behind it, this member may
-        come again while others are still inside: it has put all that they wait for.
-
-        Collective: no.
+        Afterwards this member may start another round while others are still inside.
         """
         with self._abort_on_error():
             yield
@@ -182,70 +160,53 @@ class Rendezvous(StoreClient):
             self.notify(partial(self.marks.set, _set_up_by(self.rank), ""))
 
     def all_gather(self, what: str, payload: bytes = b"") -> list[bytes]:
-        """Put ``payload``, wait for everyone's, and return them by rank.
-
-        Args:
-            what: the swap's name, for keys and errors. It can be used once.
-            payload: any bytes; kilobytes, not megabytes.
-
+        """Write ``payload``, wait for all members', return them by rank.
         Collective: yes, every member.
 
+        Args:
+            what: the swap's name, for keys and errors; usable once.
+            payload: any bytes; kilobytes, not megabytes.
+
         Raises:
-            GroupTimeoutError: the deadline passed; ``waiting_for`` lists the absent members. It is
-                empty if the store has not answered.
-            GroupAbortedError: a member has given up before all had put theirs, or has begun the
-                set-up anew.
-            PeerLostError: one has ended, or left; only of an exchange that is watched.
-            ValueError: a member was told that there are more or fewer.
-            PeerProtocolError: something else stands in the store.
-            TransportError: the store has gone.
+            GroupTimeoutError: the deadline expired; ``waiting_for`` lists the absent members, and
+                is empty if the store did not answer.
+            GroupAbortedError: a member aborted or restarted its set-up before all had written.
+            PeerLostError: a member exited or left; only with a ``watch``.
+            ValueError: a member has another number of members.
+            PeerProtocolError: a value in the store is malformed.
+            TransportError: the store is lost.
         """
-        found = self._gather(what, payload, ABORTED_KEY)
-        if found is None:
+        payloads = self._gather(what, payload, ABORTED_KEY)
+        if payloads is None:
             raise self.aborted_error(f"{self.name} {what}")
-        return found
+        return payloads
 
     def broadcast(self, what: str, payload: bytes | None, src: int = 0) -> bytes:
-        """Return the payload of member ``src``.
+        """Return the payload of member ``src``, a rank in the group. Collective: yes, every member.
 
-        Args:
-            what: the swap's name, for keys and errors. It can be used once.
-            payload: at ``src`` any bytes, kilobytes rather than megabytes; ``None`` elsewhere.
-            src: the sender's rank in the group.
-
-        Collective: yes, every member; ``src`` does not wait for the others.
-
-        Raises:
-            GroupTimeoutError: ``src`` did not put it in time, or the store does not answer.
-            PeerLostError, GroupAbortedError: as in `all_gather`.
-            TransportError: the store has gone.
-            ValueError: ``payload`` is ``None`` at ``src``.
+        Arguments and errors as for `all_gather`; ``payload`` only at ``src``, which does not wait.
         """
         key, operation = f"{what}/{src}", f"{self.name} {what}"
         if self.rank != src:
-            found = self.wait_for(
+            value = self.wait_for(
                 lambda: self.store.check([key]),
                 operation,
                 lambda: self.store.get(key) if self.store.check([key]) else None,
                 lambda: self._missing([src]),
             )
-            if found is None:
+            if value is None:
                 raise self.aborted_error(operation)
-            return found
+            return value
         if payload is None:
-            raise ValueError(f"{self.name}: member {src} has to give what it broadcasts")
+            raise ValueError(f"{self.name}: member {src} broadcasts and must pass a payload")
         self.ask(operation, lambda: self._put(key, payload))
         return payload
 
     def sub(self, name: str, ranks: Sequence[int], deadline: Deadline | None = None) -> Rendezvous:
-        """The exchange of a subgroup.
+        """Return the rendezvous of a subgroup, in a new round.
 
-        Args:
-            name: the subgroup's name. The same name and ranks may be used again: see `begin_round`.
-            ranks: the subgroup's members as ranks in this group, this member's among them.
-            deadline: for the subgroup's set-up; None: this exchange's.
-
-        Collective: no.
+        ``ranks`` are ranks in this group, this member's among them. ``deadline`` None: this
+        rendezvous's.
         """
         members = Rendezvous(
             self.store,
@@ -261,21 +222,16 @@ class Rendezvous(StoreClient):
         return members.begin_round(name)
 
     def require_all_stay(self, operation: str) -> None:
-        """Raise if a member has left this visit for its next one. Collective: no.
-
-        Raises:
-            GroupAbortedError: one has; names it.
-        """
+        """Raise GroupAbortedError if a member has left this round for its next one."""
         if self.ask(operation, lambda: self._is_marked(LEFT_ROUND)):
             raise self.aborted_error(operation)
 
     def decoded(
         self, decoder: msgspec.msgpack.Decoder[T], what: str, payload: bytes, rank: int
     ) -> T:
-        """The payload that member ``rank`` has put in the swap ``what``, decoded. Collective: no.
+        """Decode the payload that member ``rank`` wrote in the swap ``what``.
 
-        Raises:
-            PeerProtocolError: it is something else; names the member, the key and the type.
+        Raises PeerProtocolError with the member, the key and the type if it is malformed.
         """
         try:
             return decoder.decode(payload)
@@ -289,10 +245,10 @@ class Rendezvous(StoreClient):
         return PeerProtocolError(self.name, self.global_rank(rank), detail)
 
     def let_all_read(self) -> None:
-        """Before a member leaves for what all have read: the store's keeper is the last to leave.
+        """Wait until all members have read the store. Collective: yes, every member.
 
-        Collective: yes, every member; the keeper waits, or all if it is not known who that is, but
-        not beyond the deadline.
+        The member that hosts the store waits, or all if that is unknown, at most until the
+        deadline.
         """
         with suppress(GroupTimeoutError, PeerLostError, GroupAbortedError, TransportError):
             for rank in range(self.size):
@@ -301,47 +257,41 @@ class Rendezvous(StoreClient):
 
     @property
     def _group(self) -> str:
-        """What this member is to set up, as others are told."""
         return f"{self.name} of ranks {list(self.called)}"
 
-    def _publish_where(self, around: Store | None, count: int) -> bytes:
-        """Say which group this member comes to set up, for the ``count``-th time; what it said
-        before.
-        """
-        if around is None:
+    def _publish_where(self, parent: Store | None, count: int) -> bytes:
+        if parent is None:
             return b""
         key = _last_group_of(self.called[self.rank])
-        before = around.get(key) if around.check([key]) else b""
-        around.set(key, f"{count} {self._group}")
+        before = parent.get(key) if parent.check([key]) else b""
+        parent.set(key, f"{count} {self._group}")
         return before
 
     def _missing(self, ranks: Sequence[int]) -> tuple[Sequence[int], list[str]]:
-        """``ranks``, and of each which group it came to set up last, if it was another one.
+        """Return ``ranks``, and a remark for each that last joined the set-up of another group.
 
-        A slip in its name, its ranks or their order keeps members apart for ever. Who came last to
-        the same as this member before is late, and nowhere else.
+        A wrong name, rank or order keeps members apart, and the remark shows it. A member in this
+        member's previous group is only late: no remark.
         """
         elsewhere = []
         for rank in map(self.global_rank, ranks):
             key = _last_group_of(rank)
             if self.parent is not None and self.parent.check([key]):
-                came = self.parent.get(key)
-                group = came.partition(b" ")[2].decode(errors="replace")
-                if group != self._group and came != self.previous:
-                    said = shorten(group, _LONGEST_GROUP)
-                    elsewhere.append(f"rank {rank} came to set up {said} last")
+                entry = self.parent.get(key)
+                group = entry.partition(b" ")[2].decode(errors="replace")
+                if group != self._group and entry != self.previous:
+                    name = shorten(group, _LONGEST_GROUP)
+                    elsewhere.append(f"rank {rank} last joined the set-up of {name}")
         return ranks, elsewhere
 
     def _leave(self, visits: Iterable[Store]) -> None:
-        """Tell those in this member's earlier visits, the last one first, as far as it has not set
-        its group up there, nor told so before. It may be killed on the way, too.
-        """
-        me = self.global_rank(self.rank)
-        why = f"rank {me} has begun this set-up anew: it did not finish this one"
+        """Abort unfinished earlier rounds, latest first, until one is set up or marked."""
+        own_rank = self.global_rank(self.rank)
+        why = f"rank {own_rank} restarted this set-up without finishing it"
         for before in visits:
             if before.check([_set_up_by(self.rank)]) or before.check([LEFT_ROUND]):
                 return
-            self._mark(before, Failure(me, PeerLostError.__name__, why, me))
+            self._mark(before, Failure(own_rank, PeerLostError.__name__, why, own_rank))
             before.set(LEFT_ROUND, "")
 
     @contextmanager
@@ -349,17 +299,15 @@ class Rendezvous(StoreClient):
         try:
             yield
         except (GroupTimeoutError, PeerLostError, GroupAbortedError, TransportError):
-            raise  # others were told where this member has waited, or cannot be
+            raise  # the wait has informed the other members, or cannot
         except (Exception, KeyboardInterrupt) as error:
             self.abort(error)
-            if self.rank == self.keeper:  # the store may end with it, before the others have looked
+            if self.rank == self.keeper:  # the store may end with this process: let the others read
                 time.sleep(_READ_SECONDS)
             raise
 
     def _gather(self, what: str, payload: bytes, left: str) -> list[bytes] | None:
-        """Put ``payload``; what all have put, or None if ``left`` says before that that one has
-        left: the same for all.
-        """
+        """Swap payloads; return None on all members if ``left`` is set before all wrote."""
         return self.wait_for(
             lambda: self.store.check([f"{what}/ended"]),
             f"{self.name} {what}",
@@ -375,79 +323,70 @@ class Rendezvous(StoreClient):
             self._end(what, _ALL)
 
     def _put_by_all(self, what: str) -> list[bytes] | None:
-        """What all have put; None, here and for all others, if not all have by now."""
         ended = self._end(what, _NOT_ALL)
         return list(self._payloads(what).values()) if ended == _ALL else None
 
     def _end(self, what: str, how: bytes) -> bytes:
-        """End a swap, unless it has ended; how it has."""
         return set_if_absent(self.store, f"{what}/ended", how)
 
     def _put(self, key: str, value: bytes) -> None:
         self.store.set(key, value)  # type: ignore[arg-type] # the stub knows text only
 
     def _payloads(self, what: str) -> dict[int, bytes]:
-        """What members have put by now, by rank; all of them must have been told the same size."""
         ranks = {f"{what}/{rank}": rank for rank in range(self.size)}
-        keys = self._there([*ranks])
+        keys = self._existing([*ranks])
         payloads = {}
         for key, value in zip(keys, values_of(self.store, keys), strict=True):
             rank = ranks[key]
-            told, _, payloads[rank] = value.partition(b" ")
-            if not told.isdigit():
+            size, _, payloads[rank] = value.partition(b" ")
+            if not size.isdigit():
                 raise self._altered(key, rank, "a number of members, a space and a value")
-            if int(told) != self.size:
+            if int(size) != self.size:
                 raise ValueError(
-                    f"{self.name}: rank {self.global_rank(rank)} was told that there are "
-                    f"{int(told)} members, this one that there are {self.size}"
+                    f"{self.name}: rank {self.global_rank(rank)} has a group of {int(size)} "
+                    f"members, this one has a group of {self.size}"
                 )
         return payloads
 
-    def _there(self, keys: list[str]) -> list[str]:
-        """Those of ``keys`` that the store has; halves are asked for, as few ranks are late."""
+    def _existing(self, keys: list[str]) -> list[str]:
+        """Return those of ``keys`` that exist; bisect, since few ranks are late."""
         if self.store.check(keys):
             return keys
         half = len(keys) // 2
-        return [*self._there(keys[:half]), *self._there(keys[half:])] if half else []
+        return [*self._existing(keys[:half]), *self._existing(keys[half:])] if half else []
 
 
 def _set_up_by(rank: int) -> str:
-    """Where a member says that it has done its part in a visit."""
     return f"set up/{rank}"
 
 
 def _last_group_of(rank: int) -> str:
-    """Where a rank says which group it came to set up last."""
     return f"group-coordinator/came/{rank}"
 
 
 def _digest(ranks: Sequence[int]) -> str:
-    """Ranks in few characters, as every key has them; none for no ranks."""
-    told = b".".join(b"%d" % rank for rank in ranks)
-    return f":{blake2b(told, digest_size=12).hexdigest()}" if ranks else ""
+    joined = b".".join(b"%d" % rank for rank in ranks)
+    return f":{blake2b(joined, digest_size=12).hexdigest()}" if ranks else ""
 
 
 OPERATION_TIMEOUT = 600.0
-"""Default seconds that an operation may take."""
+"""Default seconds per operation."""
 
 _TERMS = msgspec.msgpack.Decoder(dict[str, str])
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How the groups of one topology move tensors, and how long they wait.
+    """How the groups of one topology move tensors, and their timeout.
 
     Attributes:
         backend: the device's torch backend, named as for `torch.distributed.new_group`.
-        device: the device of the tensors in collectives.
-        local_rank: this process's number on its node.
-        sockets: where gloo listens.
-        timeout: seconds that an operation may take; None: for ever.
-        torch_only: whether to move tensors only by torch's process groups.
-        checked: debug mode: whether to compare the members' operations before each collective,
-            for backends that do not do so anyway.
-        stream: the stream that collectives on the device run on; None: the current stream.
-        secret: the launcher's secret, which all ranks have and nobody else; None: there is none.
+        device: the device of the collectives' tensors.
+        local_rank: this process's number on its host.
+        sockets: the address on which gloo listens.
+        timeout: seconds per operation; None: no limit.
+        torch_only, checked, secret: as for `coordinator.init`.
+        stream: the stream of the device's collectives; None: the current stream.
     """
 
     backend: str
@@ -461,7 +400,7 @@ class Settings:
     secret: bytes | None = field(default=None, repr=False)
 
     def terms(self) -> dict[str, str]:
-        """What all members have to be given alike, by name; nothing of the secret itself."""
+        """Return the settings that all members must share, by name, without the secret."""
         return {
             "secret": "not given" if self.secret is None else "given",
             "backend": self.backend,
@@ -482,21 +421,14 @@ class Settings:
         stream: torch.cuda.Stream | None = None,
         secret: bytes | None = None,
     ) -> Settings:
-        """Settings for a backend, with the device that it implies: the CPU for gloo, else a GPU.
+        """Return settings for a backend and its device: the CPU for gloo, else a GPU.
 
-        Args:
-            backend: None: NCCL if this process sees a GPU, else gloo.
-            local_rank: chooses the GPU.
-            sockets: where gloo listens; None: torch's choice.
-            timeout: seconds that an operation may take; None: for ever.
-            torch_only: see the attribute.
-            checked: see the attribute; also where ``TORCH_DISTRIBUTED_DEBUG`` is ``DETAIL``.
-            stream: see the attribute.
-            secret: see the attribute.
+        ``backend`` None: NCCL if this process sees a GPU, else gloo. ``local_rank`` chooses the
+        GPU. ``sockets`` None: torch's choice. ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` turns ``checked``
+        on as well.
 
         Raises:
-            ValueError: ``backend`` names another one than gloo and NCCL, or ``stream`` is not of
-                that device.
+            ValueError: a backend other than gloo and NCCL, or a ``stream`` on another device.
         """
         if backend is None:
             backend = "nccl" if torch.cuda.is_available() else "gloo"
@@ -521,32 +453,34 @@ class Settings:
 def config_handshake(
     members: Rendezvous, place: str, what: str, terms: Mapping[str, str]
 ) -> Rendezvous:
-    """`Rendezvous.all_gather_round` a place, and require that all members were given the same.
+    """Meet in a round and compare all members' settings. Collective: yes, every member.
 
     Args:
-        members: an exchange of them; anybody may read what is said there.
-        place: where they meet.
-        what: the swap's name.
-        terms: what this member was given, by name.
-
-    Collective: yes, every member.
+        members: their rendezvous; any process may read the settings there.
+        place, what: the key prefix, and the swap's name.
+        terms: this member's settings, by name.
 
     Raises:
-        ValueError: they were not; names a term, and who was given what. All members raise it.
-        SecretError: likewise, where only some were given the launcher's secret.
+        ValueError: settings differ; names the first and the ranks with each value. All members
+            raise it.
+        SecretError: likewise, if only some members have the launcher's secret.
         What `Rendezvous.all_gather_round` raises.
     """
     exchange, payloads = members.all_gather_round(place, what, msgspec.msgpack.encode(terms))
-    told = [exchange.decoded(_TERMS, what, each, rank) for rank, each in enumerate(payloads)]
-    for name in dict.fromkeys(chain(*told)):
-        given: dict[str, list[int]] = {}
-        for rank, each in enumerate(told):
-            given.setdefault(each.get(name, "not given"), []).append(exchange.global_rank(rank))
-        if len(given) > 1:
+    settings = [exchange.decoded(_TERMS, what, each, rank) for rank, each in enumerate(payloads)]
+    for name in dict.fromkeys(chain(*settings)):
+        ranks_by_value: dict[str, list[int]] = {}
+        for rank, each in enumerate(settings):
+            ranks_by_value.setdefault(each.get(name, "not given"), []).append(
+                exchange.global_rank(rank)
+            )
+        if len(ranks_by_value) > 1:
             exchange.let_all_read()
-            said = ", ".join(f"{value} on ranks {ranks}" for value, ranks in given.items())
+            values = ", ".join(
+                f"{value} on ranks {ranks}" for value, ranks in ranks_by_value.items()
+            )
             error = SecretError if name == "secret" else ValueError
-            raise error(f"{exchange.name}: {name} is {said}: give all ranks the same")
+            raise error(f"{exchange.name}: {name} is {values}: give all ranks the same")
     return exchange
 
 
@@ -556,8 +490,8 @@ DEFAULT_TIMEOUT = 60.0
 _STORE_TIMEOUT = timedelta(seconds=300)
 _BACKLOG = 4096
 _STORE_FILES = 12
-"""As many as a store opens by itself, and one more: where torch gets too few, it never answers, or
-ends the process.
+"""The files that a store opens, and one more. With too few, torch's store never answers, or
+exits the process.
 """
 
 
@@ -568,25 +502,22 @@ def meet(
     terms: Mapping[str, str] = {},
     board: Board | None = None,
 ) -> tuple[Rendezvous, str]:
-    """Wait until every rank has come to the store.
+    """Wait until every rank has reached the store. Collective: yes, every rank.
 
     Args:
-        launch: this process's rank, and where to meet.
-        store: a store to meet in instead.
-        timeout: seconds for this and for the set-up over the exchange later; ``None``: for ever.
-        terms: what all ranks have to be given alike, by name.
-        board: where it is shown that this rank waits; member i is rank i. None: nowhere.
+        launch: this process's rank, and the address of the store.
+        store: a store to use instead.
+        timeout: seconds for this and for later set-up over the rendezvous; None: no limit.
+        terms: settings that all ranks must share, by name.
+        board: where this rank's wait is published; member i is rank i. None: nowhere.
 
     Returns:
-        What swaps values between all ranks, under keys of this topology's own; on rank 0 it also
-        keeps the store alive that this rank hosts. And this host's address on the route to the
-        store; ``""`` if no network leads there.
-
-    Collective: yes, every rank.
+        The rendezvous of all ranks; on rank 0 it keeps the hosted store alive. And this host's
+        address on the route to the store; ``""``: no network leads there.
 
     Raises:
-        ValueError, SecretError: they were not, as of `config_handshake`.
-        GroupTimeoutError: the deadline passed; ``waiting_for`` lists the absent ranks.
+        ValueError, SecretError: ``terms`` differ, as for `config_handshake`.
+        GroupTimeoutError: the deadline expired; ``waiting_for`` lists the absent ranks.
         OSError: rank 0 cannot bind the store's port.
     """
     deadline = Deadline.after(timeout)
@@ -603,17 +534,18 @@ def meet(
 
 
 def host_store(address: str = "127.0.0.1", port: int = 0) -> TCPStore:
-    """Host a store at one address, for as long as the returned object lives. Collective: no.
+    """Host a store at one address, as long as the returned object lives.
 
     Args:
-        address: host name or address, IPv4 or IPv6. If it is not an address of this host (behind
-            address translation, for example), this host's address on the route to it is bound.
-        port: 0 lets the system choose; the result's ``.port`` is the port that was bound. If a
-            store of this process has the port already, both share it.
+        address: host name or address, IPv4 or IPv6. If it is not an address of this host, for
+            example behind address translation, this host's address on the route to it is bound.
+        port: 0 lets the system choose; the result's ``.port`` is the bound port. If a store of this
+            process has the port already, both share it.
 
     Raises:
         ValueError: the address is a wildcard, 0.0.0.0 or ::.
-        OSError: the port is in use, the address cannot be resolved, or too few files may be open.
+        OSError: the port is in use, the address cannot be resolved, or the limit of open files is
+            reached.
     """
     try:
         listener = _listen(address, port)
@@ -637,17 +569,14 @@ def host_store(address: str = "127.0.0.1", port: int = 0) -> TCPStore:
 def connect_store(
     address: str, port: int, timeout: float | Deadline | None = DEFAULT_TIMEOUT
 ) -> TCPStore:
-    """Connect to a store, waiting until its host listens. Collective: no.
+    """Connect to the store at ``address``, a host name, IPv4 or IPv6; wait until its host listens.
 
-    Args:
-        address: host name or address, IPv4 or IPv6.
-        port: the store's port.
-        timeout: seconds to wait; ``None``: for ever.
+    ``timeout``: seconds to wait; None: no limit.
 
     Raises:
-        GroupTimeoutError: nobody answered in time, or what answers is no store.
-        OSError: this process may have no further file open.
-        RuntimeError: it may start no further thread.
+        GroupTimeoutError: no process answered in time, or the process that answers is not a store.
+        OSError: the limit of open files is reached.
+        RuntimeError: no thread can be started.
     """
     deadline = Deadline.after(timeout)
     while True:
@@ -656,33 +585,30 @@ def connect_store(
         except OSError as error:
             if error.errno in NO_DESCRIPTOR:
                 raise
-            trouble = f"nobody answers at {address}:{port}: {error}"
+            problem = f"no process answers at {address}:{port}: {error}"
         else:
-            found = _connected(host, port, deadline)
-            if isinstance(found, TCPStore):
-                return found
-            trouble = f"what listens at {address}:{port} is no store: {found}"
+            store = _connected(host, port, deadline)
+            if isinstance(store, TCPStore):
+                return store
+            problem = f"the server at {address}:{port} is no store: {store}"
         time.sleep(deadline.remaining(at_most=0.05))
-        if deadline.expired:  # one more look would have no time, and find less
+        if deadline.expired:  # one more attempt would have no time, and a vaguer error
             absent = (MemberStatus(0, 0, "absent"),)
-            raise GroupTimeoutError("rendezvous", deadline.timeout, absent, trouble)
+            raise GroupTimeoutError("rendezvous", deadline.timeout, absent, problem)
 
 
 def _connected(host: str, port: int, deadline: Deadline) -> TCPStore | str:
-    """A client of the store at ``host``, which accepts connections, or why that is no store.
+    """Return a client of the store at ``host``, or the reason why that is not a store.
 
-    Torch waits without a limit for a host that accepts a connection and never answers. So it
-    connects in a daemon thread, which is left behind at the deadline.
-
-    Raises:
-        RuntimeError: no thread can be started.
+    Torch waits without limit for a host that never answers: it connects in a daemon thread, which
+    is abandoned at the deadline.
     """
     seconds = deadline.remaining(_STORE_TIMEOUT.total_seconds())
-    patience = timedelta(seconds=max(seconds, 0.001))
-    connect = partial(TCPStore, host, port, None, False, patience, wait_for_workers=False)
-    connecting = submit_in_thread(connect, "store-connect")
+    limit = timedelta(seconds=max(seconds, 0.001))
+    connect = partial(TCPStore, host, port, None, False, limit, wait_for_workers=False)
+    future = submit_in_thread(connect, "store-connect")
     try:
-        store = connecting.result(seconds)
+        store = future.result(seconds)
     except TimeoutError:
         return "it accepts connections and does not answer"
     except RuntimeError as error:
@@ -692,18 +618,16 @@ def _connected(host: str, port: int, deadline: Deadline) -> TCPStore | str:
 
 
 def open_store(launch: Launch, deadline: Deadline) -> TCPStore:
-    """Host the store of ``launch`` if that is this rank's task, else connect to it.
+    """Host the store of ``launch`` if this rank is to, else `connect_store`.
 
-    Raises:
-        GroupTimeoutError: nobody hosts it in time.
-        OSError: rank 0 cannot bind its port.
-        ValueError: the port is 0, or the address is a wildcard.
+    Raises ValueError if the port is 0 or the address a wildcard, OSError if rank 0 cannot bind the
+    port.
     """
     hosts = launch.rank == 0 and not launch.hosted
     if not launch.master_port and not (hosts and launch.world_size == 1):
         raise ValueError(
-            "master_port 0 tells nobody where to meet: let one process call host_store() "
-            "and give its port to the ranks"
+            "master_port 0 is no port to connect to: call host_store() in one process and pass its "
+            "port to all ranks"
         )
     if hosts:
         return host_store(launch.master_addr, launch.master_port)
@@ -736,7 +660,6 @@ def _listen(address: str, port: int) -> socket.socket:
 
 
 def _shared_store(address: str, port: int, in_use: OSError) -> TCPStore:
-    """The store that this process hosts at ``port`` already; raises ``in_use`` if it does not."""
     host = resolve(address, port, socket.SOCK_STREAM)[4][0]
     try:
         return TCPStore(
@@ -747,8 +670,8 @@ def _shared_store(address: str, port: int, in_use: OSError) -> TCPStore:
 
 
 _LOOPBACK = "127.0.0.1"
-_LOOK_SECONDS = 1.0
-"""How often a member that waits for the store's host looks whether one has left."""
+_CHECK_SECONDS = 1.0
+"""How often a member that waits for the store's host checks whether a member has left."""
 _ADDRESS = msgspec.msgpack.Decoder(StoreAddress)
 _OFFER = "address of the authenticated store"
 
@@ -756,19 +679,15 @@ _OFFER = "address of the authenticated store"
 def authenticated(
     exchange: Rendezvous, secret: bytes | None, closing: ExitStack, bind_host: str = ""
 ) -> Rendezvous:
-    """The exchange, moved to a store that only its members can use.
-
-    Args:
-        exchange: in any store. It is returned itself if its store is authenticated already.
-        secret: the launcher's secret; None: the exchange is returned itself.
-        closing: closes the connections.
-        bind_host: the address at which member 0 listens; ``""``: its address on the route to the
-            first store, or loopback if that is not a `TCPStore`.
-
+    """Return the rendezvous, moved to a store that only its members can use.
     Collective: yes, every member.
 
+    Without a secret, or if its store is authenticated, it is returned itself. Member 0 listens at
+    ``bind_host``; ``""``: its address on the route to the first store, or loopback if that is no
+    `TCPStore`.
+
     Raises:
-        GroupTimeoutError: member 0 did not come in time, or has another secret.
+        GroupTimeoutError: member 0 did not arrive in time, or has another secret.
         PeerProtocolError: the address in the first store is not valid.
     """
     base = behind_prefixes(exchange.store)
@@ -782,8 +701,8 @@ def authenticated(
         host = StoreServer(range(exchange.size), listen_at, secret)
         closing.callback(host.close)
         offer = msgspec.msgpack.encode(host.at)
-    told = exchange.broadcast(_OFFER, offer)
-    at = exchange.decoded(_ADDRESS, _OFFER, told, 0)
+    payload = exchange.broadcast(_OFFER, offer)
+    at = exchange.decoded(_ADDRESS, _OFFER, payload, 0)
     try:
         store = connect_secret_store(
             at,
@@ -810,19 +729,18 @@ def connect_secret_store(
     closing: ExitStack,
     watch: Callable[[], None] = lambda: None,
 ) -> ProxyStore:
-    """A connection to a store that a secret protects.
+    """Connect member ``rank`` to a store that a secret protects.
 
     Args:
-        at: where it is.
-        rank: this member's rank.
-        secret: the secret.
-        deadline: when to give up; its seconds are the limit of later questions, too.
+        at: the store's address.
+        rank, secret: this member's.
+        deadline: for the connection; its seconds also limit later requests.
         closing: closes the connection.
-        watch: raises if its host will not answer any more: called now and then.
+        watch: called now and then; raises if the store's host will never answer.
 
     Raises:
-        ValueError: ``at`` is no address.
-        GroupTimeoutError: its host did not answer in time, or has another secret.
+        ValueError: ``at`` is not valid.
+        GroupTimeoutError: the host did not answer in time, or has another secret.
         TransportError, PeerProtocolError: as for `StoreGuestClient.ask`.
     """
     from coordinator.curve_store import StoreGuestClient  # noqa: PLC0415 - loads ZeroMQ
@@ -830,7 +748,7 @@ def connect_secret_store(
     guest = StoreGuestClient(at, rank, secret)
     closing.callback(guest.close)
     while True:
-        latest = min(deadline, Deadline.after(_LOOK_SECONDS), key=lambda each: each.at)
+        latest = min(deadline, Deadline.after(_CHECK_SECONDS), key=lambda each: each.at)
         try:
             guest.ask(Check(0, []), latest)
             break

@@ -1,8 +1,7 @@
-"""The launcher's secret, by which the processes of one job authenticate each other on all hosts.
+"""Read the launcher's secret, with which the processes of a job authenticate each other.
 
-The launcher gives every process the same secret, in a file that only its user can read. An
-environment variable has the file's name rather than the secret itself: a process hands its
-environment on to every program that it starts.
+All processes have the same secret, in a file that only its user can read. An environment variable
+holds the file's name, not the secret: child processes inherit the environment.
 """
 
 from __future__ import annotations
@@ -15,26 +14,23 @@ from shm_broadcast import CoordinatorError
 from shm_broadcast.net.derived_key import MIN_SECRET_BYTES
 
 SECRET_FILE = "GROUP_COORDINATOR_SECRET_FILE"
-"""The environment variable that names the file."""
+"""The environment variable with the file's name."""
 
 _LONGEST_FILE = 4096
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 class SecretError(CoordinatorError, ValueError):
-    """The launcher's secret cannot be read, may be known to other users, or is too short."""
+    """The launcher's secret cannot be read, is readable by other users, or is too short."""
 
 
 def launcher_secret(
     given: bytes | None = None, environ: Mapping[str, str] = os.environ
 ) -> bytes | None:
-    """``given``, or else the secret in the file that the environment names.
-
-    Returns:
-        The secret; None if neither is there.
+    """Return ``given``, else the secret in the file that the environment names, else None.
 
     Raises:
-        SecretError: other users may read the file, it cannot be read, or the secret is too short.
+        SecretError: the file cannot be read, other users may read it, or the secret is too short.
     """
     if given is not None:
         return checked_secret(given, "the secret")
@@ -43,13 +39,9 @@ def launcher_secret(
 
 
 def read_secret(path: str) -> bytes:
-    """Read a secret's file, without line ends at its end.
-
-    Raises:
-        SecretError: other users may read the file, it cannot be read, or the secret is too short.
-    """
+    """Read the secret in a file, without trailing line ends, or raise `SecretError`."""
     try:
-        # O_NONBLOCK: opening a named pipe would wait for a writer.
+        # O_NONBLOCK: opening a named pipe would otherwise block.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise _refused(path, f"cannot be read: {error.strerror}") from error
@@ -68,14 +60,10 @@ def read_secret(path: str) -> bytes:
 
 
 def checked_secret(secret: bytes, what: str) -> bytes:
-    """``secret`` itself, if it is long enough; ``what`` names it in the error.
-
-    Raises:
-        SecretError: it is too short.
-    """
+    """Return ``secret``, or raise `SecretError` naming ``what`` if it is too short."""
     if len(secret) < MIN_SECRET_BYTES:
-        held = f"{what} must have {MIN_SECRET_BYTES} or more bytes; got {len(secret)}"
-        raise SecretError(f"{held}; {ADVICE}")
+        problem = f"{what} must have {MIN_SECRET_BYTES} or more bytes; got {len(secret)}"
+        raise SecretError(f"{problem}; {ADVICE}")
     return secret
 
 
@@ -91,4 +79,4 @@ ADVICE = (
     "make one with `(umask 077; head -c 32 /dev/urandom | base64 > FILE)`, "
     "and give every host a copy"
 )
-"""How to make a secret, for messages."""
+"""How to make a secret, for error messages."""

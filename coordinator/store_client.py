@@ -1,12 +1,11 @@
-"""Ask a store that another process keeps, from a thread apart, since it may not answer.
+"""Call a store that another process hosts, from a separate thread.
 
-A call that blocks inside the store cannot be interrupted: while the process that hosts the store is
-stopped, even asking whether a key exists gets no answer. So a separate thread asks, one question
-after the other, and callers wait for that thread.
+A call that blocks inside a store cannot be interrupted: while the process that hosts the store is
+stopped, even a check for a key does not return. So one thread runs the store's calls in order, and
+callers wait for that thread with a deadline.
 
-The caller chooses how questions travel: over an inherited socket, or encrypted between hosts
-(`coordinator.curve_store`). To torch it is a store like any other, so process groups can be
-made with it.
+`ProxyStore` is a torch store whose requests travel by any function: over an inherited socket, or
+encrypted between hosts (`coordinator.curve_store`). Torch can make process groups with it.
 """
 
 from __future__ import annotations
@@ -48,45 +47,44 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 ABORTED_KEY = "given up"
-"""The key where the first member that cannot go on says why, for all others."""
+"""The key with the reason of the first member that aborts a round."""
 
 _MOST_CHARACTERS = 2000
-"""Of an error's text, as others are told."""
+"""The longest error text that is sent to other members."""
 
 _FAILURE = msgspec.msgpack.Decoder(Failure)
 
 _FIRST_NAP = 0.0005
 _LONGEST_NAP = 0.05
 
-_LOOK_SECONDS = 5 * SLICE_SECONDS
-"""How long the thread apart looks for a value before it is asked again."""
+_POLL_SECONDS = 5 * SLICE_SECONDS
+"""How long the store's thread polls for a value per call."""
 _ANSWERED_SECONDS = 1.0
-"""How long an answer of the store is waited for at least: also the last look, at the deadline."""
+"""The shortest wait for an answer of the store, also for the last poll at the deadline."""
 _SHOW_SECONDS: Final = 1.0
-"""How often a wait that lasts is shown anew on the board: other ranks may be missing by then."""
+"""How often a long wait's absent ranks are published on the board again."""
 _TELL_SECONDS: Final = 10.0
-"""After how long a wait the log says for whom; once more whenever it has lasted twice as long."""
+"""The log names the absent ranks after this time, and again after each doubling of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreClient:
-    """One member's way to the store in which the members of its group meet.
+    """One member's access to the store of its group's rendezvous.
 
     Attributes:
-        store: where the members meet, with a key prefix that nothing else uses.
+        store: the members' store, with a key prefix of their own.
         rank: this member's rank in the group.
         size: the number of members.
         name: the group's name, for errors.
         deadline: for the whole set-up.
         host: the store's address, for errors.
-        keeper: the member whose process hosts the store; None: not a member, or not known.
+        keeper: the rank in the group whose process hosts the store; None: not a member, or unknown.
         called: the members' global ranks, for errors; empty: the same as their ranks in the group.
-        watch: raises if a member has ended: called while something is waited for, with what that is
-            and with whether it is there; None: nobody knows.
-        seen_on: the board where its waits are shown to whoever looks on, and the member number of
-            each rank there; None: nowhere.
-        marks: where members say that they have `ABORTED_KEY`; None: nowhere.
-        asking: asks the store, and those of subgroups.
+        watch: called during waits with the operation and a function that returns whether its result
+            is available; raises if a member has exited.
+        seen_on: the board on which waits are published, and each rank's member number there.
+        marks: the store of `ABORTED_KEY`.
+        asking: the thread that calls the store; subgroups share it.
     """
 
     store: Store
@@ -105,18 +103,14 @@ class StoreClient:
     )
 
     def ask(self, operation: str, do: Callable[[], T]) -> T:
-        """What ``do`` returns, which is called apart, as it asks the store. Collective: no.
-
-        Args:
-            operation: what this is, for errors.
-            do: calls the store's methods, and none of these.
+        """Run ``do``, which calls the store only, in the store's thread; return its result.
 
         Raises:
-            GroupTimeoutError: the store has not answered when the deadline passed. The question
-                stands, and later ones stand behind it.
-            PeerLostError, GroupAbortedError: a member has ended, left, or given up before it has
-                answered; only where somebody watches.
-            TransportError: the store has gone.
+            GroupTimeoutError: the store did not answer before the deadline. The call stays queued,
+                and later calls wait behind it.
+            PeerLostError, GroupAbortedError: a member exited, left or aborted before; only with a
+                ``watch``.
+            TransportError: the store is lost.
             What ``do`` raises.
         """
         with self._reaching(operation):
@@ -131,25 +125,26 @@ class StoreClient:
         come: Callable[[], None] = lambda: None,
         left: str = ABORTED_KEY,
     ) -> T:
-        """What ``read`` returns once ``there()``, or a member has left. Collective: no.
+        """Wait until ``there()`` is true or a member has left; return the result of ``read()``.
+
+        All functions run in the store's thread.
 
         Args:
-            there: whether what is waited for is there: called apart, many times.
-            operation: what this is, for errors.
-            read: called apart, once, when it is there, or will not come any more.
-            missing: the ranks that are waited for, and what is to be said of them: called apart
-                for the log, if it is not there for long, and for the error.
-            come: called apart first, together with the first look.
-            left: the key among the `marks` that says that a member has left.
+            there: whether the value exists; called repeatedly.
+            operation: for errors.
+            read: called once, when the value exists or will never exist.
+            missing: returns the awaited ranks and remarks about them, for the log and the error.
+            come: called once, before the first ``there``.
+            left: the key in `marks` that a leaving member sets.
 
         Raises:
-            GroupTimeoutError: it is not there in time, or the store does not answer.
-            What `ask` raises, and the functions.
+            GroupTimeoutError: the value does not exist at the deadline, or the store does not
+                answer.
+            What `ask` and the functions raise.
         """
 
         def look() -> list[T]:
-            """Look for a while: looks are cheap, and handing them over to a thread is not."""
-            over = Deadline.after(_LOOK_SECONDS)
+            over = Deadline.after(_POLL_SECONDS)
             while not there():
                 if over.expired or self.deadline.expired:
                     return [read()] if self._is_marked(left) else []
@@ -162,17 +157,17 @@ class StoreClient:
 
         pauses, began = backoff(), time.monotonic()
         show_after = math.inf if self.seen_on is None else 0.0
-        tell_after = _TELL_SECONDS
+        log_after = _TELL_SECONDS
         with self._reaching(operation), self._showing() as show:
-            found = self._answer(operation, first_look)
-            while not found:
+            values = self._answer(operation, first_look)
+            while not values:
                 waited = time.monotonic() - began
-                if waited >= min(show_after, tell_after):
+                if waited >= min(show_after, log_after):
                     absent, remarks = self._answer(operation, missing)
                     show(absent)
-                    if waited >= tell_after:
-                        self._tell(operation, tell_after, absent, remarks)
-                        tell_after *= 2
+                    if waited >= log_after:
+                        self._log_wait(operation, log_after, absent, remarks)
+                        log_after *= 2
                     show_after = max(show_after, waited + _SHOW_SECONDS)
                 if self.watch is not None:
                     self.watch(operation, lambda: self._answer(operation, there))
@@ -180,44 +175,36 @@ class StoreClient:
                     late = self._late(operation, *self._answer(operation, missing))
                     self.abort(late)
                     raise late
-                found = self._answer(operation, look)
-        return found[0]
+                values = self._answer(operation, look)
+        return values[0]
 
     def abort(self, error: BaseException) -> None:
-        """Tell those that wait in this visit why this member leaves it; those that come later leave
-        it out. Collective: no.
-        """
+        """Write why this member leaves the round; members that arrive later skip the round."""
         self.notify(partial(self._mark, self.marks, self._failure(error)))
 
     def notify(self, do: Callable[[], None]) -> None:
-        """Have ``do`` tell the store what matters to others only, however that ends here.
-
-        Collective: no.
-        """
+        """Run ``do``, which informs other members; its outcome is ignored here."""
         with suppress(RuntimeError):  # no thread can be started
             wait([self.asking.begin(do)], _ANSWERED_SECONDS)
 
     def aborted_error(self, operation: str) -> Exception:
-        """The error of a wait for what will not come any more, as a member has given up; those who
-        share a board with this one are told why, too. Collective: no.
+        """Return the error of a wait in a round that a member aborted; abort the shared board too.
 
-        Raises:
-            PeerLostError: its process has ended; only where somebody watches.
+        With a ``watch``, raises PeerLostError if the member's process has exited.
         """
         marks = self.marks
-        told = b"" if marks is None else self.ask(operation, lambda: marks.get(ABORTED_KEY))
+        encoded = b"" if marks is None else self.ask(operation, lambda: marks.get(ABORTED_KEY))
         try:
-            failure = _FAILURE.decode(told)
+            failure = _FAILURE.decode(encoded)
         except UNDECODABLE as error:
             detail = f"the value of {ABORTED_KEY!r} in the store must be of type Failure: {error}"
             return TransportError(operation, detail)
         if failure.kind == PeerLostError.__name__ and self.watch is not None:
-            self.watch(operation, lambda: False)  # says more of the lost one
+            self.watch(operation, lambda: False)  # raises an error with more details
         self._pass_on(failure)
         return GroupAbortedError(operation, failure)
 
     def _pass_on(self, failure: Failure) -> None:
-        """Tell those who share a board with this member what it was told of another one."""
         ranks = [self.global_rank(rank) for rank in range(self.size)]
         if self.seen_on is not None and failure.culprit in ranks:
             board, members = self.seen_on
@@ -225,23 +212,22 @@ class StoreClient:
             board.report(members[self.rank], failure.kind, failure.message, culprit)
 
     def _mark(self, marks: Store | None, failure: Failure) -> None:
-        """Say in ``marks`` that a member has given up, unless one has said so before."""
         if marks is not None:
             set_if_absent(marks, ABORTED_KEY, msgspec.msgpack.encode(failure))
 
     def _failure(self, error: BaseException) -> Failure:
         if isinstance(error, GroupAbortedError):
             return error.failure
-        me = self.global_rank(self.rank)
+        own_rank = self.global_rank(self.rank)
         kind, message = kind_and_message(error)
-        culprit = error.rank if isinstance(error, PeerLostError) else me
-        return Failure(me, kind, message[:_MOST_CHARACTERS], culprit)
+        culprit = error.rank if isinstance(error, PeerLostError) else own_rank
+        return Failure(own_rank, kind, message[:_MOST_CHARACTERS], culprit)
 
     def _is_marked(self, key: str) -> bool:
         return self.marks is not None and self.marks.check([key])
 
     def global_rank(self, rank: int) -> int:
-        """What errors call the member of that rank in the group."""
+        """Return the global rank of the member with that rank in the group."""
         return self.called[rank] if self.called else rank
 
     def _answer(self, operation: str, do: Callable[[], T]) -> T:
@@ -253,49 +239,50 @@ class StoreClient:
                 if self.watch is not None:
                     self.watch(operation, partial(_has_come, answer))
                 if latest.expired:
-                    silent = f"{self._keeping} does not answer"
+                    silent = f"{self._hosted_store} does not answer"
                     late = GroupTimeoutError(operation, self.deadline.timeout, detail=silent)
-                    # Behind what stands, once the store answers.
+                    # Runs once the store answers, behind the calls already queued.
                     self.asking.begin(partial(self._mark, self.marks, self._failure(late)))
                     raise late
             return answer.result()
         finally:
             answer.cancel()
-            del answer  # an error that it has would keep it
+            del answer  # its error's traceback holds this frame, a reference cycle
 
-    def _tell(
+    def _log_wait(
         self, operation: str, seconds: float, absent: Sequence[int], remarks: Sequence[str]
     ) -> None:
         if absent:
             ranks = ", ".join(str(self.global_rank(rank)) for rank in absent)
-            named = f"rank{'s' if len(absent) > 1 else ''} {ranks}"
-            what = "; ".join([f"{operation}: waiting for {named} for {seconds:g} s", *remarks])
-            _log.warning(what)
+            waiting_for = f"rank{'s' if len(absent) > 1 else ''} {ranks}"
+            line = "; ".join(
+                [f"{operation}: waiting for {waiting_for} for {seconds:g} s", *remarks]
+            )
+            _log.warning(line)
 
     def _late(
         self, operation: str, absent: Sequence[int], remarks: Sequence[str]
     ) -> GroupTimeoutError:
-        over = [f"over the store at {self.host}"] if self.host else []
+        parts = [f"over the store at {self.host}"] if self.host else []
         return GroupTimeoutError(
             operation,
             self.deadline.timeout,
             tuple(MemberStatus(self.global_rank(rank), 0, "absent") for rank in absent),
-            "; ".join([*over, *remarks]),
+            "; ".join([*parts, *remarks]),
         )
 
     @contextmanager
     def _showing(self) -> Iterator[Callable[[Sequence[int]], None]]:
-        """Inside, what is given here shows on the board that these ranks are waited for."""
         if self.seen_on is None:
             yield lambda _: None
             return
         board, members = self.seen_on
-        with board.published_wait(f"set-up of {self.name}") as say:
-            yield lambda ranks: say(members[rank] for rank in ranks)
+        with board.published_wait(f"set-up of {self.name}") as publish:
+            yield lambda ranks: publish(members[rank] for rank in ranks)
 
     @contextmanager
     def _reaching(self, operation: str) -> Iterator[None]:
-        """Say of a store that cannot be reached any more who kept it; give up where others end."""
+        """Abort on a lost peer; add the store's address and host to errors of the store."""
         try:
             yield
         except (PeerLostError, GroupAbortedError) as error:
@@ -303,32 +290,31 @@ class StoreClient:
             raise
         except TransportError as error:
             with suppress(TransportError, GroupTimeoutError, DistError):
-                # Its keeper may have left because of another member, and that be told elsewhere.
+                # Its host may have left because of another member, whose failure is in the marks.
                 if self._answer(operation, partial(self._is_marked, ABORTED_KEY)):
                     raise self.aborted_error(operation) from error
             raise
         except DistError as error:
-            why = f"the process that keeps it has ended, or given up ({error})"
-            detail = f"{self._where} has gone: {why}"
+            why = f"the process that hosts it has exited or aborted ({error})"
+            detail = f"{self._store_name} is lost: {why}"
             keeper = None if self.keeper is None else self.global_rank(self.keeper)
             raise TransportError(operation, detail, keeper) from error
 
     @property
-    def _keeping(self) -> str:
-        """The store, for errors."""
-        kept = "" if self.keeper is None else f", which rank {self.global_rank(self.keeper)} keeps,"
-        return self._where + kept
+    def _hosted_store(self) -> str:
+        kept = "" if self.keeper is None else f", hosted by rank {self.global_rank(self.keeper)},"
+        return self._store_name + kept
 
     @property
-    def _where(self) -> str:
+    def _store_name(self) -> str:
         return f"the store at {self.host}" if self.host else "the store"
 
 
 def set_if_absent(store: Store, key: str, value: bytes) -> bytes:
-    """Have ``value`` stand where nothing stands yet; what stands there.
+    """Set ``key`` to ``value`` if it is absent; return its value.
 
-    It is one request, so that nobody is lost in between; but for a store written in Python that has
-    no `compare_set`.
+    One request, so that an interrupted caller leaves no gap, except in a Python store without
+    `compare_set`.
     """
     try:
         return store.compare_set(key, "", value)  # type: ignore[arg-type] # the stub knows text only
@@ -341,14 +327,14 @@ def set_if_absent(store: Store, key: str, value: bytes) -> bytes:
 
 
 def values_of(store: Store, keys: list[str]) -> list[bytes]:
-    """The values of keys that are there, in one request if the store can."""
+    """Return the values of existing keys, in one request if the store supports it."""
     if store.has_extended_api():  # type: ignore[attr-defined]
         return store.multi_get(keys)
     return [store.get(key) for key in keys]
 
 
 def backoff() -> Iterator[float]:
-    """Seconds to sleep between two looks at a store: short at first, then doubled each time."""
+    """Yield the seconds to sleep between two polls: short at first, then doubling."""
     nap = _FIRST_NAP
     while True:
         yield nap
@@ -356,32 +342,32 @@ def backoff() -> Iterator[float]:
 
 
 def _has_come(answer: Future[Any]) -> bool:
-    """Whether there is an answer, or is soon: this process may have stalled, and not the store."""
+    """Return whether an answer arrives within a second: this process may have stalled itself."""
     return bool(wait([answer], _ANSWERED_SECONDS).done)
 
 
 _FOR_EVER = timedelta(days=365)
 
 _BYTES_PER_CHARACTER = 4
-"""Of UTF-8, at most."""
+"""The longest character in UTF-8."""
 
-_LAST_LOOK_SECONDS = 1.0
-"""How long a wait whose time is over may still ask which keys are there."""
+_LAST_POLL_SECONDS = 1.0
+"""How long an expired wait may take to list the missing keys."""
 
 
 class ProxyStore(Store):
-    """A store that is asked by messages. Any thread may use it; close it.
+    """A torch store whose requests another process executes. Any thread may use it; close it.
 
     Args:
-        ask: sends a question and returns its answer, before the deadline; called by one thread at a
-            time. The store's methods raise what it raises.
-        timeout: seconds to wait for an answer, and in `wait` for keys; None: for ever.
-        address: this host's address on the way to the store; ``""`` if no network leads there.
+        ask: sends a request and returns the response before the deadline; called by one thread at a
+            time. The store's methods raise its exceptions.
+        timeout: seconds to wait for a response, and for keys in `wait`; None: no limit.
+        address: this host's address on the route to the store; ``""``: no network leads there.
     """
 
     _open: ClassVar[list[ProxyStore]] = []
-    """References to all open stores. torch keeps only the C++ half of a store alive; the Python
-    half, with the methods that it calls, would go with the caller's last reference."""
+    """References to all open stores. Torch keeps only the C++ half of a store alive. Without these,
+    the Python half, with the methods that torch calls, goes with the caller's last reference."""
 
     def __init__(
         self,
@@ -405,7 +391,7 @@ class ProxyStore(Store):
             self._closed = True
             self._open.remove(self)
 
-    # --- what torch calls; values are bytes, or text in UTF-8 ------------------------------
+    # --- methods that torch calls; values are bytes, or text in UTF-8 -----------------------
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set ``key`` to a value of at most `coordinator.key_values.MAX_BYTES` bytes."""
@@ -417,7 +403,7 @@ class ProxyStore(Store):
         return self.multi_get([key])[0]
 
     def add(self, key: str, amount: int) -> int:
-        """Add ``amount`` to the number in ``key``, 0 if it does not exist; return the sum."""
+        """Add ``amount`` to the number in ``key``, 0 if it is missing; return the sum."""
         return self._answer(kv.Add(self._number(), key, amount)).count
 
     def append(self, key: str, value: str | bytes) -> None:
@@ -434,15 +420,15 @@ class ProxyStore(Store):
         return bool(self._answer(kv.Delete(self._number(), key)).count)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all of ``keys`` exist."""
+        """Return whether all of ``keys`` exist."""
         return self._exist(keys, self._deadline())
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """The values of ``keys``, which must all exist."""
+        """Return the values of ``keys``, which must all exist."""
         values: list[bytes] = []
         while len(values) < len(keys):
-            asked = next(_askable(keys[len(values) :]))
-            values += self._answer(kv.Get(self._number(), asked)).values
+            part = next(_askable(keys[len(values) :]))
+            values += self._answer(kv.Get(self._number(), part)).values
         return values
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
@@ -451,12 +437,7 @@ class ProxyStore(Store):
             self.set(key, value)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all of ``keys`` exist.
-
-        Raises:
-            DistStoreError: some do not exist after the timeout, or the store does not answer until
-                then.
-        """
+        """Wait until all of ``keys`` exist; raise DistStoreError after the timeout."""
         deadline = self._deadline() if timeout is None else Deadline.after(timeout.total_seconds())
         late = f"wait timeout after {deadline.timeout:g} s, keys: "
         try:
@@ -470,13 +451,13 @@ class ProxyStore(Store):
             if not deadline.expired:
                 raise
             raise DistStoreError(f"{late}{', '.join(keys)}; the store does not answer") from error
-        last_look = Deadline.after(_LAST_LOOK_SECONDS)
+        last_look = Deadline.after(_LAST_POLL_SECONDS)
         absent = [key for key in keys if not self._exist([key], last_look)]
         if absent:
             raise DistStoreError(late + ", ".join(absent))
 
     def has_extended_api(self) -> bool:
-        """Whether `multi_get` and the like are offered: yes."""
+        """Return True: `multi_get` and `multi_set` are supported."""
         return True
 
     # --------------------------------------------------------------------------------------
@@ -493,8 +474,8 @@ class ProxyStore(Store):
 
     def _answer(self, question: kv.StoreRequest, latest: Deadline = NEVER) -> kv.StoreResponse:
         deadline = min(latest, self._deadline(), key=lambda each: each.at)
-        with self._asking.owner_lock as mine:
-            if not mine:
+        with self._asking.owner_lock as acquired:
+            if not acquired:
                 self._asking.acquire(deadline, "store", self._require_open)
             self._require_open("store")
             answer = self._ask(question, deadline)
@@ -508,14 +489,14 @@ class ProxyStore(Store):
 
 
 def behind_prefixes(store: Store) -> Store:
-    """The store under all `PrefixStore` layers of ``store``."""
+    """Return the store under all `PrefixStore` layers."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store
 
 
 def address_towards(store: Store) -> str:
-    """This host's address on the route to a store; ``""`` if no network leads there."""
+    """Return this host's address on the route to a store; ``""`` if no network leads there."""
     base = behind_prefixes(store)
     if isinstance(base, TCPStore):
         return own_address(base.host, base.port)
@@ -523,7 +504,6 @@ def address_towards(store: Store) -> str:
 
 
 def _askable(keys: Sequence[str]) -> Iterator[list[str]]:
-    """``keys`` in parts that one question may have."""
     part: list[str] = []
     size = 0
     for key in keys:

@@ -1,11 +1,10 @@
-"""Torch process groups made by their own members, without a default process group.
+"""Make torch process groups without a default process group.
 
-`torch.distributed.new_group` needs the default group, of which a process has only one, and all its
-ranks must call it. Here a group's members alone build it, over a store: the cost does not depend on
-other ranks, and a process may have several topologies. The group is registered with torch under its
-name and ranks, so torch.distributed accepts it like one of `new_group`: in its functions (where
-``src`` and ``dst`` are global ranks), in functional collectives, in `destroy_process_group`. A few
-functions ask for the default group first and fail without one: `torch.distributed.get_rank` (use
+`torch.distributed.new_group` needs the default group, and all its ranks must call it. Here only the
+group's members build it, over a store; a process may have several topologies. The group is
+registered with torch under its name and ranks. So torch.distributed accepts it: in its functions
+(``src`` and ``dst`` are global ranks), in functional collectives, in `destroy_process_group`.
+Functions that need the default group fail without one: `torch.distributed.get_rank` (use
 ``group.rank()``), and DeviceMesh with DTensor.
 
 All uses of torch.distributed's private names are in this file.
@@ -33,24 +32,22 @@ if TYPE_CHECKING:
 
 
 _OPERATION_TIMEOUT = timedelta(days=1)
-"""Torch's own limit, which is never to be reached: gloo closes its connections at it. Deadlines are
-kept by the backend above.
+"""Torch's own timeout. It must never expire, since gloo then closes its connections; `TorchBackend`
+enforces the deadlines.
 """
 
 _LONGEST_CONNECT = 600.0
 
 _STORE_SECONDS = 1.0
-"""How long gloo may take to say that its time is over."""
+"""Grace period for gloo to raise its own timeout."""
 
 
 @dataclass(frozen=True, slots=True)
 class SocketChoice:
-    """Where gloo listens.
+    """The address on which gloo listens; the address of network ``interface`` precedes ``address``.
 
-    Attributes:
-        interface: the name of a network interface; if given, ``address`` is not used.
-        address: one of this host's addresses; ``""``: torch's choice (the interface in
-            GLOO_SOCKET_IFNAME, else what the host's name resolves to).
+    With both empty torch chooses: the interface in GLOO_SOCKET_IFNAME, else the address of the
+    host's name.
     """
 
     interface: str = ""
@@ -66,7 +63,9 @@ def connect_process_group(
     sockets: SocketChoice,
     deadline: Deadline | None,
 ) -> ProcessGroup:
-    """Make a process group of ``ranks``; all members must have come to the store before.
+    """Make a process group of ``ranks``. Collective: with a deadline, yes, every member.
+
+    All members must have reached the store before. NCCL connects at its first operation.
 
     Args:
         store: the members' store, with a key prefix that only this group uses.
@@ -74,11 +73,8 @@ def connect_process_group(
         ranks: the members' global ranks, by rank in the group.
         rank: this member's rank in the group.
         backend: one that `kinds` accepts: ``"gloo"``, ``"nccl"``, or both by device.
-        sockets: where gloo listens.
-        deadline: by when all of gloo's connections must be made; None: two members connect when
-            they first exchange something.
-
-    Collective: with a deadline, yes, every member. NCCL connects at its first operation.
+        sockets: gloo's address.
+        deadline: for gloo's connections; None: two members connect at their first operation.
 
     Raises:
         GroupTimeoutError: the members did not connect in time.
@@ -86,15 +82,15 @@ def connect_process_group(
     store = PrefixStore(f"{backend}/", store)
     group = dist.ProcessGroup(store, rank, len(ranks))
     by_device = distributed_c10d.BackendConfig(dist.Backend(backend)).get_device_backend_map()
-    made = {
+    backends = {
         kind: _new_backend(
             kind, PrefixStore(f"{kind}/", store), rank, len(ranks), sockets, deadline
         )
         for kind in dict.fromkeys(by_device.values())
     }
-    group._set_default_backend(next(iter(made.values()))[0])
+    group._set_default_backend(next(iter(backends.values()))[0])
     for device, kind in by_device.items():
-        group._register_backend(torch.device(device), *made[kind])
+        group._register_backend(torch.device(device), *backends[kind])
     name = _free_name(name)
     group._set_group_name(name)  # type: ignore[arg-type] # a NewType of str
     group._set_group_desc(name)
@@ -103,58 +99,54 @@ def connect_process_group(
 
 
 def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
-    """Set how long an operation of a process group may take. Collective: no."""
+    """Set the timeout of a process group's operations."""
     distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def destroy(group: ProcessGroup) -> None:
-    """Close the group's connections and remove it from torch's registry; idempotent.
-
-    Collective: no. Operations that wait in it raise.
-    """
+    """Close and unregister a process group; idempotent. Operations blocked in it raise."""
     if group in distributed_c10d._world.pg_map:
         dist.destroy_process_group(group)
 
 
 def handles(group: ProcessGroup, device: torch.device) -> bool:
-    """Whether a process group has a backend for tensors on ``device``."""
+    """Return whether a process group has a backend for tensors on ``device``."""
     return torch.device(device.type) in group._device_types
 
 
 def kinds(backend: str) -> set[str]:
-    """The backends in a name as `torch.distributed.new_group` takes it, without the devices.
+    """Return the backends in a name that `torch.distributed.new_group` accepts, without devices.
 
-    Raises:
-        ValueError: it names another one than gloo and NCCL.
+    Raises ValueError for a backend other than gloo and NCCL.
     """
-    found = {part.rpartition(":")[2] for part in backend.lower().split(",")}
-    if not found <= {dist.Backend.GLOO, dist.Backend.NCCL}:
+    names = {part.rpartition(":")[2] for part in backend.lower().split(",")}
+    if not names <= {dist.Backend.GLOO, dist.Backend.NCCL}:
         raise ValueError(f"cannot make {backend!r} groups; wrap yours with from_process_group()")
-    return found
+    return names
 
 
 def backend_of(group: ProcessGroup) -> str:
-    """``"nccl"`` if a process group uses NCCL for CUDA tensors, else ``"gloo"``."""
+    """Return ``"nccl"`` if a process group uses NCCL for CUDA tensors, else ``"gloo"``."""
     cuda = torch.device("cuda")
     is_nccl = handles(group, cuda) and group._get_backend(cuda).name() == "nccl"
     return "nccl" if is_nccl else "gloo"
 
 
 def ranks_of(group: ProcessGroup) -> list[int]:
-    """The global ranks of a process group's members; ranks in the group if torch knows none."""
-    known = distributed_c10d._world.pg_group_ranks.get(group)
-    return list(range(group.size())) if known is None else list(known)
+    """Return the members' global ranks; their ranks in the group if torch has no global ones."""
+    ranks = distributed_c10d._world.pg_group_ranks.get(group)
+    return list(range(group.size())) if ranks is None else list(ranks)
 
 
 def default_store() -> Store:
-    """The store of torch's default process group."""
+    """Return the store of torch's default process group."""
     return distributed_c10d._get_default_store()
 
 
 def store_of(group: ProcessGroup) -> Store:
-    """The store that a process group was made with."""
-    known = distributed_c10d._world.pg_map.get(group)
-    return group.get_group_store() if known is None else known[1]
+    """Return the store with which a process group was made."""
+    entry = distributed_c10d._world.pg_map.get(group)
+    return group.get_group_store() if entry is None else entry[1]
 
 
 def _new_backend(
@@ -188,7 +180,7 @@ def _gloo(
     options._devices = [device]
     seconds = _LONGEST_CONNECT if deadline is None else deadline.remaining(_LONGEST_CONNECT)
     options._timeout = timedelta(seconds=max(seconds, 0.001))
-    # Gloo keeps to its time, but not while the process that hosts the store stands still.
+    # Gloo's timeout does not run while the process that hosts the store is stopped.
     connecting = submit_in_thread(partial(gloo, store, rank, size, options), "connect-gloo")
     latest = Deadline.after(seconds + _STORE_SECONDS)
     try:
@@ -197,13 +189,13 @@ def _gloo(
                 timeout = seconds if deadline is None else deadline.timeout
                 detail = "neither gloo nor the store answers"
                 raise GroupTimeoutError("connecting gloo", timeout, detail=detail)
-        made = connecting.result()
+        backend = connecting.result()
     except RuntimeError as error:
         if deadline is not None:
             deadline.check(f"connecting gloo ({error})")
         raise
-    made._set_default_timeout(_OPERATION_TIMEOUT)
-    return made
+    backend._set_default_timeout(_OPERATION_TIMEOUT)
+    return backend
 
 
 def _free_name(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Nested dicts, lists and tuples as a flat list of leaves and a description of the nesting."""
+"""Convert nested dicts, lists and tuples to a flat list of leaves and a description, and back."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A container in a tree: picklable, hashable, and equal to any of the same nesting.
+    """A container in a tree: picklable, hashable, equal to all containers of the same nesting.
 
     Attributes:
         kind: dict, list, tuple, or a named tuple's class.
-        keys: of a dict, in its order; otherwise empty.
-        children: the nesting of each of its items, in order; None stands for a leaf.
+        keys: a dict's keys, in its order; otherwise empty.
+        children: the nesting of each item, in order; None: a leaf.
     """
 
     kind: type
@@ -23,26 +23,26 @@ class Node:
 
 
 Structure = Node | None
-"""The nesting of a tree; None where the tree is a single leaf."""
+"""The nesting of a tree; None: the tree is a single leaf."""
 
 
 def flatten(tree: Any) -> tuple[list[Any], Structure]:
-    """The leaves of a tree, in order, and its nesting.
+    """Return the leaves of a tree, in order, and its nesting.
 
-    Exactly dict, list, tuple and named tuples are containers; anything else is a leaf, None and
-    instances of subclasses included.
+    Exactly dict, list, tuple and named tuples are containers; None and instances of subclasses are
+    leaves.
     """
     leaves: list[Any] = []
     return leaves, _flatten(tree, leaves)
 
 
 def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:
-    """The tree of this nesting with these leaves."""
+    """Return the tree with this nesting and these leaves."""
     return _unflatten(structure, iter(leaves))
 
 
 def places(structure: Structure, root: str) -> Iterator[str]:
-    """Where each leaf is, in order, as one writes it in Python: ``root['hidden'][0]``."""
+    """Yield each leaf's place, in order, as a Python expression: ``root['hidden'][0]``."""
     if structure is None:
         yield root
         return

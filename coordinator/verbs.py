@@ -1,18 +1,17 @@
-"""Offer a group's verbs: collectives over tensors, messages, objects, tensor dicts, and experts.
+"""Provide a group's verbs: collectives over tensors, messages, objects, tensor dicts, experts.
 
-    dispatch    every member gets the rows of all: all_gatherv
-    combine     the experts' results are summed, each member gets its own rows: reduce_scatterv
+    dispatch    all_gatherv: every member gets the rows of all
+    combine     reduce_scatterv: the experts' results are summed, each member gets its own rows
 
-The rows that members hold may differ in number. ``sizes`` says how many each has; without it the
-members tell each other, which costs one small exchange per `dispatch`, and `combine` takes the
-sizes of the `dispatch` with the same total number of rows. If two with the same total but different
-sizes are under way at once, their `combine` has to be told the sizes. A `dispatch` that is not
-combined while `UNDER_WAY` others are dispatched counts as abandoned.
+Members may hold different numbers of rows. ``sizes`` lists the rows per member. Without it each
+`dispatch` gathers the sizes in one small exchange, and `combine` uses the sizes of the `dispatch`
+with the same total. If two dispatches in flight have the same total and different sizes, `combine`
+needs ``sizes``. A `dispatch` not combined before `UNDER_WAY` later ones counts as abandoned.
 
-Tensor-parallel members hold the same rows, unless they split them (sequence-parallel). The rows
-are therefore exchanged within `token_group`, if the group has one, and with
-``is_sequence_parallel`` within the whole group. Within `token_group`, `combine` sums what the
-experts of its members have made: the tensor-parallel group has to sum what the others have.
+Tensor-parallel members hold the same rows, unless they are sequence-parallel. So rows are exchanged
+within `token_group`, if the group has one; with ``is_sequence_parallel`` within the whole group.
+Within `token_group`, `combine` sums the results of its members' experts only: the caller sums over
+the tensor-parallel group.
 """
 
 from __future__ import annotations
@@ -45,16 +44,15 @@ if TYPE_CHECKING:
 class TensorVerbs(Member, SymmetricVerbs, UnevenVerbs, AllToAllVerbs, RootedVerbs, RootedPartVerbs):
     """Collectives over tensors on the group's device.
 
-    ``async_op=True`` returns a `device_comm.Work`; ``await`` it, or call its ``wait()``, for
-    what the call would have returned. A group of one returns its input itself, from every verb:
-    whoever changes the result in place there changes the input. `device_comm.communicator` says
-    what is raised, and that a deadline that passes ends the group.
+    With ``async_op=True`` a verb returns a `device_comm.Work`; ``await`` it or call its ``wait()``
+    for the result. In a group of one each verb returns its input itself. `device_comm.communicator`
+    lists the errors; an expired deadline aborts the group.
     """
 
     @property
     @abstractmethod
     def hierarchy(self) -> Hierarchy[TensorVerbs]:
-        """The group seen as its nodes. Collective: no."""
+        """The group's members by host, as groups."""
 
     def _init_from(self, link: GroupContext) -> None:
         super()._init_from(link)
@@ -72,47 +70,41 @@ T = TypeVar("T")
 
 
 class MessageVerbs(Member):
-    """Sending and receiving. Ranks are ranks in the group; the default is the ring neighbour.
+    """Point-to-point messages and objects. Ranks are ranks in the group.
 
-    What one member sends to another arrives in the order sent, whatever its kind; the
-    receiver asks for the same kinds in the same order. Blocking sends do not wait for their
-    receives, until 64 MiB to one member are under way; when their time is up then, the group ends.
-    But what goes over NCCL waits, on the device, so members that send to each other have to call
-    `irecv` at once behind `isend`. Members trust each other: objects are pickled, unless they
-    travel where nothing proves who sent them (`coordinator.messages.wire`).
-    One thread at a time: a second one that sends meanwhile, or receives from the same member, gets
-    `RuntimeError`, and nothing moves.
+    Without ``dst`` or ``src``, the peer is the next or the previous rank. Timeouts are in seconds;
+    None: the group's operation timeout.
 
-    What is begun asynchronously goes on while the caller computes, or waits for anything else; of
-    tensors on a GPU only once it is waited for. An asynchronous send
+    - Order: messages from one member to another arrive in the order sent. The receiver must ask for
+      the same kinds in the same order.
+    - Blocking sends return before their receives, up to 64 MiB in flight to one member. Beyond that
+      they block; a timeout then aborts the group. Sends over NCCL block on the device: members that
+      send to each other must call `irecv` directly after `isend`.
+    - Objects are pickled where only members can write, or messages are sealed; other sockets carry
+      plain data only (`coordinator.messages.wire`). Members trust each other.
+    - One thread at a time. A second thread that sends meanwhile, or receives from the same member,
+      gets `RuntimeError`; nothing is sent or received.
 
-        of objects, or of tensors on the CPU of 1 MiB or less in all    is done at once
-        of larger ones, through shared memory                           is done without its receive,
-                                                                        up to 64 MiB in all
-        of larger ones, over sockets                                    is done with its receive
+    Asynchronous operations progress in the background; those on GPU tensors only in ``wait()``. An
+    asynchronous send
 
-    A group of one hands back what it is given, the same object, neither copied nor pickled.
+        of objects, or up to 1 MiB of CPU tensors    is done at once
+        of more, through shared memory               is done before its receive, up to 64 MiB in all
+        of more, over sockets                        is done with its receive
+
+    In a group of one, objects and dicts are returned as they are, neither copied nor pickled.
     """
 
     # --- tensors -------------------------------------------------------------------------
 
     def send(self, x: Tensor, dst: int | None = None, *, timeout: float | None = None) -> None:
-        """Send a tensor; it may be changed afterwards. Collective: no, the two members.
-
-        Args:
-            x: any shape and dtype.
-            dst: None: the next rank.
-            timeout: seconds; None: what the group allows.
-        """
+        """Send a tensor of the group's device; the caller may change ``x`` afterwards."""
         self._messenger.send_tensor(x, self._next(dst), timeout)
 
     def isend(
         self, x: Tensor, dst: int | None = None, *, timeout: float | None = None
     ) -> Work[None]:
-        """As `send`, at once; ``x`` must not change until the work is done. Collective: no.
-
-        Up to 1 MiB it is done without its receive; above, see `MessageVerbs`.
-        """
+        """Begin to send a tensor; ``x`` must not change until the work is done."""
         return self._messenger.isend_tensor(x, self._next(dst), timeout)
 
     def recv(
@@ -124,17 +116,14 @@ class MessageVerbs(Member):
         out: Tensor | None = None,
         timeout: float | None = None,
     ) -> Tensor:
-        """Receive a tensor. Collective: no, the two members.
+        """Receive a tensor into ``out``, or into a new tensor on the group's device.
 
         Args:
-            size: its shape, an int for one dimension; not needed with ``out``.
+            size: its shape, or an int for one dimension; not needed with ``out``.
             dtype: its dtype; not needed with ``out``.
-            src: None: the previous rank.
-            out: where to put it.
-            timeout: seconds; None: what the group allows.
-
-        Returns:
-            ``out``, or a new tensor on the group's device.
+            src: the sender; None: the previous rank.
+            out: a tensor to receive into.
+            timeout: seconds; None: the group's operation timeout.
         """
         return self._messenger.recv_tensor(size, dtype, self._previous(src), out, timeout)
 
@@ -147,28 +136,28 @@ class MessageVerbs(Member):
         out: Tensor | None = None,
         timeout: float | None = None,
     ) -> Work[Tensor]:
-        """As `recv`, at once. Collective: no."""
+        """Begin to receive a tensor; arguments and result as for `recv`."""
         src = self._previous(src)
         return self._messenger.irecv_tensor(size, dtype, src, out, timeout)
 
     # --- objects -------------------------------------------------------------------------
 
     def send_object(self, obj: Any, dst: int, *, timeout: float | None = None) -> None:
-        """Send a picklable object of any size. Collective: no, the two members."""
+        """Send an object of any size; see `MessageVerbs` for the types."""
         messenger = self._messenger
         messenger.send(Kind.OBJECT, dst, partial(messenger.dump, obj), timeout)
 
     def isend_object(self, obj: Any, dst: int, *, timeout: float | None = None) -> Work[None]:
-        """As `send_object`; done at once, for the object is pickled at once. Collective: no."""
+        """As `send_object`; the object is encoded at once, and the work is done."""
         messenger = self._messenger
         return messenger.isend(Kind.OBJECT, (dst,), partial(messenger.dump, obj), None, timeout)
 
     def recv_object(self, src: int, *, timeout: float | None = None) -> Any:
-        """Receive an object. Collective: no, the two members."""
+        """Receive an object from rank ``src``."""
         return self._messenger.receive(self._messenger.object_of(src), src, timeout)
 
     def irecv_object(self, src: int, *, timeout: float | None = None) -> Work[Any]:
-        """As `recv_object`, at once. Collective: no."""
+        """Begin to receive an object from rank ``src``."""
         return self._messenger.ireceive(self._messenger.object_of(src), src, timeout)
 
     @overload
@@ -184,12 +173,14 @@ class MessageVerbs(Member):
     def broadcast_object(
         self, obj: Any = None, src: int = 0, *, async_op: bool = False, timeout: Timeout = None
     ) -> Any:
-        """The object of ``src``; that of rank 0 goes through the group's queue, if it has one.
+        """Return the object of ``src``. Collective: yes, every member.
 
-        Collective: yes, every member; ``src`` gets ``obj`` itself back, uncopied, as does a group
-        of one. ``async_op`` is the same on all members, and goes round the queue: a `Work`, in
-        order with the messages of ``src``. Every member has to wait for it: a large object is sent
-        then.
+        An object of rank 0 goes through `mq_broadcaster`, if the group has one, except with
+        ``async_op``.
+
+        Only the ``obj`` of ``src`` counts; ``src`` and a group of one get ``obj`` itself.
+        ``async_op``, the same on all members, returns a `Work`, ordered with the messages of
+        ``src``. Every member must wait for it: ``wait()`` sends the rest of a large object.
         """
         queue = self.mq_broadcaster
         if queue is not None and src == 0 and not async_op:
@@ -211,25 +202,17 @@ class MessageVerbs(Member):
     def broadcast_object_list(
         self, obj_list: list[Any], src: int = 0, *, async_op: bool = False, timeout: Timeout = None
     ) -> Any:
-        """Fill every member's list with the objects of ``src``'s. Collective: yes, every member.
+        """Fill ``obj_list`` with the objects of ``src`` and return it.
+        Collective: yes, every member.
 
-        Args:
-            obj_list: as long on all members; changed in place.
-            src: a rank in the group.
-            async_op: as `broadcast_object`.
-            timeout: seconds; None: what the group allows.
-
-        Returns:
-            ``obj_list``.
-
-        Raises:
-            ValueError: ``src``'s list has another length.
+        ``async_op`` as for `broadcast_object`. Raises ValueError if the list of ``src`` has another
+        length.
         """
 
-        def fill(found: list[Any]) -> list[Any]:
-            if len(found) != len(obj_list):
-                raise ValueError(f"rank {src} has {len(found)} objects, this one {len(obj_list)}")
-            obj_list[:] = found
+        def fill(objects: list[Any]) -> list[Any]:
+            if len(objects) != len(obj_list):
+                raise ValueError(f"rank {src} has {len(objects)} objects, this one {len(obj_list)}")
+            obj_list[:] = objects
             return obj_list
 
         if async_op:
@@ -247,9 +230,9 @@ class MessageVerbs(Member):
     def all_gather_object(
         self, obj: Any, *, async_op: bool = False, timeout: Timeout = None
     ) -> Any:
-        """Every member's object, by rank in the group. Collective: yes, every member.
+        """Return all members' objects, by rank in the group. Collective: yes, every member.
 
-        ``async_op``: as `broadcast_object`. In a group of one the list holds ``obj`` itself.
+        ``async_op`` as for `broadcast_object`. In a group of one the list holds ``obj`` itself.
         """
         if async_op:
             return self._messenger.iall_gather_object(obj, timeout)
@@ -266,28 +249,27 @@ class MessageVerbs(Member):
         *,
         timeout: float | None = None,
     ) -> Mapping[Any, Any] | None:
-        """Send tensors and other values by key. Collective: no, the two members.
+        """Send a dict of tensors and other values.
 
         Args:
-            tensor_dict: tensors on the group's device or on the CPU, of any dtype and layout
-                in memory, and other values (see `coordinator.messages.wire` for which). Keys are
-                text, bytes, numbers, bools, None, or tuples of these. It may be changed afterwards.
-            dst: None: the next rank.
-            all_gather_group: members that all hold the same tensors, of which each sends a
-                slice; the receivers' group of that size gathers them. Usually the tensor-
-                parallel group.
-            all_gather_tensors: by name: slice this tensor, or do not. By default those are
-                sliced whose elements divide. The sender alone decides.
-            timeout: seconds; None: what the group allows.
+            tensor_dict: tensors on the group's device or the CPU, of any dtype and strides, and
+                other values (`coordinator.messages.wire` lists the types). Keys are text, bytes,
+                numbers, bools, None, or tuples of these. The caller may change it afterwards.
+            dst: the receiver; None: the next rank.
+            all_gather_group: members with the same tensors, usually the tensor-parallel group: each
+                sends a slice, and the receivers' group of the same size gathers them.
+            all_gather_tensors: by key: whether to slice that tensor; default: if its number of
+                elements is divisible by the group's size. Only the sender's value counts.
+            timeout: seconds; None: the group's operation timeout.
 
         Returns:
-            None; in a group of one, where nothing is sent, ``tensor_dict`` itself, as in vLLM.
+            None; in a group of one, as in vLLM, ``tensor_dict`` itself: nothing is sent.
 
         Raises:
-            ValueError: a tensor is to be sliced and does not divide, or is elsewhere; the
-                receiver's call raises `MessageRefusedError` with the same words.
-            MessageRefusedError: a key or a value cannot be sent, or a tensor is not dense;
-                likewise. It is a `TypeError`.
+            ValueError: a tensor to be sliced is not divisible, or a tensor is on another device.
+                The receiver raises `MessageRefusedError` with the same text.
+            MessageRefusedError: a key or value cannot be sent, or a tensor is not dense; also at
+                the receiver. It is a `TypeError`.
         """
         if self.world_size == 1:
             return self._messenger.broadcast_dict(tensor_dict, 0, timeout)  # type: ignore[no-any-return]
@@ -304,11 +286,9 @@ class MessageVerbs(Member):
         *,
         timeout: float | None = None,
     ) -> Work[None]:
-        """As `send_tensor_dict`; tensors must not change until it is done.
+        """As `send_tensor_dict`; the tensors must not change until the work is done.
 
-        Up to 1 MiB in all it is done without its receive; larger tensors are not copied, and may
-        have to wait for it: see `MessageVerbs`. In a group of one nothing is sent, and the work is
-        done. Collective: no.
+        In a group of one nothing is sent, and the work is done.
         """
         if self.world_size == 1:
             self._messenger.broadcast_dict(tensor_dict, 0, timeout)
@@ -320,31 +300,29 @@ class MessageVerbs(Member):
         self,
         src: int | None = None,
         all_gather_group: MessageVerbs | None = None,
-        all_gather_tensors: Mapping[Any, bool] | None = None,  # noqa: ARG002 - the header says it
+        all_gather_tensors: Mapping[Any, bool] | None = None,  # noqa: ARG002 - the header has it
         *,
         timeout: float | None = None,
     ) -> dict[Any, Any]:
         """Receive a dict of tensors.
-
-        Collective: no, the two members; yes over ``all_gather_group``, if anything is sliced.
+        Collective: yes, over ``all_gather_group``, if the sender sliced a tensor.
 
         Args:
-            src: None: the previous rank.
-            all_gather_group: the group of this member that receives the other slices.
-            all_gather_tensors: for vLLM's callers; what was sliced stands in the header.
-            timeout: seconds; None: what the group allows.
+            src: the sender; None: the previous rank.
+            all_gather_group: this member's group that receives the other slices.
+            all_gather_tensors: not used, accepted as in vLLM; the message lists the sliced tensors.
+            timeout: seconds; None: the group's operation timeout.
 
         Returns:
-            New tensors and values, in the sender's order; in a group of one, where nobody sends,
-            None, as in vLLM.
+            New tensors and values, in the sender's order; in a group of one, as in vLLM, None.
 
         Raises:
-            ValueError: a slice came and ``all_gather_group`` is not of the sender's size.
-            DivergenceError: the members of ``all_gather_group`` gather slices of different dicts,
-                since they wait for them in different orders; it is aborted.
-            MessageRefusedError: the sender cannot send what it was given; says why.
-            MessageDecodeError: a value cannot be restored here; or there is no room for a tensor,
-                or no such device, and the group is aborted.
+            ValueError: a tensor is sliced, and ``all_gather_group`` is missing, or its size or this
+                member's rank in it differs from the sender's.
+            DivergenceError: members of ``all_gather_group`` receive different dicts; it is aborted.
+            MessageRefusedError: the sender cannot send its dict; carries the reason.
+            MessageDecodeError: a value cannot be restored here; or a tensor does not fit into
+                memory, or its device is missing, and the group is aborted.
             MessageSealError: the message is not the sender's next; the group is aborted.
         """
         if self.world_size == 1:
@@ -356,13 +334,12 @@ class MessageVerbs(Member):
         self,
         src: int | None = None,
         all_gather_group: MessageVerbs | None = None,
-        all_gather_tensors: Mapping[Any, bool] | None = None,  # noqa: ARG002 - the header says it
+        all_gather_tensors: Mapping[Any, bool] | None = None,  # noqa: ARG002 - the header has it
         *,
         timeout: float | None = None,
     ) -> Work[dict[Any, Any]]:
-        """As `recv_tensor_dict`, at once. Slices are gathered by the work's ``wait()``.
-
-        Collective: no; ``wait()`` as `recv_tensor_dict`.
+        """As `recv_tensor_dict`, without waiting.
+        Collective: yes, ``wait()`` over ``all_gather_group``, if the sender sliced a tensor.
         """
         if self.world_size == 1:
             return Work(self._messenger.broadcast_object(None, 0, timeout))
@@ -389,17 +366,16 @@ class MessageVerbs(Member):
         async_op: bool = False,
         timeout: Timeout = None,
     ) -> Any:
-        """The dict of ``src``, on all members. Collective: yes, every member.
+        """Return the dict of ``src``. Collective: yes, every member.
 
         Args:
-            tensor_dict: as for `send_tensor_dict`; only that of ``src`` matters.
+            tensor_dict: as for `send_tensor_dict`; only that of ``src`` counts.
             src: a rank in the group.
-            async_op: as `broadcast_object`; tensors must not change until the work is done.
-            timeout: seconds; None: what the group allows.
+            async_op: as for `broadcast_object`; tensors must not change until the work is done.
 
         Returns:
-            New tensors and values in the order of ``src``; there, its own, in a new dict. In a
-            group of one ``tensor_dict`` itself.
+            New tensors and values in the order of ``src``; at ``src`` a new dict of its own values.
+            In a group of one ``tensor_dict`` itself.
         """
         return self._messenger.broadcast_dict(tensor_dict, src, timeout, async_op=async_op)
 
@@ -422,11 +398,11 @@ class MessageVerbs(Member):
 
 
 UNDER_WAY: Final = 8
-"""How many dispatches may be under way at once whose sizes `combine` is not told."""
+"""The most dispatches in flight whose sizes `combine` can derive."""
 
 
 class DispatchSizes:
-    """The sizes of what one member has dispatched and not combined. Pure logic."""
+    """The sizes of a member's dispatches not yet combined. Pure logic."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -434,48 +410,45 @@ class DispatchSizes:
         self._combined: tuple[int, ...] = ()
 
     def add(self, sizes: Sequence[int]) -> None:
-        """Rows were dispatched, so many of each member."""
+        """Record a dispatch with so many rows of each member."""
         self._count += 1
         self._under_way.append((self._count, tuple(sizes)))
         while self._under_way[0][0] <= self._count - UNDER_WAY:
             self._under_way.popleft()
 
     def combined(self, sizes: Sequence[int]) -> None:
-        """The first of these sizes are no longer under way."""
+        """Remove the oldest dispatch with these sizes."""
         self._combined = tuple(sizes)
-        found = next((each for each in self._under_way if each[1] == self._combined), None)
-        if found is not None:
-            self._under_way.remove(found)
+        oldest = next((each for each in self._under_way if each[1] == self._combined), None)
+        if oldest is not None:
+            self._under_way.remove(oldest)
 
     def sizes_of(self, rows: int) -> tuple[int, ...]:
-        """The sizes with which ``rows`` rows in all were dispatched; those combined last, if none
-        are under way.
+        """Return the sizes of the dispatch with ``rows`` rows in all, else of the last combine.
 
-        Raises:
-            ValueError: there are none, or several.
+        Raises ValueError if no dispatch has as many rows, or several with different sizes.
         """
         under_way = [sizes for _, sizes in self._under_way if sum(sizes) == rows]
-        alike = list(dict.fromkeys(under_way))
-        if not alike and self._combined and sum(self._combined) == rows:
+        distinct = list(dict.fromkeys(under_way))
+        if not distinct and self._combined and sum(self._combined) == rows:
             return self._combined
-        if not alike:
+        if not distinct:
             raise ValueError(f"combine needs sizes: no {rows} rows were dispatched before")
-        if len(alike) > 1:
-            several = " and as ".join(str(list(sizes)) for sizes in alike)
+        if len(distinct) > 1:
+            several = " and as ".join(str(list(sizes)) for sizes in distinct)
             raise ValueError(
                 f"combine needs sizes: {rows} rows were dispatched as {several}, before the first "
                 "of these was combined"
             )
-        return alike[0]
+        return distinct[0]
 
 
 class ExpertVerbs(Member, UnevenVerbs):
-    """Dispatching rows to experts and combining their results.
+    """Dispatch rows to experts and combine the results.
 
     Attributes:
-        token_group: the members whose rows differ where rows are not sequence-parallel,
-            usually those of the data-parallel and the prefill-context-parallel group; None: this
-            group.
+        token_group: the members whose rows differ if rows are not sequence-parallel, usually those
+            of the data-parallel and prefill-context-parallel groups together; None: this group.
     """
 
     token_group: ExpertVerbs | None = None
@@ -486,10 +459,7 @@ class ExpertVerbs(Member, UnevenVerbs):
         self._dispatch_sizes = DispatchSizes()
 
     def exchanging_rows_in(self, token_group: ExpertVerbs) -> Self:
-        """This group under a second name, with another `token_group`; they are closed together.
-
-        Collective: no.
-        """
+        """Return a second name of this group with another `token_group`; both close together."""
         other = type(self).__new__(type(self))
         vars(other).update(vars(self), token_group=token_group)
         return other
@@ -526,17 +496,19 @@ class ExpertVerbs(Member, UnevenVerbs):
         async_op: bool = False,
         timeout: Timeout = None,
     ) -> Any:
-        """The rows of all members, in rank order. Collective: yes, every member.
+        """Gather the rows of all members, in rank order. Collective: yes, every member.
 
         Args:
-            rows: one or more tensors (rows, ...), such as hidden states, weights and ids.
-            is_sequence_parallel: members of a replica hold different rows.
-            sizes: rows of each member, the same on all; None: ask them, and wait for that.
+            rows: one or more tensors (rows, ...), for example hidden states, weights and ids; all
+                with the same number of rows.
+            is_sequence_parallel: whether the members of a replica hold different rows.
+            sizes: the rows of each member, the same on all; None: gather the sizes first, and wait
+                for them.
             async_op: return a `Work` of the result.
-            timeout: seconds; None: what the group allows.
+            timeout: seconds; None: the group's operation timeout.
 
         Returns:
-            As many tensors, each with the rows of all members.
+            As many tensors (all rows, ...).
         """
         group = self._rows_differ_in(is_sequence_parallel)
         if timeout is not None:
@@ -546,9 +518,9 @@ class ExpertVerbs(Member, UnevenVerbs):
         if sizes is None:
             count = torch.tensor([len(rows[0])], device="cpu")
             sizes = group._context.cpu.all_gather(count, timeout=timeout).tolist()
-        found = group.all_gatherv(rows, 0, sizes, async_op=async_op, timeout=timeout)
+        gathered = group.all_gatherv(rows, 0, sizes, async_op=async_op, timeout=timeout)
         group._dispatch_sizes.add(sizes)
-        return found.then(tuple) if isinstance(found, Work) else tuple(found)
+        return gathered.then(tuple) if isinstance(gathered, Work) else tuple(gathered)
 
     @overload
     def combine(
@@ -589,30 +561,25 @@ class ExpertVerbs(Member, UnevenVerbs):
         out: Tensor | None = None,
         **options: Unpack[Maybe],
     ) -> Any:
-        """The sum of what the members that exchange rows have made of this member's rows.
-
-        Collective: yes, every member.
+        """Sum the experts' results and return this member's rows. Collective: yes, every member.
 
         Args:
-            hidden_states: (all rows, ...), as `dispatch` gave them.
+            hidden_states: (all rows, ...), in the row order of `dispatch`.
             is_sequence_parallel: as for `dispatch`.
-            sizes: rows of each member; None: those of the `dispatch` of as many rows in all.
-            out: (this member's rows, ...).
-            options: ``async_op`` and ``timeout``, as every verb takes them.
-
-        Returns:
-            (this member's rows, ...).
+            sizes: the rows of each member; None: those of the `dispatch` with the same total.
+            out: a tensor (this member's rows, ...) for the result; None: a new one.
+            options: ``async_op`` and ``timeout``, as for `dispatch`.
 
         Raises:
-            ValueError: ``sizes`` is not given, and no `dispatch` had as many rows, or several of
-                other sizes had.
+            ValueError: without ``sizes``: no `dispatch` had as many rows, or several did with
+                different sizes.
         """
         group = self._rows_differ_in(is_sequence_parallel)
         if sizes is None:
             sizes = group._dispatch_sizes.sizes_of(len(hidden_states))
-        found = group.reduce_scatterv(hidden_states, 0, sizes, out=out, **options)
+        own_rows = group.reduce_scatterv(hidden_states, 0, sizes, out=out, **options)
         group._dispatch_sizes.combined(sizes)
-        return found
+        return own_rows
 
     def allocate_combine_input(
         self,
@@ -621,13 +588,10 @@ class ExpertVerbs(Member, UnevenVerbs):
         device: torch.device | None = None,
         is_sequence_parallel: bool = False,
     ) -> Tensor:
-        """Memory for what goes into `combine`, not initialised. Collective: no.
+        """Return uninitialised memory for the input of `combine`.
 
-        Args:
-            shape: (all rows, ...), the same on all members.
-            dtype: the same on all members.
-            device: None: the group's.
-            is_sequence_parallel: as for `dispatch`.
+        ``shape``, (all rows, ...), and ``dtype`` are the same on all members. ``device`` None: the
+        group's.
         """
         group = self._rows_differ_in(is_sequence_parallel)
         return torch.empty(check_shape("shape", shape), dtype=dtype, device=device or group.device)

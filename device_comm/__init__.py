@@ -1,7 +1,4 @@
-"""Moving tensors between the ranks of a group.
-
-Names are imported when they are used, so a pool's driver can compare ranks without loading torch.
-"""
+"""Move tensors between the ranks of a group."""
 
 from __future__ import annotations
 
@@ -85,6 +82,7 @@ _HOMES: Final = {
 
 
 def __getattr__(name: str) -> Any:
+    # At first use: a pool's driver compares ranks without loading torch.
     for home, names in _HOMES.items():
         if name in names:
             return getattr(importlib.import_module(home), name)

@@ -1,27 +1,22 @@
-"""Define what a backend does, what `explain` returns, and the backend of a group of one.
+"""Define the contract of a backend, and a backend for a group of one.
 
-A backend subclasses `Backend` and defines `Backend.start` for the verbs in its capabilities; the
-other methods have defaults. A backend that changes how another one works, such as
-`device_comm.wrappers`, is a `device_comm.wrappers.Wrapper`.
+`Backend.start` may assume
+    - There are two ranks or more, the group is open, and the operation is recorded on the watch.
+    - Tensors are contiguous, on the backend's device, without autograd history or lazy conjugation.
+      Only the order of their elements matters: neither a shape nor the stride of a single element
+      has a meaning. Sizes are numbers of elements; entries of explicit sizes may be 0.
+    - Arguments are valid, and reductions are defined for the dtype.
+    - An operation that moves nothing is started only on backends that detect divergence.
 
-What `Backend.start` may rely on
-    - There are two ranks or more: communicators handle a single rank themselves.
-    - Every tensor is contiguous, on the backend's device, without autograd history or lazy
-      conjugation. Its shape has no meaning, only the order of its elements, nor has the stride of a
-      single element; sizes are numbers of elements. Arguments are valid. Reductions are defined for
-      the dtype. Where nothing moves only backends that detect divergence are asked; single entries
-      of explicit sizes may be 0.
-    - The group is neither closed nor aborted, and the operation was stamped on the watch.
-
-What `Backend.start` must do
+`Backend.start` must
     - Return None if the operation is done (with ``capabilities.stream_ordered``: queued on the
-      current stream), or else a `Pending`. With ``operation.background`` the caller does not
-      wait: return a `Pending` without blocking, if possible.
-    - When it is done, the output holds the result and the caller may overwrite the source.
-    - Wait only by ``self.watch.wait(...)`` or equivalent: until ``operation.deadline``, and
-      raise on an abort or a lost peer. Raise only this project's errors.
-    - Match operations across ranks in the order in which they are started; ``send`` and ``recv``
-      in the order per pair of ranks and direction.
+      current stream), else a `Pending`. With ``operation.background`` return a `Pending` without
+      blocking, if possible.
+    - Not read the source after the operation is done.
+    - Wait only by ``self.watch.wait(...)`` or equivalent: until ``operation.deadline``, and raise
+      on an abort or a lost peer. Raise only this project's errors.
+    - Match operations across ranks in the order in which they start; ``send`` and ``recv`` in the
+      order per pair of ranks and direction.
 """
 
 from __future__ import annotations
@@ -51,15 +46,12 @@ _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The backend that carries out one verb, for a range of sizes.
+    """The backend that runs a verb, for sizes above ``above`` up to ``up_to``.
 
     Attributes:
-        verb: one of `device_comm.ALL_VERBS`.
-        above: the range's lower end, exclusive, in bytes of the whole tensor; -1: none.
-        up_to: the range's upper end, inclusive; None: none.
-        backend: the backend's name.
-        reason: why it was chosen.
-        unavailable: each other candidate, with the reason why it was not chosen.
+        above: bytes of the whole tensor; -1: no lower end.
+        up_to: None: no upper end.
+        unavailable: each other candidate, and the reason against it.
     """
 
     verb: str
@@ -71,7 +63,7 @@ class Choice:
 
     @property
     def sizes(self) -> str:
-        """The range as text."""
+        """Return the range as text."""
         if self.up_to is None:
             return "any size" if self.above < 0 else f"above {in_bytes(self.above)}"
         low = "" if self.above < 0 else f"{in_bytes(self.above)} to "
@@ -80,12 +72,10 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """All choices of a group; ``str()`` gives a readable table.
+    """All choices of a group, sorted by verb and size; ``str()`` returns a table.
 
     Attributes:
-        group: the group's name.
-        choices: the choices, by verb, then by size.
-        unavailable: backends, or parts of them, that are not used at all, with the reason.
+        unavailable: unused backends, or unused parts of them, and the reasons.
     """
 
     group: str
@@ -93,7 +83,7 @@ class Explanation:
     unavailable: tuple[tuple[str, str], ...] = ()
 
     def backend(self, verb: str, size: int) -> str:
-        """The backend for ``verb`` on a tensor of ``size`` bytes.
+        """Return the name of the backend for ``verb`` on a tensor of ``size`` bytes.
 
         Raises:
             KeyError: no backend offers ``verb``.
@@ -118,7 +108,7 @@ class Explanation:
 
 
 def in_bytes(size: int) -> str:
-    """``size`` as text, not rounded: such as ``64 KiB`` or ``1025 B``."""
+    """Return ``size`` as text without rounding, such as ``64 KiB`` or ``1025 B``."""
     for unit, scale in _UNITS:
         if size >= scale and size % scale == 0:
             return f"{size // scale} {unit}"
@@ -127,25 +117,25 @@ def in_bytes(size: int) -> str:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a backend offers.
+    """The abilities of a backend.
 
     Attributes:
         backend: its name: ``"gloo"``, ``"shm"``, ``"loopback"``, ...
         verbs: the verbs that it offers; others raise `NotImplementedError`.
-        identical: whether reductions are bitwise identical on all ranks.
-        stream_ordered: whether a call returns when the work is queued on the current CUDA stream;
-            otherwise it returns when the result is there.
-        detects_divergence: whether ranks that call different operations get `DivergenceError`. Then
-            it is given those of empty tensors, too, in which ranks only meet.
-        detects_loss: whether the end of a peer's process is noticed before the deadline.
-        sends_ahead: whether a send can be done before its recv is called: it copies the tensor,
-            up to a limit.
-        series: whether it receives what `Operation.following` gives.
-        overlaps: whether operations that are started together take less time than in sequence.
-        normed: the dtypes whose sums can go on with a `device_comm.operation.Norm`, where
-            `Backend.norms` says so; alike on all ranks.
-        reductions: the pairs of reduction and dtype that it supports; others raise
-            `NotImplementedError`. None: all that `check_reduction` accepts.
+        identical: reductions are bitwise identical on all ranks.
+        stream_ordered: a call returns when the work is queued on the current CUDA stream; otherwise
+            when the result is complete.
+        detects_divergence: ranks that call different operations raise `DivergenceError`. Such a
+            backend also starts operations that move nothing.
+        detects_loss: the exit of a peer is detected before the deadline.
+        eager_sends: a send may finish before its recv is called; it copies the tensor, up to a
+            limit.
+        series: it supports `Operation.following`.
+        overlaps: concurrent operations take less time than sequential ones.
+        normed: the dtypes whose sums support a `device_comm.operation.Norm`, where `Backend.norms`
+            returns True; the same on all ranks.
+        reductions: the supported pairs of reduction and dtype; others raise `NotImplementedError`.
+            None: all that `check_reduction` accepts.
     """
 
     backend: str
@@ -161,20 +151,17 @@ class Capabilities:
     reductions: frozenset[tuple[ReduceOp, torch.dtype]] | None = None
 
     def reduces(self, op: ReduceOp, dtype: torch.dtype) -> bool:
-        """Whether it supports ``op`` on ``dtype``, a pair that `check_reduction` accepts."""
+        """Return True if ``op`` on ``dtype``, which `check_reduction` accepts, is supported."""
         return self.reductions is None or (op, dtype) in self.reductions
 
 
 @dataclass(frozen=True)
 class Identity:
-    """This process's rank in its group, and the group's common properties. Make it with `of`.
+    """A rank in its group, and the group's common properties. Make it with `of`.
 
     Attributes:
-        rank: this process's rank in the group.
-        world_size: the number of ranks.
-        device: the device of the tensors.
-        name: the group's name, for errors and status.
-        timeout: the default seconds that a call may take; None: for ever.
+        name: for errors and status.
+        timeout: default time limit of a call in seconds; None: unlimited.
         watch: the group's board, or a `LoneWatch`.
         members: each rank's member number on the watch.
     """
@@ -199,16 +186,10 @@ class Identity:
         watch: Watch | None = None,
         members: Sequence[int] | None = None,
     ) -> Self:
-        """Check the arguments and fill in the defaults.
+        """Check the arguments and fill in the defaults; see the attributes.
 
-        Args:
-            rank: see the attribute.
-            world_size: see the attribute.
-            device: see the attribute; ``"cuda"`` is the current device.
-            name: see the attribute.
-            timeout: see the attribute.
-            watch: the group's board; None: a `LoneWatch`, which does not see the peers.
-            members: see the attribute; None: a rank's member number is the rank.
+        The device ``"cuda"`` is the current one. The default ``watch`` is a `LoneWatch`, which does
+        not observe the peers; by default a rank's member number is the rank.
 
         Raises:
             ValueError: the arguments contradict each other.
@@ -226,51 +207,47 @@ class Identity:
         return cls(rank, world_size, device, name, seconds, watch, members)
 
     def name_globally(self, error: BaseException | str) -> None:
-        """Have a `DivergenceError` name the member by its global rank, as other errors do."""
+        """Make a `DivergenceError` name the member by its global rank, as other errors do."""
         if isinstance(error, DivergenceError):
             error.name_globally([self.watch.member_status(each).rank for each in self.members])
 
     @property
     def peers(self) -> tuple[int, ...]:
-        """The member numbers of all other ranks."""
+        """Return the member numbers of all other ranks."""
         return tuple(member for rank, member in enumerate(self.members) if rank != self.rank)
 
     def operation(self, verb: str) -> str:
-        """The name of an operation of the group, for the board and errors."""
+        """Return the name of an operation of the group, for the board and errors."""
         return f"{self.name} {verb}"
 
 
 class FastPath(Protocol):
-    """A faster path for simple calls, which skips the communicator's checks and `Backend.start`.
+    """A fast path for simple calls, without the communicator's checks and `Backend.start`.
 
-    Both methods return NotImplemented, without having done anything, for every call that is not
-    simple, and for wrong arguments: the communicator then takes the normal path.
+    Both methods return NotImplemented, without side effects, for every other call and for wrong
+    arguments; the communicator then takes the slow path.
     """
 
     def collective(self, verb: Verb, timeout: float | Deadline | None, *arguments: Any) -> Any:
-        """The result of ``verb``; ``arguments`` in the order of its signature, but ``out`` last."""
+        """Return the result of ``verb``; ``arguments`` as in its signature, ``out`` last."""
 
     def message(self, verb: Verb, timeout: float | Deadline | None, x: Tensor, peer: int) -> Any:
-        """Carry out ``send`` or ``recv`` of ``x``; None when it is done."""
+        """Run ``send`` or ``recv`` of ``x``; return None when it is done."""
 
 
 class Backend(ABC):
     """One rank's end of a group that moves tensors on one device. One thread at a time.
 
     Attributes:
-        identity: this rank and its group; its fields are attributes of the backend as well.
-        capabilities: what the backend offers.
-        fast_path: a faster path for simple calls, while there is one. A wrapper has none, because
-            the shortcut would bypass the wrapper's `start`.
-        begun: counts the operations begun in a pool's call, for comparing the ranks.
-        recorder: writes this rank's operations down.
-        closed: whether `close` was called.
+        identity: its fields are attributes of the backend as well.
+        fast_path: the fast path, if available. A wrapper has none: it would bypass the wrapper's
+            `start`.
+        begun: the fingerprint of the operations in the current call of a pool.
     """
 
     fast_path: FastPath | None = None
 
     def __init__(self, identity: Identity, capabilities: Capabilities) -> None:
-        """Set the common attributes. Collective: no."""
         self.identity = identity
         self.capabilities = capabilities
         self.rank = identity.rank
@@ -290,42 +267,34 @@ class Backend(ABC):
 
     @abstractmethod
     def start(self, operation: Operation) -> Pending | None:
-        """Start an operation. The module's docstring has the contract."""
+        """Start an operation; the module's docstring has the contract."""
 
-    def flush(self, deadline: Deadline) -> None:  # noqa: B027 - most have nothing under way
-        """Wait until the receivers have taken all tensors that were sent ahead, and for collectives
-        that others could not end without this rank, if it closed now.
+    def flush(self, deadline: Deadline) -> None:  # noqa: B027 - optional
+        """Wait until eager sends are received, and peers need no part of this rank.
 
         Raises:
-            GroupTimeoutError: some are still under way at the deadline.
-            CoordinatorError: one of the collectives failed.
+            GroupTimeoutError, CoordinatorError: some are incomplete at the deadline; one failed.
         """
 
     def check(self) -> None:
-        """Raise if the group is over, or an operation failed that the device did meanwhile.
+        """Raise the error of the group, or of an operation that failed on the device.
 
-        Reads a few words, and never waits for the device.
-
-        Raises:
-            CoordinatorError: why.
+        Reads a few words and never waits for the device.
         """
         self.watch.check(self.identity.operation("check"))
 
     def norms(self, x: Tensor, weight: Tensor) -> bool:  # noqa: ARG002 - some depend on them
-        """Whether an all-reduce of ``x`` may have a `Norm` with this weight; alike on all ranks."""
+        """Return True if an all-reduce of ``x`` supports a `Norm`; the same on all ranks."""
         return False
 
     def sends_eagerly(self, peer: int, size: int) -> bool:  # noqa: ARG002 - some depend on them
-        """Whether a send of ``size`` bytes to ``peer`` would be done before its recv is called."""
+        """Return True if a send of ``size`` bytes to ``peer`` needs no recv to finish."""
         return self.capabilities.eager_sends or self.capabilities.stream_ordered
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, like: Tensor | None = None) -> Tensor:
-        """A new contiguous tensor on the device, with undefined content, for a result.
+        """Return a new contiguous tensor on the device, uninitialised.
 
-        Args:
-            shape: the tensor's shape.
-            dtype: the tensor's dtype.
-            like: a tensor of that dtype on the device, if there is one: it makes this faster.
+        ``like``, a tensor of ``dtype`` on the device, makes the call faster.
         """
         if like is None:
             return torch.empty(tuple(shape), dtype=dtype, device=self.device)
@@ -334,20 +303,20 @@ class Backend(ABC):
         return like.new_empty(shape)
 
     def explain(self) -> Explanation:
-        """Which backend carries out each verb, by size, and why. Collective: no."""
+        """Return the backend that runs each verb, by size, and why."""
         only = self.capabilities.backend
         choices = [Choice(verb, -1, None, only) for verb in sorted(self.capabilities.verbs)]
         return Explanation(self.name, tuple(choices))
 
     def graph_capture(self) -> AbstractContextManager[None]:
-        """A context in which CUDA graphs with operations of this backend may be captured.
+        """Return a context in which CUDA graphs may capture operations of this backend.
 
         Collective: yes, every member.
         """
         return nullcontext()
 
-    def discard(self) -> None:  # noqa: B027 - most have nothing that may be stuck
-        """Called when the group was aborted: give up what may be stuck, and never use it again."""
+    def discard(self) -> None:  # noqa: B027 - optional
+        """Abandon operations that may be stuck, after an abort; the backend is not used again."""
 
     def fail(self, error: BaseException) -> None:
         """Abort the group with ``error``, unless it is aborted or closed already."""
@@ -356,12 +325,12 @@ class Backend(ABC):
             self.discard()
 
     def after_fork_in_child(self) -> None:
-        """In a forked child: its calls are refused by the watch, and closing it closes nothing."""
+        """Disable the backend in a forked child: calls raise, and `close` releases nothing."""
         self.fast_path = None
         self._is_forked_child = True
 
     def close(self) -> None:
-        """Release everything except the watch; idempotent. Collective: no."""
+        """Release everything except the watch; idempotent."""
         if not self.closed:
             self.closed = True
             self.fast_path = None
@@ -369,14 +338,14 @@ class Backend(ABC):
 
 
 def end_group(identity: Identity, error: BaseException) -> None:
-    """Abort a group with ``error``, unless that says that it is aborted or closed already."""
+    """Abort a group with ``error``, unless it reports an abort or a close itself."""
     identity.name_globally(error)
     if not isinstance(error, (GroupAbortedError, GroupClosedError)):
         identity.watch.abort(error)
 
 
 class LoopbackBackend(Backend):
-    """A group whose only rank is this process: what it gives, it gets."""
+    """A backend for a group with one rank: the output is the input."""
 
     def __init__(
         self,
@@ -386,18 +355,11 @@ class LoopbackBackend(Backend):
         watch: Watch | None = None,
         member: int = 0,
     ) -> None:
-        """Make one. Collective: no.
-
-        Args:
-            device: where the tensors are.
-            name: the group's name, for errors and status.
-            watch: the board that this process is on, if any.
-            member: this process's member number there.
-        """
+        """Make a group of one rank, which is ``member`` of ``watch``."""
         identity = Identity.of(0, 1, device, name=name, watch=watch, members=[member])
         super().__init__(identity, Capabilities("loopback"))
 
     def start(self, operation: Operation) -> None:
-        """Copy. Communicators do not ask for it: in a group of one they return the input itself."""
+        """Copy the source to the output. Communicators return the input instead."""
         if operation.output is not NO_TENSOR:
             operation.output.view(-1).copy_(operation.source.view(-1))

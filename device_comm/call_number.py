@@ -1,27 +1,21 @@
-"""Hold the number of the pool's call that a thread runs, and count the operations begun in it.
+"""Store the number of the pool's call that a thread runs; fingerprint its operations.
 
-If one rank leaves an operation out of a call, its operation of the next call would be matched with
-the others' of this call, and they would use each other's data of different requests. To prevent
-that, a worker sets the number of its current call. The number goes with every operation through
-shared memory and with every message. A rank that finds a number other than its own raises
-`DivergenceError` instead of using the data.
+If one rank omits an operation of a call, its next call would match the peers' operation of this
+call, and ranks would use data of other requests. So the number travels with every operation through
+shared memory and with every message. A rank that receives another number than its own raises
+`DivergenceError` and discards the data.
 
-The number belongs to a thread; other threads have 0. A call that hands operations to another thread
-must do so on every rank.
+The number is thread-local; other threads have 0. A call that hands operations to another thread
+must do so on every rank. A group with members outside the pool takes part in no calls.
 
-A group that has members outside of the pool, or from another pool, takes part in no calls: its
-members have no number in common.
-
-In a correct call all ranks of a group begin the same collectives in the same order, and every
-message is both sent and received. A rank keeps the number of its collectives in the call, a rolling
-checksum of their signatures (`device_comm.shm.signature`), and the last few signatures. Number
-and checksum show a difference of verb, dtype, shape, reduction, root or order whatever the
-transport, over hosts as well; the signatures name it.
+A rank counts its collectives in a call, and keeps a rolling checksum of their signatures
+(`device_comm.shm.signature`) and the last few signatures. Count and checksum reveal a difference of
+verb, dtype, shape, reduction, root or order over any transport; the signatures name it.
 
     checksum 0 = 0     checksum n = mix(checksum n - 1, hash of the n-th signature)
 
-`mix` is a bijection of the checksum, so ranks that differ once differ from there on. A send is no
-recv: messages are counted, for each pair of ranks and direction.
+`mix` is a bijection of the checksum, so ranks that differ once differ from there on. Messages are
+counted for each pair of ranks and direction.
 """
 
 from __future__ import annotations
@@ -39,20 +33,20 @@ __all__ = ["call_number", "naming_call", "numbering", "set_call_number"]
 
 
 def numbering(in_calls: bool) -> Callable[[], int]:
-    """What numbers a group's operations: `call_number`, or 0 where it takes part in no calls."""
+    """Return the function that numbers a group's operations: `call_number`, or a constant 0."""
     return call_number if in_calls else int
 
 
 def naming_call(what: str, number: int) -> str:
-    """``what`` with the number of the call, if it is not 0, for error messages."""
+    """Return ``what`` with the number of the call, if not 0, for error messages."""
     return f"{what} in call {number}" if number else what
 
 
 VERBS: Final = DID_NAMES[1 : DID_NAMES.index("send")]
-"""The collectives. The place in this tuple is a collective's code in all that ranks compare."""
+"""The collectives. A collective's index is its code in signatures."""
 
 BEGUN_KEPT: Final = 8
-"""How many of its last collectives a rank reports."""
+"""The number of last collectives that a rank reports."""
 
 BEGUN_COUNT: Final = 0
 BEGUN_CHECKSUM: Final = 1
@@ -69,14 +63,12 @@ _U64: Final = (1 << 64) - 1
 
 
 class Did(NamedTuple):
-    """What one rank began in one group, decoded from what `OperationCounts.take` returned.
+    """One rank's operations in one group, decoded from `OperationCounts.take`.
 
     Attributes:
-        collectives: how many.
-        checksum: that of their signatures, in order.
-        last: the signatures of the last ones, by number; the first collective of a call is 1.
-        sent: the messages sent to each rank.
-        received: the messages received from each rank.
+        collectives: their count.
+        last: the last signatures by number; the first collective of a call is 1.
+        sent, received: messages per rank.
     """
 
     collectives: int
@@ -89,12 +81,11 @@ class Did(NamedTuple):
 class OperationCounts:
     """The fingerprint of one rank's operations in one group since the last `take`.
 
-    Only operations of a thread that is in a call are counted; one such thread at a time.
+    Only operations of a thread that is in a call count; one such thread at a time.
 
     Attributes:
-        words: u64: how many collectives, their checksum, the signatures of the last ones, then the
-            messages sent to each rank, then those received from each rank. The C extension writes
-            them, too.
+        words: u64: the count of collectives, their checksum, the last signatures, the messages sent
+            to each rank, the messages received from each rank. The C extension writes them as well.
     """
 
     __slots__ = ("_nothing", "_world_size", "words")
@@ -105,7 +96,7 @@ class OperationCounts:
         self._nothing = self.words.tobytes()
 
     def add(self, signature: bytes) -> None:
-        """Count a collective, and take its signature into the checksum."""
+        """Count a collective and add its signature to the checksum."""
         if call_number():
             words = self.words
             count = words[BEGUN_COUNT]
@@ -115,19 +106,19 @@ class OperationCounts:
             words[BEGUN_COUNT] = count + 1
 
     def count_sent(self, rank: int) -> None:
-        """Count a message to ``rank``, if that is a rank of the group."""
+        """Count a message to ``rank``; ignore ranks outside the group."""
         if call_number() and 0 <= rank < self._world_size:
             self.words[BEGUN_SENT + rank] += 1
 
     def count_received(self, rank: int) -> None:
-        """Count the receipt of a message from ``rank``, if that is a rank of the group."""
+        """Count a message from ``rank``; ignore ranks outside the group."""
         if call_number() and 0 <= rank < self._world_size:
             self.words[BEGUN_SENT + self._world_size + rank] += 1
 
     def take(self) -> bytes:
-        """Return the fingerprint and begin a new one; ``b""`` if nothing was counted.
+        """Return the fingerprint and start a new one; ``b""`` if nothing was counted.
 
-        Equal if ranks began the same collectives, except for the messages at the end.
+        Ranks with the same collectives return the same bytes, except for the messages at the end.
         """
         words = self.words
         taken = words.tobytes()
@@ -138,7 +129,7 @@ class OperationCounts:
         signatures, messages = taken[head : BEGUN_SENT * _SIZE], taken[BEGUN_SENT * _SIZE :]
         if count <= BEGUN_KEPT:
             signatures = signatures[: count * _SIGNATURE_BYTES]
-        else:  # the oldest first
+        else:  # oldest first
             oldest = count % BEGUN_KEPT * _SIGNATURE_BYTES
             signatures = signatures[oldest:] + signatures[:oldest]
         if messages == self._nothing[BEGUN_SENT * _SIZE :]:
@@ -147,12 +138,12 @@ class OperationCounts:
 
 
 def has_messages(begun: bytes) -> bool:
-    """Whether what `OperationCounts.take` returned counts messages."""
+    """Return True if ``begun``, from `OperationCounts.take`, counts messages."""
     return bool(begun) and len(begun) > _size_of_head(begun)
 
 
 def did_of(begun: bytes, world_size: int) -> Did:
-    """Decode what `OperationCounts.take` returned."""
+    """Decode the bytes that `OperationCounts.take` returned."""
     if not begun:
         return Did(0, 0, {}, [0] * world_size, [0] * world_size)
     count, checksum = _HEAD.unpack_from(begun)

@@ -1,28 +1,27 @@
 """The communicator: the verbs of a group of ranks over tensors on one device.
 
-What all verbs share
-    - Out of place: the input is never changed, except by the trailing-underscore forms and
-      by ``out=`` that is the input. A result never shares memory with an input, except in a
-      group of one, where every verb is the identity and returns its input itself.
+Common to all verbs
+    - Inputs are unchanged, except in the trailing-underscore forms and with ``out=`` that is the
+      input. A result never shares memory with an input, except in a group of one, where every verb
+      returns its input itself.
     - Ranks are ranks in the group, 0 to N - 1, never negative. ``dim`` may be negative.
-    - Shapes, dtypes, sizes and ranks are checked first, without communicating: `ValueError`
-      or `TypeError`, and the communicator can be used on.
-    - Every dtype is moved; reductions are defined by `device_comm.operation`.
-    - ``out`` has exactly the shape and dtype of the result and may be non-contiguous.
-      Without it, results are new and contiguous, in memory that torch may be unable to resize.
-      No autograd history is recorded.
-    - ``async_op=True`` returns a `Work` whose ``wait()`` returns what the call would have.
-    - ``timeout`` is in seconds; None: the communicator's own.
+    - Invalid shapes, dtypes, sizes and ranks raise `ValueError` or `TypeError` before any
+      communication; the communicator stays usable.
+    - Every dtype is moved; `device_comm.operation` defines the reductions.
+    - ``out`` has exactly the shape and dtype of the result and may be non-contiguous. Without it,
+      results are new and contiguous, in memory that torch may be unable to resize. No autograd
+      history is recorded.
+    - ``async_op=True`` returns a `Work` whose ``wait()`` returns the call's result.
+    - ``timeout`` is in seconds; None: the communicator's default.
 
-What they raise beyond that
-    - `GroupTimeoutError`, `PeerLostError`, `DivergenceError`: the operation cannot be taken
-      back, so the group is aborted with this error: all calls of all members raise
-      `GroupAbortedError` from then on. Exception: the deadline of `Work.wait`, after which
-      one can wait again.
-    - `GroupClosedError` with a ``rank``: that member has closed the group, and is needed. The group
-      is aborted with it likewise, except by ``send`` and ``recv`` over shared memory.
-    - `GroupAbortedError`, `GroupClosedError`: the group was over before.
-    - `NotImplementedError`: a verb that ``capabilities.verbs`` does not name.
+Further errors
+    - `GroupTimeoutError`, `PeerLostError`, `DivergenceError`: the group is aborted with this error;
+      all later calls of all members raise `GroupAbortedError`. Exception: the deadline of
+      `Work.wait`, which may be called again.
+    - `GroupClosedError` with a ``rank``: that member closed the group before its part. The group is
+      aborted with it, except by ``send`` and ``recv`` over shared memory.
+    - `GroupAbortedError`, `GroupClosedError`: the group was aborted or closed before the call.
+    - `NotImplementedError`: ``capabilities.verbs`` lacks the verb.
 """
 
 from __future__ import annotations
@@ -46,25 +45,16 @@ if TYPE_CHECKING:
 class Communicator(
     SymmetricVerbs, UnevenVerbs, AllToAllVerbs, RootedVerbs, RootedPartVerbs, PointToPointVerbs
 ):
-    """One rank's end of a group: all verbs, over the backend that it is made of.
-
-    Tensors move as `device_comm.backend.Backend` has it; one thread at a time.
+    """One rank's end of a group: all verbs, over one backend. One thread at a time.
 
     Attributes:
-        backend: moves the tensors; it is closed with this.
-        rank: this process's rank in the group.
-        world_size: how many ranks the group has.
-        device: where the tensors are.
-        name: the group's name, for errors and status.
-        watch: notices lost members and aborts: the board, or a `device_comm.LoneWatch`.
-        members: the watch's member number of each rank.
-        peers: the member numbers of all other ranks.
-        capabilities: what the backend offers.
-        begun: counts the operations begun in a pool's call, so that ranks can be compared.
+        backend: moves the tensors; `close` closes it.
+        watch: the board, or a `device_comm.LoneWatch`.
+        members, peers: the watch's member number of each rank; of each other rank.
+        begun: the fingerprint of the operations in the current call of a pool.
     """
 
     def __init__(self, backend: Backend) -> None:
-        """Offer the verbs of ``backend``. Collective: no."""
         self.runner = Runner(backend)
         self.backend = backend
         self.rank = backend.rank
@@ -79,36 +69,28 @@ class Communicator(
 
     @property
     def timeout(self) -> float | None:
-        """Seconds that a call allows unless it says otherwise; None: for ever."""
+        """Return the default time limit of a call in seconds; None: unlimited."""
         return self.backend.timeout
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """Return True after `close`."""
         return self.backend.closed
 
     def flush(self, timeout: float | Deadline | None = None) -> None:
-        """Return once this rank may close: all that was sent ahead of its receivers has arrived,
-        and the others need it no more for collectives begun with ``async_op``. Collective: no.
+        """Wait until eager sends are received, and peers need no part of this rank.
 
-        Args:
-            timeout: seconds; None: the communicator's.
-
-        Raises:
-            GroupTimeoutError: something has not arrived yet, and is still on its way.
-            CoordinatorError: one of the collectives failed.
+        Afterwards this rank may close. Raises `GroupTimeoutError` if an operation is incomplete
+        after ``timeout`` seconds, and continues; or the error of a failed collective.
         """
         self.backend.flush(Deadline.after(self.timeout if timeout is None else timeout))
 
     def check(self) -> None:
-        """Raise if the group is over, or an operation failed that the device did meanwhile, such
-        as those of a replayed graph: its results must not be used. Collective: no.
+        """Raise the error of the group, or of an operation that failed on the device.
 
-        Never waits for the device: call it when the results are there, before they are used. It
-        reads a few words.
-
-        Raises:
-            CoordinatorError: what has happened; the group is aborted with it.
+        The group is aborted with it. Never waits for the device and reads a few words. Call it when
+        results are complete, before using them: if it raises, those of a replayed graph are
+        invalid.
         """
         if self.closed:
             raise GroupClosedError(f"{self.name} check: this communicator was closed")
@@ -119,33 +101,29 @@ class Communicator(
             raise
 
     def close(self) -> None:
-        """Free memory and connections; the second time does nothing. Collective: no.
+        """Release memory and connections; idempotent.
 
-        The watch belongs to the caller and stays open.
-
-        Calls of this rank raise `GroupClosedError` from then on.
+        The watch belongs to the caller and stays open. Later calls of this rank raise
+        `GroupClosedError`.
         """
         self.backend.close()
 
     def abort(self, error: BaseException | str, culprit: int | None = None) -> None:
-        """Make every call of every member raise `GroupAbortedError`. Collective: no.
+        """Make every call of every member raise `GroupAbortedError`.
 
-        Without a board only this process notices.
-
-        Args:
-            error: why.
-            culprit: the rank in the group that failed; None: this one.
+        Without a board only this process is affected. ``culprit`` is the rank in the group that
+        failed; None: this one.
         """
         self.backend.identity.name_globally(error)
         self.watch.abort(error, None if culprit is None else self.members[culprit])
         self.backend.discard()
 
     def explain(self) -> Explanation:
-        """What carries out each verb, by size, and why. Collective: no."""
+        """Return the backend that runs each verb, by size, and why."""
         return self.backend.explain()
 
     def graph_capture(self) -> AbstractContextManager[None]:
-        """Capture CUDA graphs with operations of this communicator in this context.
+        """Return a context in which CUDA graphs may capture operations of this communicator.
 
         Collective: yes, every member.
         """

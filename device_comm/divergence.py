@@ -1,34 +1,24 @@
-"""Compare the collectives that the ranks call: early in a debug mode, late by a rolling checksum.
+"""Compare the collectives of all ranks: before each one in debug mode, else by rolling checksums.
 
     digest 0 = 0       digest n = CRC-32 of the n-th collective's signature, begun with digest n - 1
 
-Ranks that have called the same have the same digests. Once two have called something else, their
-digests differ from there on (CRC-32 over the same bytes, begun differently, never ends alike).
+Equal calls have equal digests. After a difference, digests differ from there on (CRC-32 over the
+same bytes, begun differently, never ends alike). A rank compares a peer's count and digest with its
+own digest at that count, if it has reached that count within the last `KEPT` collectives. Otherwise
+there is no conclusion, so a reported divergence is always real.
 
-Whoever is told the count and the digest of another rank compares it with its own digest of that
-count, if it has come as far and that was not more than `KEPT` collectives ago: which of the two is
-further does not matter, nor how old the news are. What cannot be compared says nothing. So ranks
-are only said to differ when they have called something else.
+torch's process groups and NCCL compare nothing: after a divergence they hang or return wrong data.
+`FingerprintBackend` wraps a backend over these. Each member publishes count and digest on the
+board; heartbeats carry those of other hosts, four times a second. A member compares every
+`LOOK_SECONDS`, in its next collective and while it waits on the board. So a divergence is reported
+within about a second, and wrong data may be used until then. A member that closes the group
+publishes this as well: a peer in a collective that it had not begun raises `GroupClosedError`.
 
-Torch's process groups and NCCL compare nothing: if members call different collectives, they hang or
-return wrong data. `FingerprintBackend` wraps a backend over these. Each member keeps a checksum of
-all its calls in the group (`device_comm.divergence`), and writes count and checksum to the board;
-those of members on other hosts come with their beats, four times a second. Each compares its own
-with the others' in its next collective once `LOOK_SECONDS` have passed, and while it waits for
-anything on the board. So members that differ are told within about a second, but may have used
-wrong data until then; `device_comm.divergence` compares before.
+`CheckedBackend` compares before each collective, by a small all-gather of its description. It about
+doubles the cost of small collectives.
 
-Messages between two members, and operations captured into a CUDA graph or replayed, are not
-compared.
-
-A member that closes the group says so on the board. A member in a collective that the other one had
-not begun by then would wait in vain; it raises `GroupClosedError`.
-
-If members call different collectives, the shared-memory backend raises by itself, but torch's
-process groups hang or return wrong data, until `device_comm.divergence` finds it out.
-`CheckedBackend` wraps a backend over one of these in its place. It precedes every collective by a
-small all-gather of its description, which about doubles the cost of small collectives. Messages
-between two members are not compared.
+Neither compares messages between two members. `FingerprintBackend` does not compare operations that
+are captured into a CUDA graph or replayed.
 """
 
 from __future__ import annotations
@@ -64,7 +54,7 @@ from shm_broadcast.state.fingerprint import Fingerprint
 from shm_broadcast.state.flight_recorder import OperationRecord
 
 KEPT: Final = 1 << 14
-"""Of how many collectives a rank knows what its digest was: of as many as gloo does in a second."""
+"""Collectives whose digests a rank keeps: as many as gloo runs in a second."""
 
 _U32: Final = 0xFFFFFFFF
 _WITHIN: Final = KEPT - 1
@@ -72,18 +62,17 @@ _WITHIN: Final = KEPT - 1
 _ALIKE: Final = frozenset(
     {"all_reduce", "reduce_scatter", "reduce", "all_gather", "gather", "broadcast"}
 )
-"""The verbs to which all ranks give as many bytes."""
+"""The verbs whose inputs have the same size on all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Where another rank has begun to call something else than this one.
+    """A divergence between another rank and this one.
 
     Attributes:
-        first: the number of the first collective of which that may be so; the first is 1.
-        last: the number of one behind which they differ; ``first``: it is that one.
-        ours: this rank's signature of that one.
-        theirs: the other's, of ``first`` if that is ``last``; ``b""``: not known.
+        first, last: the range of numbers of the first different collective, from 1.
+        ours: this rank's signature of collective ``last``.
+        theirs: the other rank's; ``b""`` unless the number is exact.
     """
 
     first: int
@@ -93,10 +82,9 @@ class Mismatch:
 
 
 class RollingChecksum:
-    """The collectives of one rank in one group. Any thread may compare, one at a time may add.
+    """The digests of one rank's ``count`` collectives in one group.
 
-    Attributes:
-        count: how many there were.
+    Any thread may compare; one thread at a time may add.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -106,7 +94,7 @@ class RollingChecksum:
         self._agreed = [0] * world_size
 
     def add(self, signature: bytes) -> int:
-        """Count one more collective; the digest of all."""
+        """Count one more collective; return the digest of all."""
         digest = crc32(signature, self._digests[self.count & _WITHIN])
         count = self.count + 1
         self._called[count & _WITHIN] = signature
@@ -116,25 +104,23 @@ class RollingChecksum:
 
     @property
     def last(self) -> bytes:
-        """The signature of the last one; ``b""`` if there was none."""
+        """Return the signature of the last collective; ``b""`` if none."""
         return self._called[self.count & _WITHIN]
 
     def is_ahead_of(self, count: int) -> bool:
-        """Whether there were more than ``count``, modulo 2**32, of another rank."""
+        """Return True if this rank called more collectives than ``count``, modulo 2**32."""
         return 0 < (self.count - count) & _U32 < 1 << 31
 
     def digest(self, number: int) -> int | None:
-        """The digest of the first ``number`` collectives; None: of more, or too long ago."""
-        found = self._digests[number & _WITHIN]
-        # After that, for meanwhile another thread may have used its place again.
-        return found if 0 <= number <= self.count < number + _WITHIN else None
+        """Return the digest of the first ``number`` collectives; None if not available."""
+        digest = self._digests[number & _WITHIN]
+        # Checked after the load: another thread may have reused the slot.
+        return digest if 0 <= number <= self.count < number + _WITHIN else None
 
     def compare(self, rank: int, told: Fingerprint) -> Mismatch | None:
-        """Compare with what another rank has come to; None: it agrees, or nothing can be said.
+        """Compare with another rank's fingerprint; return None if equal or inconclusive.
 
-        Args:
-            rank: the other one.
-            told: its tally of this group. `Fingerprint.last` may be of another one, or torn.
+        ``told.last`` may belong to another group, or be torn.
         """
         count = self.count
         number = count - ((count - told.count) & _U32)
@@ -148,7 +134,7 @@ class RollingChecksum:
         theirs = told.last.ljust(SIGNATURE.size, b"\0")
         before = self.digest(number - 1)
         proven = before is not None and crc32(theirs, before) == told.digest
-        if proven and len(theirs) == SIGNATURE.size:  # all before that was alike, then
+        if proven and len(theirs) == SIGNATURE.size:  # so all earlier collectives were equal
             return Mismatch(number, number, called, theirs)
         return Mismatch(self._agreed[rank] + 1, number, called, b"")
 
@@ -156,19 +142,16 @@ class RollingChecksum:
 def first_difference(
     ours: Iterable[OperationRecord], theirs: Sequence[OperationRecord], group: str, first: int
 ) -> tuple[OperationRecord, OperationRecord] | None:
-    """The first collective of which two histories show that ranks have called different ones.
+    """Return the first collective that differs in two ranks' recorded operations.
 
-    Args:
-        ours: a rank's last operations, the oldest first.
-        theirs: another's.
-        group: the group's name, as it stands there.
-        first: the number of the first collective that may differ.
+    Both are sorted, oldest first. ``group`` is the group's name in these records, ``first`` the
+    lowest number that may differ.
     """
-    there = {each.number: each for each in theirs if _is_of(each, group)}
-    for mine in ours:
-        other = there.get(mine.number)
-        if mine.number >= first and _is_of(mine, group) and other and _differ(mine, other):
-            return mine, other
+    by_number = {each.number: each for each in theirs if _is_of(each, group)}
+    for own in ours:
+        other = by_number.get(own.number)
+        if own.number >= first and _is_of(own, group) and other and _differ(own, other):
+            return own, other
     return None
 
 
@@ -184,40 +167,34 @@ def _differ(one: OperationRecord, other: OperationRecord) -> bool:
 
 
 LOOK_SECONDS: Final = 0.1
-"""How often to compare."""
+"""Seconds between two comparisons."""
 
 _UNMARKED: Final = (
-    f"this rank has {FINGERPRINTS} other open groups in which calls are compared; here its calls "
-    "are not, and when it closes the group, the others do not learn it"
+    f"this rank has {FINGERPRINTS} other open groups in which calls are compared; in this group it "
+    "publishes neither its calls nor its close"
 )
 _MEANING: Final = repr((VERBS, DTYPE_NAMES, [op.name for op in ReduceOp], SIGNATURE.format))
-"""What signatures mean: members of versions that differ in it do not compare."""
+"""The encoding of signatures: members of versions with other encodings do not compare."""
 
 
 def group_number(token: bytes) -> int:
-    """By which the members of a group know it.
+    """Return the number that identifies a group on the board.
 
-    Args:
-        token: the same on all members, and on no other group's of any member.
+    ``token`` is the same on all members and differs between all groups of a member.
     """
     name = blake2b(token + _MEANING.encode(), digest_size=8).digest()
     return int.from_bytes(name, "little") & ~FINGERPRINT_CLOSED or 1
 
 
 class FingerprintBackend(Wrapper):
-    """Raises `DivergenceError`, or aborts the group with it, when members have called different
-    collectives, which is left to a backend that detects it itself; and `GroupClosedError` when one
-    has closed the group before a collective.
+    """Raises `DivergenceError`, or aborts with it, after members called different collectives.
+
+    Raises `GroupClosedError` if a member closed the group before a collective. Only the latter if
+    ``inner`` detects divergence itself.
     """
 
     def __init__(self, inner: Backend, board: Board, token: bytes) -> None:
-        """Wrap a backend, which is closed with this one.
-
-        Args:
-            inner: the backend to wrap.
-            board: the group's.
-            token: the same on all members, and on no other group's of any member.
-        """
+        """Wrap ``inner``, which `close` closes; ``token`` is as for `group_number`."""
         has = replace(inner.capabilities, detects_divergence=True)
         super().__init__(inner, capabilities=has)
         self._group = group_number(token)
@@ -235,12 +212,12 @@ class FingerprintBackend(Wrapper):
         self._closing.callback(self._leave)
 
     def start(self, operation: Operation) -> Pending | None:
-        """Count a collective, compare if it is time to, and start it.
+        """Count a collective, compare if due, and start it.
 
-        Raises:
-            DivergenceError: names the first member that has called something else before.
-            GroupClosedError: names the first that has closed the group before this; it is aborted.
+        Raises `DivergenceError` or `GroupClosedError` for the first member that called another
+        collective, or closed the group, before.
         """
+        # Not in captures: ranks may capture a different number of times.
         if operation.verb not in ("send", "recv") and not (self._on_device and _is_captured()):
             signature, chain = signature_of(operation), self._chain
             digest = chain.add(signature)
@@ -255,17 +232,13 @@ class FingerprintBackend(Wrapper):
         return self._inner.start(operation)
 
     def explain(self) -> Explanation:
-        """As ``inner``, and whether the others see what this rank calls."""
-        told = super().explain()
-        unseen = () if self._entry else (("comparison", _UNMARKED),)
-        return replace(told, unavailable=(*told.unavailable, *unseen))
+        """Add the reason if peers cannot compare this rank's calls."""
+        explanation = super().explain()
+        uncompared = () if self._entry else (("comparison", _UNMARKED),)
+        return replace(explanation, unavailable=(*explanation.unavailable, *uncompared))
 
     def poll(self) -> None:
-        """Compare if it is time to; abort the group if members have called different collectives,
-        or one has closed it before one.
-
-        Any thread may call. Collective: no.
-        """
+        """Compare if due; abort the group on a failed comparison. Any thread may call."""
         if time.monotonic() >= self._compare_at and (error := self._compare()) is not None:
             self.fail(error)
 
@@ -273,49 +246,53 @@ class FingerprintBackend(Wrapper):
         self._compare_at = time.monotonic() + LOOK_SECONDS
         for rank, member in enumerate(self.members):
             fingerprints = () if rank == self.rank else self._board.fingerprints.of_member(member)
-            for told in fingerprints:
-                error = self._compare_with(rank, told) if told.group == self._group else None
+            for fingerprint in fingerprints:
+                error = (
+                    self._compare_with(rank, fingerprint)
+                    if fingerprint.group == self._group
+                    else None
+                )
                 if error is not None:
-                    self._compare_at = math.inf  # once is enough
+                    self._compare_at = math.inf  # the group ends with this error
                     return error
         return None
 
     def _compare_with(
-        self, rank: int, told: Fingerprint
+        self, rank: int, theirs: Fingerprint
     ) -> DivergenceError | GroupClosedError | None:
-        slip = self._chain.compare(rank, told) if self._compares else None
-        if slip is not None:
-            return self._divergence(rank, slip)
-        missed = told.closed and self._chain.is_ahead_of(told.count)
-        if not missed or self._board.aborted is not None:  # it may have closed because of the abort
+        mismatch = self._chain.compare(rank, theirs) if self._compares else None
+        if mismatch is not None:
+            return self._divergence(rank, mismatch)
+        closed_early = theirs.closed and self._chain.is_ahead_of(theirs.count)
+        if not closed_early or self._board.aborted is not None:  # an abort also closes groups
             return None
         member, verb = self.members[rank], signature_text(self._chain.last).partition(" ")[0]
         error = closed_by(self.identity.operation(verb), self._board.ranks[member])
         self._board.abort(error, member)
         return error
 
-    def _divergence(self, rank: int, slip: Mismatch) -> DivergenceError:
-        ours, theirs = signature_text(slip.ours), "another collective"
-        where = f"collective {slip.last} of {self.name}"
-        if slip.theirs:
-            theirs = signature_text(slip.theirs)
-        elif found := self._in_histories(rank, slip):
-            ours, theirs = map(past_text, found)
-            where = f"collective {found[0].number} of {self.name}"
-        elif slip.first < slip.last:
-            ours = f"one of its collectives {slip.first} to {slip.last} of {self.name}"
+    def _divergence(self, rank: int, mismatch: Mismatch) -> DivergenceError:
+        ours, theirs = signature_text(mismatch.ours), "another collective"
+        where = f"collective {mismatch.last} of {self.name}"
+        if mismatch.theirs:
+            theirs = signature_text(mismatch.theirs)
+        elif difference := self._in_histories(rank, mismatch):
+            ours, theirs = map(past_text, difference)
+            where = f"collective {difference[0].number} of {self.name}"
+        elif mismatch.first < mismatch.last:
+            ours = f"one of its collectives {mismatch.first} to {mismatch.last} of {self.name}"
             where = "checked=True says which"
         return DivergenceError(rank, f"{ours}, {where}", theirs)
 
     def _in_histories(
-        self, rank: int, slip: Mismatch
+        self, rank: int, mismatch: Mismatch
     ) -> tuple[OperationRecord, OperationRecord] | None:
-        """What two members of this host have called; on a device, numbers are not unique there."""
+        """Return a difference in the recorded operations; devices number them differently."""
         if self._on_device:
             return None
         group = text_of(self.name.encode()[:ENTRY_GROUP_BYTES])
         ours, theirs = (self._board.recorded(self.members[each]) for each in (self.rank, rank))
-        return first_difference(ours, theirs, group, slip.first)
+        return first_difference(ours, theirs, group, mismatch.first)
 
     def _leave(self) -> None:
         self._board.fingerprints.comparing.remove(self.poll)
@@ -326,12 +303,11 @@ class FingerprintBackend(Wrapper):
 
 
 def _is_captured() -> bool:
-    """Ranks need not capture equally often what they replay equally often."""
     return torch.cuda.is_current_stream_capturing()
 
 
 def past_text(past: OperationRecord) -> str:
-    """As `signature_text`, as far as a history has it: ``reduce of 8 bytes float32 to rank 0``."""
+    """Return an operation as text, such as ``reduce of 8 bytes float32 to rank 0``."""
     words = [past.verb]
     if past.dtype:
         words.append(f"of {past.size} bytes {past.dtype}")
@@ -342,20 +318,17 @@ def past_text(past: OperationRecord) -> str:
 
 _DIGEST_BYTES = 16
 _TEXT_BYTES = 144
-"""What members exchange: the digest of an operation's description, which is compared, and as much
-of the text as errors show."""
+"""Members exchange the digest of an operation's description, and its text up to this size."""
 
 
 class CheckedBackend(Wrapper):
     """Raises `DivergenceError` when members call different collectives."""
 
     def __init__(self, inner: Backend, over: Backend) -> None:
-        """Wrap a backend, which is closed with this one.
+        """Wrap ``inner``, which `close` closes.
 
-        Args:
-            inner: the backend to wrap.
-            over: carries the comparison, on the CPU: ``inner`` itself, or another backend of the
-                same members.
+        ``over`` carries the comparison on the CPU: ``inner`` itself, or another backend of the same
+        members.
         """
         has = replace(inner.capabilities, detects_divergence=True)
         super().__init__(inner, capabilities=has)
@@ -364,8 +337,7 @@ class CheckedBackend(Wrapper):
     def start(self, operation: Operation) -> Pending | None:
         """Compare a collective with the other members', then start it.
 
-        Raises:
-            DivergenceError: names the first member that called something else.
+        Raises `DivergenceError` for the first member that called another collective.
         """
         if operation.verb not in ("send", "recv"):
             self._agree(operation)
@@ -378,10 +350,10 @@ class CheckedBackend(Wrapper):
         pending = self._over.start(operation.replace(row, rows, verb="all_gather"))
         if pending is not None:
             pending.wait(operation.deadline)
-        for rank, theirs in enumerate(rows):
-            other = bytes(theirs.numpy())
-            if other[:_DIGEST_BYTES] != ours[:_DIGEST_BYTES]:
-                raise DivergenceError(rank, _text(ours), _text(other))
+        for rank, gathered in enumerate(rows):
+            theirs = bytes(gathered.numpy())
+            if theirs[:_DIGEST_BYTES] != ours[:_DIGEST_BYTES]:
+                raise DivergenceError(rank, _text(ours), _text(theirs))
 
 
 def _row(description: str) -> bytes:
@@ -395,17 +367,17 @@ def _text(row: bytes) -> str:
 
 
 def _describe(operation: Operation) -> str:
-    """The text that must be equal on all members: without sizes that may differ between them."""
-    verb, about = operation.verb, [str(operation.verb)]
+    """Return the text that must be equal on all members, without sizes that may differ."""
+    verb, words = operation.verb, [str(operation.verb)]
     if verb != "barrier":
-        about += [str(operation.buffer.dtype), str(tuple(operation.shape))]
+        words += [str(operation.buffer.dtype), str(tuple(operation.shape))]
     if verb in REDUCTIONS:
-        about.append(operation.op.name)
+        words.append(operation.op.name)
     if verb in ROOTED:
-        about.append(f"{ROOTED[verb]} {operation.peer}")
+        words.append(f"{ROOTED[verb]} {operation.peer}")
     elif operation.dim:
-        about.append(f"along dim {operation.dim}")
+        words.append(f"along dim {operation.dim}")
     sizes = operation.output_sizes or operation.source_sizes
     if sizes is not None and verb != "all_to_all":
-        about.append(str(list(sizes)))
-    return " ".join(about)
+        words.append(str(list(sizes)))
+    return " ".join(words)

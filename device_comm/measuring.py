@@ -1,13 +1,10 @@
-"""Measure candidate backends on the ranks that use them, and keep the tables between runs.
+"""Measure candidate backends on the ranks that use them, and cache the tables between runs.
 
-Every rank makes the same calls in the same order.
+Every rank makes the same calls in the same order; rank 0's times count. Operations that can be
+captured are timed in a CUDA graph, in bfloat16; all others, and messages, which use side streams,
+as eager calls.
 
-A file that is damaged, or measured for another kind, is ignored. Writing is atomic: if several
-processes write at once, the file is that of one of them.
-
-Operations that can be captured are timed in a CUDA graph, in bfloat16; the rest, and messages,
-which use other streams than the current one, as eager calls. Every rank makes the same calls in the
-same order; rank 0's times count.
+A file that is damaged, or has another key, is ignored. Files are replaced atomically.
 """
 
 from __future__ import annotations
@@ -42,7 +39,7 @@ _POLL: Final = 0.0001
 
 
 class HostStopwatch:
-    """Times calls in a row, as an eager model makes them, until the device has done the last."""
+    """Times consecutive eager calls until the device completes the last one."""
 
     def __init__(
         self,
@@ -50,20 +47,20 @@ class HostStopwatch:
         barrier: Communicator,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Time calls of ``comm``, whose ranks meet by ``barrier`` before each series."""
+        """Time calls of ``comm``; ``barrier`` synchronises its ranks before each series."""
         self._comm = comm
-        self._meeting = barrier
+        self._barrier = barrier
         self._clock = clock
 
     def time(self, call: Callable[[], Any], calls: int, repeats: int) -> float:
-        """The seconds of one call: of ``repeats`` series of ``calls``, the quickest counts.
+        """Return the seconds of one call, in the fastest of ``repeats`` series of ``calls``.
 
         Collective: yes, every member.
         """
         best = math.inf
         for _ in range(repeats):
             self._settle()
-            self._meeting.barrier(timeout=SECONDS)
+            self._barrier.barrier(timeout=SECONDS)
             began = self._clock()
             for _ in range(calls):
                 call()
@@ -72,7 +69,6 @@ class HostStopwatch:
         return max(best, 1e-9) / calls
 
     def _settle(self) -> None:
-        """Wait until the device has finished all operations."""
         comm = self._comm
         comm.flush(SECONDS)
         if comm.device.type == "cuda":
@@ -80,20 +76,19 @@ class HostStopwatch:
 
 
 class GraphStopwatch:
-    """Times calls in a CUDA graph, as a decoding model makes them."""
+    """Times calls in a CUDA graph, as decoding models make them."""
 
     def __init__(self, comm: Communicator) -> None:
-        """Time calls of ``comm``, which can be captured."""
         self._comm = comm
 
     def time(self, call: Callable[[], Any], calls: int, repeats: int) -> float:
-        """As `HostStopwatch.time`."""
+        """See `HostStopwatch.time`."""
         device = self._comm.device
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
         graph = torch.cuda.CUDAGraph()
         with self._comm.graph_capture(), torch.cuda.stream(stream):
-            # Not torch.cuda.graph, which looks for garbage each time.
+            # Not torch.cuda.graph, which runs the garbage collector each time.
             graph.capture_begin(capture_error_mode="thread_local")
             for _ in range(calls):
                 call()
@@ -108,7 +103,7 @@ class GraphStopwatch:
     def _replay(self, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> float:
         start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        graph.replay()  # the ranks are together from here on
+        graph.replay()  # synchronises the ranks
         start.record(stream)
         graph.replay()
         end.record(stream)
@@ -124,21 +119,16 @@ def _wait_for(passed: Callable[[], bool], comm: Communicator) -> None:
 
 _FOLDER: Final = "group-coordinator"
 _LARGEST: Final = 1 << 20
-"""Bytes of a file that are read at most; a longer one is damaged."""
+"""The largest valid file, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """The machine and the group for which a table was measured.
+    """The machine and the group of a table.
 
-    Attributes:
-        version: this project's, and that of its kernels.
-        device: the device's name.
-        driver: the device driver's version.
-        libraries: the versions of the libraries that move data.
-        world_size: the number of ranks.
-        topology: where the ranks are, such as ``"2 ranks on 1 device of 1 host"``.
-        candidates: the names of the candidates that were measured.
+    ``version`` is this project's and its kernels' version, ``libraries`` the versions of the
+    libraries that move data, ``topology`` such as ``"2 ranks on 1 device of 1 host"``, and
+    ``candidates`` the names of the measured candidates.
     """
 
     version: str
@@ -150,12 +140,12 @@ class Key:
     candidates: str
 
     def as_dict(self) -> dict[str, str]:
-        """In the form of `Table.key`."""
+        """Return the key as `Table.key` stores it."""
         return {name: str(value) for name, value in asdict(self).items()}
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path | None:
-    """The user's folder for tables (XDG_CACHE_HOME, else ~/.cache); None without a home folder."""
+    """Return the user's folder for tables (XDG_CACHE_HOME, else ~/.cache); None without a home."""
     given = environment.get("XDG_CACHE_HOME", "")
     if given.startswith("/"):
         return Path(given) / _FOLDER
@@ -165,12 +155,12 @@ def cache_folder(environment: Mapping[str, str]) -> Path | None:
 
 @dataclass(frozen=True, slots=True)
 class TableCache:
-    """The tables in one folder; with ``folder`` None nothing is loaded or stored."""
+    """The tables in one folder; with ``folder`` None it is always empty."""
 
     folder: Path | None
 
     def load(self, key: Key) -> Table | None:
-        """The table stored for ``key``; None if there is no usable one."""
+        """Return the valid table for ``key``, or None."""
         if self.folder is None:
             return None
         try:
@@ -181,7 +171,7 @@ class TableCache:
         return table if table.key == key.as_dict() and table.sound() else None
 
     def store(self, table: Table, key: Key) -> str:
-        """Store ``table`` for ``key``. Returns ``""``, or why it could not be stored."""
+        """Store ``table`` for ``key``; return ``""``, or the reason of a failure."""
         if self.folder is None:
             return "there is no cache folder"
         path = self._path(self.folder, key)
@@ -219,15 +209,15 @@ MEASURED_SIZES: Final[dict[str, tuple[int, ...]]] = {
     "send": (4 * KIB, 64 * KIB, MIB, 16 * MIB),
     "barrier": (0,),
 }
-"""The sizes that are measured, in bytes of the whole tensor, by verb."""
+"""The measured sizes of each verb, in bytes of the whole tensor."""
 
 _DTYPE: Final = torch.bfloat16
 _WARM_UP: Final = 3
 _CALLS: Final = 20
 _REPEATS: Final = 5
 _SERIES: Final = 0.02
-"""Seconds of a series of calls, above which there are fewer in it: ranks that take turns on a
-device need milliseconds for each."""
+"""Seconds of a series; slow calls make it shorter. Ranks that share a device need milliseconds for
+each call."""
 _FEWEST: Final = 2
 
 
@@ -243,32 +233,28 @@ def measure_candidates(
     """Time the candidates for each verb and size that at least two of them offer.
 
     Args:
-        candidates: the same on all ranks.
-        key: the machine and the group, for the table.
-        swap: gives this rank's bytes to all ranks, and returns all ranks' bytes, by rank.
-        sizes: the sizes to measure, in bytes of the whole tensor, by verb.
-        clock: returns a time in seconds.
-        known: what was measured before, and is not again; the same on all ranks.
-        limit: seconds after which rank 0 has no other size begun. Where calls are slow, as on a
-            device that ranks take turns on, a table grows with each set-up.
+        candidates, key, known: the same on all ranks. Measurements in ``known`` are not repeated.
+        sizes: bytes of the whole tensor, by verb.
+        limit: seconds after which rank 0 begins no further size, so that a table may grow over
+            several set-ups.
 
     Returns:
-        What was known, and this rank's times. The caller must hand rank 0's table to all ranks.
+        ``known`` and this rank's times. The caller must broadcast rank 0's table.
 
     Collective: yes, every member.
     """
     comms = {each.name: Communicator(each.backend) for each in candidates if each.backend}
-    meeting = next(comm for comm in comms.values() if "barrier" in comm.capabilities.verbs)
+    synchronised = next(comm for comm in comms.values() if "barrier" in comm.capabilities.verbs)
 
     def seconds(comm: Communicator, verb: str, size: int) -> float:
-        call, eager = _call(comm, verb, size), HostStopwatch(comm, meeting, clock)
+        call, eager = _call(comm, verb, size), HostStopwatch(comm, synchronised, clock)
         calls, repeats = _effort(_of_rank_0(swap, eager.time(call, _WARM_UP, 1)))
         captured = _is_captured(comm, verb)
         return (GraphStopwatch(comm) if captured else eager).time(call, calls, repeats)
 
     end = clock() + limit
     before = {} if known is None else known.verbs
-    rows = {verb: {row.size: row for row in found} for verb, found in before.items()}
+    rows = {verb: {row.size: row for row in measured} for verb, measured in before.items()}
     for verb, size in _in_order(sizes):
         able = [each for each in candidates if not each.why_unavailable(verb, size)]
         if len(able) < 2 or size in rows.get(verb, ()):
@@ -277,12 +263,14 @@ def measure_candidates(
             break
         times = {each.name: seconds(comms[each.name], verb, size) for each in able}
         rows.setdefault(verb, {})[size] = Measured(size, times)
-    ascending = {verb: [found[size] for size in sorted(found)] for verb, found in rows.items()}
+    ascending = {
+        verb: [measured[size] for size in sorted(measured)] for verb, measured in rows.items()
+    }
     return Table(dict(key), ascending)
 
 
 def _in_order(sizes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, int]]:
-    """Of each verb the ends first: what lies beyond them would be judged by the nearest one."""
+    """Yield the extreme sizes of each verb first: smaller and larger sizes use their times."""
     for verb, sizes_of_verb in sizes.items():
         for size in dict.fromkeys((*sizes_of_verb[:1], *sizes_of_verb[-1:], *sizes_of_verb)):
             yield verb, size
@@ -293,18 +281,17 @@ def _of_rank_0(swap: AllGatherBytes, seconds: float) -> float:
 
 
 def _effort(seconds: float) -> tuple[int, int]:
-    """How many calls to make in a series, and how many series, of calls that take so long."""
+    """Return (calls of a series, series) for calls that take ``seconds``."""
     calls = max(min(int(_SERIES / seconds), _CALLS), _FEWEST)
     return calls, _REPEATS if calls == _CALLS else _FEWEST
 
 
 def _is_captured(comm: Communicator, verb: str) -> bool:
-    """Whether a model would have it in a CUDA graph."""
     return comm.device.type == "cuda" and comm.capabilities.stream_ordered and verb != "send"
 
 
 def _call(comm: Communicator, verb: str, size: int) -> Callable[[], Any]:
-    """A function that carries out ``verb`` once, on tensors of about ``size`` bytes as a whole."""
+    """Return a function that runs ``verb`` once, on about ``size`` bytes as a whole."""
     n, rank = comm.world_size, comm.rank
     count = max(size // _DTYPE.itemsize // n * n, n)
     whole = torch.zeros(count, dtype=_DTYPE, device=comm.device)

@@ -1,28 +1,25 @@
-"""Describe an operation as an object: what one rank asks a backend to do, and how numbers are
-reduced.
+"""Define operations as values, and the result of reductions.
 
-`reduce_in_rank_order` defines the result: it begins with rank 0's value and takes the others in
-rank order; half precision is accumulated in float32. Whatever reduces in Python calls it.
+A reduction combines the values in rank order, from rank 0 on, and accumulates half precision in
+float32. All reductions in Python call `reduce_in_rank_order`.
 
-The source is this rank's input, the output its result. N is the number of ranks:
+The source is this rank's input, the output its result, with N ranks. Other tensors are `NO_TENSOR`:
 
     verb             source                           output
     ---------------  -------------------------------  --------------------------------
-    all_reduce       a tensor, alike on all ranks     their reduction
+    all_reduce       a tensor, same on all ranks      their reduction
     all_gather       this rank's part                 the N parts, in rank order
     all_gatherv      ``output_sizes[rank]`` elements  the N parts, of ``output_sizes``
     reduce_scatter   N equal parts                    the reduction of part ``rank``
     reduce_scatterv  N parts, of ``source_sizes``     the reduction of part ``rank``
     all_to_all       N parts, of ``source_sizes``     part ``rank`` of every rank
     broadcast        on ``peer``: the tensor          on the others: the tensor
-    reduce           a tensor, alike on all ranks     on ``peer``: their reduction
+    reduce           a tensor, same on all ranks      on ``peer``: their reduction
     gather           this rank's part                 on ``peer``: the N parts
     scatter          on ``peer``: N equal parts       part ``rank``
     send             the tensor, to ``peer``
     recv                                              the tensor, from ``peer``; or a series
     barrier
-
-Where an entry does not apply, the tensor is `NO_TENSOR`.
 """
 
 from __future__ import annotations
@@ -44,10 +41,10 @@ if TYPE_CHECKING:
 
 
 class ReduceOp(IntEnum):
-    """The reductions, numbered as in Bagua; torch is told their names, never their numbers.
+    """The reductions, numbered as in Bagua; torch uses other numbers.
 
-    On bool tensors SUM and MAX are "any", PRODUCT and MIN are "all". AVG is for floating
-    point and complex tensors: an average of integers that rounds is not offered.
+    On bool tensors SUM and MAX are "any", PRODUCT and MIN are "all". AVG is for floating point and
+    complex tensors only.
     """
 
     SUM = 0
@@ -61,7 +58,7 @@ class ReduceOp(IntEnum):
 
     @property
     def torch(self) -> dist.ReduceOp:
-        """The operation of the same name in ``torch.distributed``."""
+        """Return the operation of the same name in ``torch.distributed``."""
         return dist.ReduceOp(getattr(dist.ReduceOp, self.name))
 
 
@@ -110,12 +107,9 @@ def _objection(op: ReduceOp, dtype: torch.dtype) -> str:
 
 
 def reduce_in_rank_order(parts: Sequence[Tensor], op: ReduceOp, output: Tensor) -> None:
-    """Reduce ``parts``, one per rank, into ``output``.
+    """Reduce ``parts``, one per rank, into ``output``, which may be the first of them.
 
-    Args:
-        parts: tensors of ``output``'s shape and dtype; they are not changed.
-        op: a reduction that `check_reduction` accepts for their dtype.
-        output: where the result goes; may be the first of ``parts``.
+    Shapes and dtypes are equal, and `check_reduction` accepts ``op`` for the dtype.
     """
     wide = _ACCUMULATE_IN.get(output.dtype, output.dtype)
     combine = _COMBINE[op]
@@ -142,7 +136,7 @@ Verb: TypeAlias = Literal[
     "recv",
     "barrier",
 ]
-"""What a backend may be asked for."""
+"""The verbs that backends run."""
 
 ALL_VERBS: Final = frozenset[Verb](get_args(Verb))
 
@@ -150,27 +144,25 @@ REDUCTIONS: Final = frozenset({"all_reduce", "reduce_scatter", "reduce_scatterv"
 """The verbs that reduce tensors of several ranks to one."""
 
 ROOTED: Final = {"broadcast": "from", "scatter": "from", "reduce": "to", "gather": "to"}
-"""The verbs that have a root, and whether data come from it or go to it."""
+"""The verbs that have a root, and the direction of the data relative to it."""
 
 CUT: Final = frozenset(
     {"all_gather", "all_gatherv", "reduce_scatter", "reduce_scatterv", "all_to_all"}
 )
-"""The verbs in which all ranks must cut or concatenate along the same dimension."""
+"""The verbs that split or concatenate along a dimension, which all ranks must agree on."""
 
 NO_TENSOR: Final = torch.empty(0, device="cpu")
-"""The source of a rank that has no input, or the output of one that gets no result."""
+"""The source of a rank without input; the output of a rank without result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """What an all-reduce goes on with, if its backend `norms`: ``kept = residual + sum``, and
-    ``output = rms_norm(kept) * weight``. All are contiguous, of the source's dtype.
+    """The RMS norm that follows an all-reduce, if its backend `norms`.
 
-    Attributes:
-        residual: of the source's shape; the same on all ranks.
-        weight: one row, the last dimension of the source; the same on all ranks.
-        kept: of the source's shape.
-        epsilon: what is added to the mean of a row's squares.
+    ``kept = residual + sum``, ``output = rms_norm(kept) * weight``; ``epsilon`` is added to the
+    mean of a row's squares. All tensors are contiguous, of the source's dtype; ``residual`` and
+    ``kept`` have its shape, ``weight`` is one row. ``residual`` and ``weight`` are the same on all
+    ranks.
     """
 
     residual: Tensor
@@ -183,29 +175,25 @@ class Operation:
     """One rank's part in one operation of its group. It keeps its tensors alive.
 
     Attributes:
-        verb: one of `ALL_VERBS`.
-        source: this rank's input; contiguous.
-        output: where this rank's result goes; contiguous. It shares no memory with ``source``,
-            except that in an all_reduce or a reduce both may be the same memory (in place).
-        op: the reduction; used by the verbs in `REDUCTIONS` only.
+        source: the input; contiguous.
+        output: the result; contiguous. It shares no memory with ``source``, except that both may be
+            equal in an all_reduce or a reduce (in place).
+        op: the reduction; for the verbs in `REDUCTIONS` only.
         peer: the root, or the other rank of a send or recv.
-        source_sizes: the number of elements of each part of ``source``; None: parts are equal.
-        output_sizes: the number of elements of each part of ``output``; None: parts are equal. An
-            all_to_all has both or neither.
-        background: whether the caller goes on without waiting (``async_op=True``).
-        timeout: seconds, or a deadline; None: for ever.
+        source_sizes: elements of each part of ``source``; None: equal parts.
+        output_sizes: elements of each part of ``output``; None: equal parts. An all_to_all has both
+            or neither.
+        background: the caller does not wait (``async_op=True``).
+        timeout: seconds, or a deadline; None: unlimited.
         name: the communicator's name and the verb, for the board and errors.
-        following: only for a background recv of a series of tensors, which has no ``output``:
-            returns the contiguous tensors to fill next, when the ones before are filled; an empty
-            sequence ends the series. Any thread may call it.
-        ended: of an operation in the background: to be told of its end by a backend that knows of
-            it before somebody waits.
-        norm: what an all-reduce goes on with; None: its output is the sum.
-        shape: of the callers' tensors, where all ranks must have the same one, or in a scatter of
-            their parts: what backends compare. A -1 stands for rows of which each rank has its own
-            number.
-        dim: the dimension along which the callers' tensors are cut or concatenated, where all
-            ranks must say the same one.
+        following: of a background recv of a series, which has no ``output``: returns the next
+            contiguous tensors to fill, after the previous ones are filled; an empty sequence ends
+            the series. Any thread may call it.
+        ended: of a background operation: a backend that detects the end before a wait calls it.
+        norm: None: the output of an all-reduce is the sum.
+        shape: of the callers' tensors (in a scatter: of their parts) if it must be the same on all
+            ranks; for comparison. -1: rows that differ between ranks.
+        dim: the dimension of `CUT` verbs, for comparison.
     """
 
     __slots__ = (
@@ -228,6 +216,7 @@ class Operation:
 
     def __init__(
         self,
+        # By position if every verb has it: a keyword argument costs a tenth of a microsecond.
         verb: Verb,
         source: Tensor = NO_TENSOR,
         output: Tensor = NO_TENSOR,
@@ -244,11 +233,6 @@ class Operation:
         shape: tuple[int, ...] = (),
         dim: int = 0,
     ) -> None:
-        """Make an operation. Communicators set ``name``, and ``timeout`` if the caller gave none.
-
-        The arguments that every verb has come first, to be passed by position: a keyword argument
-        costs a tenth of a microsecond.
-        """
         self.verb = verb
         self.source = source
         self.output = output
@@ -267,30 +251,30 @@ class Operation:
 
     @property
     def deadline(self) -> Deadline:
-        """When to give up. Made at the first use: an operation that never waits reads no clock."""
+        """Return the deadline, made at first use: an operation that never waits reads no clock."""
         if not isinstance(self.timeout, Deadline):
             self.timeout = Deadline.after(self.timeout)
         return self.timeout
 
     @property
     def buffer(self) -> Tensor:
-        """The source, or of a rank that gives nothing the output: the tensor of a broadcast."""
+        """Return the source, or the output if there is no source: the tensor of a broadcast."""
         return self.output if self.source is NO_TENSOR else self.source
 
     @property
     def moves_nothing(self) -> bool:
-        """Whether the tensors are such that no rank has anything to move, if all call the same."""
+        """Return True if no rank moves data, given that all call the same."""
         if self.source.numel() or self.output.numel():
             return False
         own_sizes = self.verb == "all_to_all" and self.source_sizes is not None
         return not own_sizes and self.verb != "barrier" and self.following is None
 
     def source_parts(self, world_size: int) -> Sequence[int]:
-        """The number of elements of each part of ``source``."""
+        """Return the number of elements of each part of ``source``."""
         return self.source_sizes or (self.source.numel() // world_size,) * world_size
 
     def output_parts(self, world_size: int) -> Sequence[int]:
-        """The number of elements of each part of ``output``."""
+        """Return the number of elements of each part of ``output``."""
         return self.output_sizes or (self.output.numel() // world_size,) * world_size
 
     def replace(
@@ -302,12 +286,11 @@ class Operation:
         source_sizes: Sequence[int] | None = None,
         output_sizes: Sequence[int] | None = None,
     ) -> Operation:
-        """A copy of this operation with other tensors; the deadline is the same.
+        """Return a copy with other tensors and the same deadline.
 
-        Without ``verb`` the verb and the sizes stay the same. With ``verb`` the sizes are those of
-        the arguments.
+        With ``verb`` the sizes are those of the arguments; without it they stay.
         """
-        same = verb is None
+        keeps_verb = verb is None
         return Operation(
             verb or self.verb,
             source,
@@ -316,13 +299,13 @@ class Operation:
             self.deadline,
             self.op,
             self.peer,
-            self.source_sizes if same else source_sizes,
-            self.output_sizes if same else output_sizes,
+            self.source_sizes if keeps_verb else source_sizes,
+            self.output_sizes if keeps_verb else output_sizes,
             self.name,
-            self.following if same else None,
-            self.ended if same else None,
-            shape=self.shape if same else source.shape,
-            dim=self.dim if same else 0,
+            self.following if keeps_verb else None,
+            self.ended if keeps_verb else None,
+            shape=self.shape if keeps_verb else source.shape,
+            dim=self.dim if keeps_verb else 0,
         )
 
     def __repr__(self) -> str:

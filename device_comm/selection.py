@@ -1,16 +1,14 @@
 """Choose a backend for each operation by measured times.
 
-Candidates are in order of preference; some are refused, with a reason. A table has the time that
-each took on this machine, for some sizes of each verb; the fastest is chosen. A size that was not
-measured is treated as the nearest one that was, on a logarithmic scale. A verb that was not
-measured goes to the first candidate that offers it.
+Candidates are in order of preference; a rejected one has a reason. A table has each candidate's
+time on this machine, for some sizes of each verb; the fastest is chosen. Other sizes use the times
+of the nearest measured size, on a logarithmic scale. A verb without times uses the first candidate
+that offers it.
 
-All ranks of a group must have the same candidates and the same table.
-
-The choice depends only on the verb and the bytes of the whole tensor, which are the same on all
-ranks, so all ranks choose the same; see `device_comm.selection`. For an all-to-all, where
-the ranks' sizes may differ, one backend is chosen for all sizes. In the capture of a CUDA graph the
-choice is among the backends that can be captured: all ranks have to capture the same operations.
+All ranks of a group must have the same candidates and the same table. The choice depends only on
+the verb and the bytes of the whole tensor, so all ranks choose the same. The verbs in `SIZELESS`
+use one backend for all sizes. In a CUDA graph capture only the backends that support captures are
+candidates.
 """
 
 from __future__ import annotations
@@ -41,17 +39,14 @@ MEASURED_AS: Final = {
     "reduce_scatterv": "reduce_scatter",
     "recv": "send",
 }
-"""Verbs that are not measured themselves, with the verb whose times are used for them."""
+"""Verbs that use the times of another verb."""
 
 SIZELESS: Final = frozenset({"all_to_all", "barrier"})
-"""Verbs for which a rank does not know the others' sizes: one candidate is used for all sizes."""
+"""Verbs whose sizes may differ between ranks: one candidate is used for all sizes."""
 
 
 def size_of(operation: Operation, world_size: int) -> int:
-    """The size on which the choice depends: the bytes of the whole tensor, equal on all ranks.
-
-    0 for verbs in `SIZELESS`.
-    """
+    """Return the bytes of the whole tensor, equal on all ranks; 0 for verbs in `SIZELESS`."""
     verb = operation.verb
     if verb in SIZELESS:
         return 0
@@ -61,19 +56,15 @@ def size_of(operation: Operation, world_size: int) -> int:
         return operation.output.nbytes * world_size
     if verb == "broadcast":
         return operation.buffer.nbytes
-    takes_all = verb in ("all_gather", "all_gatherv", "recv")
-    return operation.output.nbytes if takes_all else operation.source.nbytes
+    has_whole_output = verb in ("all_gather", "all_gatherv", "recv")
+    return operation.output.nbytes if has_whole_output else operation.source.nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A backend that may be chosen.
+    """A backend to choose from, for tensors of at most ``up_to`` bytes; None: no limit.
 
-    Attributes:
-        name: its name in tables and explanations.
-        backend: the backend; None if it was refused.
-        unavailable: why it was refused.
-        up_to: the largest tensor that it takes, in bytes; None: no limit.
+    ``backend`` is None if it was rejected, because of ``unavailable``.
     """
 
     name: str
@@ -82,7 +73,7 @@ class Candidate:
     up_to: int | None = None
 
     def why_unavailable(self, verb: str, size: int) -> str:
-        """Why it cannot carry out ``verb`` on a tensor of ``size`` bytes; ``""`` if it can."""
+        """Return why it cannot run ``verb`` on ``size`` bytes; ``""`` if it can."""
         if self.backend is None:
             return self.unavailable
         if verb not in self.backend.capabilities.verbs:
@@ -93,46 +84,35 @@ class Candidate:
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """The times of one verb for one size.
-
-    Attributes:
-        size: bytes of the whole tensor.
-        seconds: the time of each candidate, by its name.
-    """
+    """The seconds of one verb on ``size`` bytes of the whole tensor, by candidate name."""
 
     size: int
     seconds: dict[str, float]
 
 
 class Table(msgspec.Struct, frozen=True):
-    """The times measured on a machine.
+    """The measured times of a machine and group, by verb and ascending size.
 
-    Attributes:
-        key: the machine and the group; see `device_comm.measuring.Key`.
-        verbs: the measurements of each verb, in ascending order of sizes.
+    ``key`` is from `device_comm.measuring.Key`.
     """
 
     key: dict[str, str]
     verbs: dict[str, list[Measured]]
 
     def sound(self) -> bool:
-        """Whether sizes ascend, and times are positive and finite."""
+        """Return True if sizes ascend, and times are positive and finite."""
         return all(_sound(rows) for rows in self.verbs.values())
 
 
 class Selection:
-    """Which candidate carries out which verb and size. The same on all ranks.
+    """The candidate for each verb and size; the same on all ranks.
 
-    Attributes:
-        candidates: in order of preference.
-        table: the times that decide; None: the order does.
-        verbs: those that a candidate offers.
-        captured: what is chosen in the capture of a CUDA graph: among the candidates that queue
-            their work on the current stream. This selection itself, if that are all or none.
+    Without a table the first candidate that offers a verb is chosen. ``verbs`` are the verbs of all
+    candidates together. ``captured`` is the selection in graph captures, among stream-ordered
+    candidates; itself if all or none are.
     """
 
     def __init__(self, candidates: Sequence[Candidate], table: Table | None = None) -> None:
-        """Choose among ``candidates`` by ``table``; None: the first that offers the verb."""
         self.candidates = tuple(candidates)
         self.table = table
         has = {each: each.backend.capabilities for each in candidates if each.backend}
@@ -150,13 +130,15 @@ class Selection:
         self.captured = Selection(queueing, table) if mixed else self
 
     def candidate(self, verb: str, size: int) -> Candidate:
-        """The candidate for ``verb`` on a tensor of ``size`` bytes; one of them must offer it."""
+        """Return the candidate for ``verb`` on ``size`` bytes; at least one must offer it."""
         ranges = self._ranges[verb]
         return ranges[bisect_left(self._limits[verb], size)][1]
 
     def reducer(self, verb: str, size: int, op: ReduceOp, dtype: torch.dtype) -> Candidate:
-        """As `candidate`, for a reduction. If the chosen one does not support ``op`` on ``dtype``,
-        one of the candidates that support all reductions.
+        """Return the candidate for a reduction of ``size`` bytes.
+
+        If the fastest does not support ``op`` on ``dtype``, the fastest that supports all
+        reductions.
         """
         chosen = self.candidate(verb, size)
         if chosen.backend is None or chosen.backend.capabilities.reduces(op, dtype):
@@ -164,27 +146,28 @@ class Selection:
         return self._general.candidate(verb, size)
 
     def chosen(self, verb: str) -> list[Candidate]:
-        """The candidates that carry out ``verb`` for some size, also in a capture."""
-        found = [chosen for _, chosen, _ in self._ranges.get(verb, ())]
+        """Return the candidates that run ``verb`` for some size, captures included."""
+        candidates = [chosen for _, chosen, _ in self._ranges.get(verb, ())]
         if self.captured is not self:
-            found += self.captured.chosen(verb)
-        return list(dict.fromkeys(found))
+            candidates += self.captured.chosen(verb)
+        return list(dict.fromkeys(candidates))
 
     def choices(self) -> list[Choice]:
-        """For every verb and range of sizes the chosen candidate, and why not the others."""
-        found = []
+        """Return the choices for every verb and range of sizes."""
+        result = []
         for verb in sorted(self._ranges):
             above = -1
             for limit, chosen, reason in self._ranges[verb]:
                 up_to = None if limit == math.inf else int(limit)
                 refused = self._refused(verb, above + 1, chosen)
-                found.append(Choice(verb, above, up_to, chosen.name, reason, refused))
+                result.append(Choice(verb, above, up_to, chosen.name, reason, refused))
                 above = -1 if up_to is None else up_to
-        return found
+        return result
 
     def _refused(self, verb: str, size: int, chosen: Candidate) -> tuple[tuple[str, str], ...]:
-        """The other candidates, with the reason; without those that have no backend at all, and
-        those that are for one other verb alone.
+        """Return the other candidates with reasons.
+
+        Omits candidates without a backend, and those for a single other verb.
         """
         others = [
             each
@@ -196,14 +179,14 @@ class Selection:
         return tuple((each.name, each.why_unavailable(verb, size) or "slower") for each in others)
 
     def _divide(self, verb: str) -> list[tuple[float, Candidate, str]]:
-        """The ranges of sizes of a verb: (largest size in bytes, candidate, reason), ascending.
+        """Return a verb's ranges as (largest size in bytes, candidate, reason), ascending.
 
-        Neighbouring ranges with the same candidate are merged.
+        Adjacent ranges with the same candidate are merged.
         """
         rows = self._rows(verb)
         if verb in SIZELESS:
             return [(math.inf, *self._choose(verb, rows, sys.maxsize))]
-        # Halfway between two measured sizes on a logarithmic scale.
+        # The geometric mean of two measured sizes.
         cuts = [math.sqrt(max(a.size, 1) * b.size) for a, b in pairwise(rows)]
         ranges: list[tuple[float, Candidate, str]] = []
         low = 0
@@ -217,7 +200,7 @@ class Selection:
         return ranges
 
     def _ends(self, verb: str) -> list[int]:
-        """The sizes up to which candidates with a limit offer ``verb``."""
+        """Return the size limits of the candidates that offer ``verb``."""
         return [
             each.up_to
             for each in self.candidates
@@ -225,10 +208,7 @@ class Selection:
         ]
 
     def _choose(self, verb: str, rows: Sequence[Measured], size: int) -> tuple[Candidate, str]:
-        """The fastest candidate that can carry out ``verb``, and the reason for the choice.
-
-        With several ``rows`` the geometric mean of the times counts.
-        """
+        """Return (the fastest candidate for ``verb``, the reason)."""
         able = [each for each in self.candidates if not each.why_unavailable(verb, size)]
         timed = [each for each in able if all(each.name in row.seconds for row in rows)]
         if not rows or not timed:
@@ -259,8 +239,8 @@ def _sound(rows: Sequence[Measured]) -> bool:
 class SelectingBackend(Backend):
     """One rank's end of a group with several backends; it closes them.
 
-    Reductions of different sizes may use different backends, whose results may differ in the last
-    bits. For one size all ranks use the same backend.
+    All ranks use the same backend for one size. Reductions of different sizes may differ in the
+    last bits.
     """
 
     def __init__(
@@ -268,15 +248,11 @@ class SelectingBackend(Backend):
         selection: Selection,
         capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing,
     ) -> None:
-        """Choose by ``selection``, the same on all ranks. Collective: no.
+        """Choose by ``selection``, the same on all ranks.
 
-        Args:
-            selection: at least one candidate is not refused. All backends are of the same ranks, in
-                the same order, on the same device and the same board.
-            capturing: whether the current stream is being captured into a CUDA graph.
-
-        Raises:
-            ValueError: every candidate was refused, or the backends are of different groups.
+        All its backends have the same ranks in the same order, device and board. ``capturing``
+        returns True while the current stream is captured. Raises `ValueError` if every candidate
+        was rejected, or the backends are of different groups.
         """
         able = [each.backend for each in selection.candidates if each.backend is not None]
         self._backends = list(dict.fromkeys(able))
@@ -316,7 +292,7 @@ class SelectingBackend(Backend):
         self._capturing = capturing
 
     def explain(self) -> Explanation:
-        """Which backend carries out each verb and size, and why. Collective: no."""
+        """Return the backend that runs each verb, by size, and why."""
         refused = [
             (each.name, each.unavailable)
             for each in self.selection.candidates
@@ -328,7 +304,7 @@ class SelectingBackend(Backend):
 
     @contextmanager
     def graph_capture(self) -> Iterator[None]:
-        """A context to capture graphs in, with all backends. Collective: yes, every member."""
+        """Return a capture context of all backends. Collective: yes, every member."""
         with ExitStack() as captures:
             for backend in self._backends:
                 captures.enter_context(backend.graph_capture())
@@ -345,25 +321,24 @@ class SelectingBackend(Backend):
             backend.check()
 
     def norms(self, x: Tensor, weight: Tensor) -> bool:
-        """As the backend that is chosen for the sum of ``x``.
+        """Ask the backend that is chosen for the sum of ``x``.
 
-        The times of plain sums decide: norms are not measured themselves. Where a backend has both
-        in one kernel, that saves what the norm would take as well, so near the size at which
-        another one's sum becomes quicker the choice may be the slower one.
+        Only plain sums are measured. So near a crossover of two backends the choice may ignore the
+        time that a fused norm saves.
         """
         chosen = self._chosen("all_reduce", x.nbytes, (ReduceOp.SUM, x.dtype))
         return chosen.norms(x, weight)
 
     def sends_eagerly(self, peer: int, size: int) -> bool:
-        """As the backend that is chosen for a send of ``size`` bytes."""
+        """Ask the backend that is chosen for a send of ``size`` bytes."""
         return self._chosen("send", size).sends_eagerly(peer, size)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, like: Tensor | None = None) -> Tensor:
-        """As the first backend; all are on the same device."""
+        """Make the tensor with the first backend; all are on the same device."""
         return self._backends[0].empty(shape, dtype, like)
 
     def discard(self) -> None:
-        """Discard in all backends."""
+        """Discard all backends."""
         for backend in self._backends:
             backend.discard()
 
@@ -378,7 +353,6 @@ class SelectingBackend(Backend):
     def _chosen(
         self, verb: str, size: int, reduction: tuple[ReduceOp, torch.dtype] | None = None
     ) -> Backend:
-        """The backend for ``verb`` on a tensor of ``size`` bytes."""
         selection = self.selection
         if selection.captured is not selection and self._capturing():
             selection = selection.captured

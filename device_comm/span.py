@@ -1,4 +1,4 @@
-"""Pieces of memory by address: what plans, transfers and kernels are made of."""
+"""Describe memory by address and size, for plans, transfers and kernels."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from shm_broadcast.segment import Segment
 
 copy_bytes = ctypes.memmove
-"""``copy_bytes(to, from, size)``; other threads run meanwhile."""
+"""``copy_bytes(to, from, size)``; releases the interpreter lock."""
 
 
 class Span(NamedTuple):
-    """A piece of memory, on the host or a device; kept alive by whoever tells of it."""
+    """A piece of host or device memory; its owner keeps it alive."""
 
     address: int
     size: int
@@ -23,7 +23,7 @@ class Span(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> Self:
-        """The memory of a contiguous tensor."""
+        """Return the memory of a contiguous tensor."""
         return cls(tensor.data_ptr(), tensor.nbytes)
 
 
@@ -31,5 +31,5 @@ NOTHING: Final = Span(0, 0)
 
 
 def address_of(segment: Segment) -> int:
-    """Where a segment is mapped; it stays there as long as ``segment.memory`` is referenced."""
+    """Return a segment's address; valid while ``segment.memory`` is referenced."""
     return ctypes.addressof(ctypes.c_char.from_buffer(segment.memory))

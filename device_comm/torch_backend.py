@@ -1,22 +1,20 @@
 """Run operations over any torch process group: the reference for the other backends.
 
-What is only moved travels as it is if gloo knows the dtype, else as bytes. What is reduced
-in transit travels as a dtype and an operation that gloo and NCCL both know:
+Data is moved in a dtype that gloo supports, else as bytes, so every dtype is moved. Reductions in
+transit use a dtype and an operation that both gloo and NCCL support:
 
-    float32, float64, uint8, int8, int32, int64      as they are
+    float32, float64, uint8, int8, int32, int64      unchanged
     float16, bfloat16                                widened to float32
     int16, uint16                                    widened to int32
     uint32                                           widened to int64
     bool                                             as uint8; SUM as MAX, PRODUCT as MIN
     complex, SUM and AVG                             as pairs of reals
-    AVG                                              as SUM, divided on arrival
+    AVG                                              as SUM, divided by the receiver
 
-A PRODUCT of complex numbers does not travel this way, nor does a MIN or MAX of floats, of which
-gloo loses NaN where it is the second operand: `transport_reduction` returns None.
-
-Data is moved as bytes, so every dtype travels; `device_comm.torch_backend` says how
-reductions do. Reduce-scatter is an exchange of parts and a local reduction in rank order, the same
-for equal and unequal parts, and all-gather of unequal parts is an exchange too: gloo has neither.
+For PRODUCT of complex numbers, and for MIN and MAX of floats (gloo loses a NaN in the second
+operand), `transport_reduction` returns None: the parts are gathered and reduced locally.
+Reduce-scatter is always an all-to-all and a local reduction in rank order, and all-gather of
+unequal parts is an all-to-all: gloo has neither.
 """
 
 from __future__ import annotations
@@ -65,29 +63,27 @@ _BOOL_OP = {ReduceOp.SUM: ReduceOp.MAX, ReduceOp.PRODUCT: ReduceOp.MIN}
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """The memory of a contiguous tensor as uint8, of one dimension."""
+    """Return the memory of a contiguous tensor as one-dimensional uint8."""
     return _flat(x).view(torch.uint8)
 
 
 def as_transport_dtype(x: Tensor) -> Tensor:
-    """The memory of a contiguous tensor in a dtype that travels, of one dimension."""
+    """Return the memory of a contiguous tensor, one-dimensional, in a supported dtype."""
     flat = _flat(x)
     return flat if x.dtype in _KNOWN else flat.view(torch.uint8)
 
 
 def _flat(x: Tensor) -> Tensor:
-    """A contiguous tensor in one dimension. One element may have any stride, also in a view."""
+    """Return a contiguous tensor as one dimension; a single element may have any stride."""
     return x.as_strided((x.numel(),), (1,))
 
 
 @dataclass(frozen=True)
 class TransportReduction:
-    """One way for a reduction to travel.
+    """The form in which a reduction is sent, with torch's operation ``op``.
 
-    Attributes:
-        op: the operation that torch is asked for.
-        wider: what the tensor is converted to; None: its memory is looked at differently.
-        average: divide by the number of ranks on arrival.
+    The tensor is converted to ``wider``; None: its memory is reinterpreted. The receiver divides by
+    the number of ranks if ``average``.
     """
 
     op: ReduceOp
@@ -95,7 +91,7 @@ class TransportReduction:
     average: bool
 
     def wrap(self, x: Tensor) -> Tensor:
-        """What travels for ``x``: its own memory, or a new tensor that is not filled yet."""
+        """Return the tensor to send for ``x``: its memory, or a new uninitialised tensor."""
         if self.wider is not None:
             return torch.empty(x.shape, dtype=self.wider, device=x.device)
         if x.dtype is torch.bool:
@@ -103,14 +99,14 @@ class TransportReduction:
         return torch.view_as_real(x) if x.is_complex() else x
 
     def load(self, wire: Tensor, source: Tensor) -> None:
-        """Fill what `wrap` returned with ``source``, unless it is ``source``'s memory."""
+        """Copy ``source`` into ``wire``, from `wrap`, unless they share memory."""
         if self.wider is not None:
             wire.copy_(source)
         elif wire.data_ptr() != source.data_ptr():
             wire.copy_(self.wrap(source))
 
     def unload(self, wire: Tensor, output: Tensor, world_size: int) -> None:
-        """Turn the reduced ``wire`` into the result; ``output`` is what was wrapped."""
+        """Convert the reduced ``wire`` into the result, the argument of `wrap`."""
         if self.average:
             wire.div_(world_size)
         if self.wider is not None:
@@ -119,16 +115,16 @@ class TransportReduction:
 
 @cache
 def transport_reduction(op: ReduceOp, dtype: torch.dtype) -> TransportReduction | None:
-    """The way for ``op`` on ``dtype``; None if it has to be gathered and reduced here."""
+    """Return the form of ``op`` on ``dtype``; None if it must be reduced locally."""
     if op is ReduceOp.PRODUCT and dtype.is_complex:
         return None
     if op in (ReduceOp.MIN, ReduceOp.MAX) and dtype.is_floating_point:
         return None
     average = op is ReduceOp.AVG
-    asked = ReduceOp.SUM if average else op
+    sent = ReduceOp.SUM if average else op
     if dtype is torch.bool:
-        asked = _BOOL_OP.get(asked, asked)
-    return TransportReduction(asked, _WIDER.get(dtype), average)
+        sent = _BOOL_OP.get(sent, sent)
+    return TransportReduction(sent, _WIDER.get(dtype), average)
 
 
 _MOVED_BY: dict[str, Verb] = {
@@ -142,13 +138,7 @@ _MOVED_BY: dict[str, Verb] = {
 def reduce_here(
     operation: Operation, rank: int, world_size: int
 ) -> tuple[Operation, Callable[[], None]]:
-    """What moves the parts of a reduction to where they are reduced, and the step that does it.
-
-    Args:
-        operation: a reduction.
-        rank: this one.
-        world_size: how many ranks there are.
-    """
+    """Return the operation that moves a reduction's parts, and the local step that reduces them."""
     op, output = operation.op, operation.output
     verb = _MOVED_BY[operation.verb]
     each = operation.source.numel() if verb != "all_to_all" else output.numel()
@@ -174,19 +164,18 @@ def reduce_here(
 _TAG = 0
 
 _LONG = timedelta(seconds=1e7)
-"""Stands for no deadline, where torch needs one: by itself it would not wait for so long."""
+"""Effectively no deadline; torch's default is shorter."""
 
 
 class TorchBackend(Backend):
-    """Collectives and p2p over a torch process group, which stays its maker's to destroy.
+    """A backend over a torch process group, which the caller destroys.
 
-    Do not use the group beside this backend: operations are matched in order. After an
-    abort its connections are broken off, so that whatever waits in it ends, and it is never
-    used again.
+    Do not use the process group elsewhere: operations are matched in order. An abort breaks its
+    connections, which ends all operations in it; it is then unusable.
 
-    With gloo, a call returns once the result is there, and a lost peer is noticed through
-    the board. With NCCL a call returns once the work is in stream order; what fails later is
-    left to NCCL's own watchdog.
+    With gloo, a call returns when the result is complete, and a lost peer is detected through the
+    board. With NCCL, a call returns when the work is in stream order; NCCL's own watchdog handles
+    later failures.
     """
 
     def __init__(
@@ -199,17 +188,14 @@ class TorchBackend(Backend):
         timeout: float | None = 60.0,
         has_closed: Callable[[int], bool] | None = None,
     ) -> None:
-        """Wrap ``process_group``. Collective: no.
+        """Wrap ``process_group``, which has the ranks of this group and supports ``device``.
 
         Args:
-            process_group: of the ranks of this group; its backend must handle ``device``.
-            device: where the tensors are.
+            process_group: its own timeout applies as well, if shorter.
             watch: the group's `shm_broadcast.Board`; None: deadlines only.
-            members: the board's member number of each rank; None: the rank itself.
-            name: the group's name, for errors and status.
-            timeout: seconds that a call allows unless it says otherwise; None: for ever.
-                torch's own timeout of the group ends an operation too, if it is shorter.
-            has_closed: whether a member has closed the group; None: it is not known.
+            members: each rank's member number on the board; None: the rank itself.
+            timeout: default time limit of a call in seconds; None: unlimited.
+            has_closed: returns True if a member closed the group; None: unknown.
         """
         backend = process_group._get_backend(torch.device(device)).name()
         super().__init__(
@@ -242,11 +228,11 @@ class TorchBackend(Backend):
             self._closing.callback(each)
 
     def discard(self) -> None:
-        """Break the connections off, so that whatever waits in them ends."""
+        """Break the connections, so that all operations in them end."""
         self._connections.break_off()
 
     def start(self, operation: Operation) -> Pending | None:
-        """Issue what torch has for the verb."""
+        """Call torch's function for the verb."""
         match operation.verb:
             case "all_reduce":
                 return self._all_reduce(operation)
@@ -279,12 +265,12 @@ class TorchBackend(Backend):
         wire = transport_reduction(operation.op, source.dtype)
         if wire is None:
             return self._reduce_here(operation)
-        travelling = wire.wrap(output)
-        wire.load(travelling, source)
+        sent = wire.wrap(output)
+        wire.load(sent, source)
         return self._follow(
             operation,
-            lambda: self._group.allreduce([travelling], _all_reduce_options(wire.op)),
-            lambda: wire.unload(travelling, output, self.world_size),
+            lambda: self._group.allreduce([sent], _all_reduce_options(wire.op)),
+            lambda: wire.unload(sent, output, self.world_size),
         )
 
     def _reduce_here(self, operation: Operation) -> Pending:
@@ -318,17 +304,17 @@ class TorchBackend(Backend):
     ) -> Pending:
         output, source = as_bytes(operation.output), as_bytes(operation.source)
         width, n = operation.source.element_size(), self.world_size
-        takes = [size * width for size in operation.output_parts(n)]
-        gives = [size * width for size in operation.source_parts(n)]
+        received = [size * width for size in operation.output_parts(n)]
+        sent = [size * width for size in operation.source_parts(n)]
         return self._follow(
-            operation, lambda: self._group.alltoall_base(output, source, takes, gives), finish
+            operation, lambda: self._group.alltoall_base(output, source, received, sent), finish
         )
 
     def _broadcast(self, operation: Operation) -> Pending:
         options = dist.BroadcastOptions()
         options.rootRank = operation.peer
-        cargo = as_transport_dtype(operation.buffer)
-        return self._follow(operation, lambda: self._group.broadcast([cargo], options))
+        tensor = as_transport_dtype(operation.buffer)
+        return self._follow(operation, lambda: self._group.broadcast([tensor], options))
 
     def _reduce(self, operation: Operation) -> Pending:
         source, output = operation.source, operation.output
@@ -336,16 +322,16 @@ class TorchBackend(Backend):
         if wire is None:
             return self._reduce_here(operation)
         is_root = operation.peer == self.rank
-        # torch leaves partial sums in the tensor of every rank
-        travelling = wire.wrap(output if is_root else torch.empty_like(source))
-        wire.load(travelling, source)
+        # torch writes partial sums to the tensor of every rank.
+        sent = wire.wrap(output if is_root else torch.empty_like(source))
+        wire.load(sent, source)
         options = dist.ReduceOptions()
         options.reduceOp = wire.op.torch
         options.rootRank = operation.peer
         return self._follow(
             operation,
-            lambda: self._group.reduce([travelling], options),
-            (lambda: wire.unload(travelling, output, self.world_size)) if is_root else None,
+            lambda: self._group.reduce([sent], options),
+            (lambda: wire.unload(sent, output, self.world_size)) if is_root else None,
         )
 
     def _gather(self, operation: Operation, finish: Callable[[], None] | None = None) -> Pending:
@@ -368,7 +354,7 @@ class TorchBackend(Backend):
             options.device = self.device
         return self._follow(operation, lambda: self._group.barrier(options))
 
-    # --- following what was issued -------------------------------------------------------
+    # --- pending operations --------------------------------------------------------------
 
     def _follow(
         self,
@@ -376,7 +362,7 @@ class TorchBackend(Backend):
         issue: Callable[[], dist.Work],
         finish: Callable[[], None] | None = None,
     ) -> Pending:
-        """Follow ``issue``, a call of torch's and nothing else: its errors are the connections'."""
+        """Return a `Pending` for ``issue``, a torch call whose errors are the connections'."""
         if self.capabilities.stream_ordered:
             return StreamPending(self._issue(operation, issue, self.peers), finish)
         arrival = self._arrivals.begin()
@@ -391,9 +377,9 @@ class TorchBackend(Backend):
         before = None if sends else self._series.get(peer)
         if operation.following is not None or (before is not None and not before.done):
             return self._receive_series(operation, before)
-        cargo = as_transport_dtype(operation.source if sends else operation.output)
+        tensor = as_transport_dtype(operation.source if sends else operation.output)
         move = self._group.send if sends else self._group.recv
-        work = self._issue(operation, lambda: move([cargo], peer, _TAG), peers)
+        work = self._issue(operation, lambda: move([tensor], peer, _TAG), peers)
         if self.capabilities.stream_ordered:
             return StreamPending(work, None)
         if operation.background:
@@ -408,7 +394,7 @@ class TorchBackend(Backend):
         return None
 
     def _receive_series(self, operation: Operation, before: Job | None) -> Pending | None:
-        """Receive on a helper thread, behind what it is receiving from that rank already."""
+        """Receive on a helper thread, after the series that it receives from the same rank."""
         group, peer, following = self._group, operation.peer, operation.following
 
         def receive(tensors: Sequence[Tensor]) -> None:
@@ -452,13 +438,13 @@ class TorchBackend(Backend):
 
 
 def _end(identity: Identity, connections: Connections, error: Exception) -> None:
-    """End a group, as `Backend.fail`; holds nothing of the backend, as the guard may outlast it."""
+    # Holds no reference to the backend, which the watchdog may outlive.
     end_group(identity, error)
     connections.break_off()
 
 
 def _bell(watch: Watch) -> Callable[[], None]:
-    """Wakes this member; holds nothing of the backend, as helper threads may outlast it."""
+    # Holds no reference to the backend, which helper threads may outlive.
     member = watch.member
     return (lambda: None) if member is None else partial(watch.notify, member)
 

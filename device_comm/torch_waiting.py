@@ -1,39 +1,29 @@
-"""Wait for operations of torch process groups within a deadline, and find out why one failed.
+"""Wait for operations of torch process groups within a deadline; find causes of errors.
 
-Whoever drops the last reference to a collective drops its tensors, and torch takes Python's lock
-for that. A thread that asks for it while Python comes to its end is ended by Python (before 3.14),
-in the middle of a destructor, which ends the process: "terminate called without an active
-exception". It happened where a collective was given up, as its peers were late, and the program
-ended soon after.
+The last reference to a collective also frees its tensors, and torch acquires the GIL for that.
+Before Python 3.14, a thread that does so at interpreter shutdown is ended within a destructor,
+which terminates the process ("terminate called without an active exception"). So each collective is
+referenced until it is waited for, or until another one begins after it has ended. The rest is never
+freed.
 
-So a collective is kept, and its tensors with it, until it was waited for or, if that failed or
-nobody does it, until another one begins after it has ended. What is left at the end of the process
-stays. Of one that was waited for torch's thread lets go within microseconds.
+Blocking calls run on helper threads (`Job`). A waiting thread polls `Job.done` with a deadline and
+the watch; after a timeout the helper thread and its tensors stay until the call returns. Helper
+threads are daemons. Where the caller waits anyway, the call runs in the caller's thread, and a
+`BlockingCallWatchdog` breaks the connections on a failure, so that the call raises.
 
-Whoever needs the result waits for `Job.done`, with a deadline and an eye on its peers, and
-walks away if it must: the thread, and all that the call uses, then stay as they are until
-the call returns by itself. Threads are daemons: none holds up the end of the process.
+Each member publishes on its board which collective of its group it has begun (`Arrivals.begin`), so
+that a timeout names the late members only.
 
-Each member notes on its board which collective of its group it has begun (`Arrivals.begin`). So a
-member that waits in vain can name those that are behind.
+Facts about gloo (torch 2.11 to 2.13):
 
-Facts about gloo that shape this file (torch 2.11 to 2.13):
-
-- Aborting a group does not free a call that waits in it, and destroying one waits for its
-  operations, so that a hanging one would keep the process from ending.
-- The work of a collective can be waited for in slices. That of a send or a receive cannot:
-  it does not know that it is complete until it is waited for, and if that wait expires,
-  all connections of the group are broken. So it is waited for on a helper thread; or, where
-  the caller waits as well, right there and under a `BlockingCallWatchdog`.
+- Aborting a group does not end a blocked call, and destroying a group waits for its operations.
+- A collective can be waited for in slices. A send or receive cannot: only a wait detects its
+  completion, and a wait that times out breaks all connections of the group.
 - Broken connections end every operation of the group with an error, here and on the peers.
-  `Connections.break_off` breaks them on purpose: the only way to free what waits.
+  `Connections.break_off` breaks them on purpose: nothing else ends a blocked call.
 
-The call runs where it is made, without a detour through another thread. The guard looks at
-the group now and then; should it fail, or the deadline pass, the guard ends what the call waits
-for, and the call raises.
-
-Neither the thread nor an error holds anything of a guard that is closed: what belongs to the
-group goes with the group.
+Neither the watchdog's thread nor an error references a closed watchdog: the group's objects are
+freed with the group.
 """
 
 from __future__ import annotations
@@ -72,17 +62,17 @@ if TYPE_CHECKING:
 
 
 def _never_dropped() -> set[dist.Work]:
-    """A set that the end of Python leaves as it is."""
-    made: set[dist.Work] = set()
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
-    return made
+    # The extra reference keeps the set alive through interpreter shutdown.
+    immortal: set[dist.Work] = set()
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(immortal))
+    return immortal
 
 
 _kept = _never_dropped()
 
 
 def retain_until_done(work: dist.Work) -> None:
-    """Keep ``work``, which has begun, and those before it no more that have ended."""
+    """Keep a reference to ``work``; drop those to ended ones."""
     for each in [*_kept]:
         if each.is_completed():
             _kept.discard(each)
@@ -90,12 +80,12 @@ def retain_until_done(work: dist.Work) -> None:
 
 
 def release(work: dist.Work) -> None:
-    """Keep ``work`` no more: it was waited for."""
+    """Drop the reference to ``work``, after a wait."""
     _kept.discard(work)
 
 
 def _after_fork_in_child() -> None:
-    """In a forked child: what the parent works on is neither looked at here nor dropped."""
+    # The child neither polls nor frees the parent's collectives.
     global _kept
     _kept = _never_dropped()
 
@@ -103,11 +93,11 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 _IDLE_SECONDS = 10.0
-"""How long a thread without work stays."""
+"""Seconds after which an idle thread exits."""
 
 
 class Job:
-    """One call. ``error`` is what it raised, once it is ``done``."""
+    """One call. ``error`` is its exception, once it is ``done``."""
 
     def __init__(self, call: Callable[[], object], wake: Callable[[], None]) -> None:
         self._call: Callable[[], object] | None = call
@@ -117,7 +107,7 @@ class Job:
         self._ended = threading.Event()
 
     def run(self) -> None:
-        """Call, and wake whoever waits."""
+        """Run the call, then wake the waiting thread."""
         if self._call is not None:
             try:
                 self._call()
@@ -127,28 +117,19 @@ class Job:
         self.done = True
         self._ended.set()
         self._wake()
-        del self  # its error holds this frame
+        del self  # the error's traceback references this frame
 
     def join(self) -> None:
-        """Return once it is done, on another helper thread.
-
-        Raises:
-            Exception: what it raised.
-        """
+        """Block a helper thread until the call is done; raise its exception."""
         self._ended.wait()
         if self.error is not None:
             raise self.error
 
 
 class HelperThreads:
-    """As many threads as there are calls under way; a free one is used again."""
+    """A pool with one thread per running call; idle threads are reused."""
 
     def __init__(self, name: str) -> None:
-        """Start none yet.
-
-        Args:
-            name: what the threads are called.
-        """
         self._name = name
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -156,19 +137,19 @@ class HelperThreads:
         self._closed = False
 
     def start(self, call: Callable[[], object], wake: Callable[[], None]) -> Job:
-        """Run ``call`` on a thread, then ``wake()`` there."""
+        """Run ``call``, then ``wake()``, on a thread."""
         job = Job(call, wake)
         with self._lock:
             spare = self._free > 0
             if spare:
                 self._free -= 1
-        if not spare:  # first: a job that no thread takes would be the next one's
+        if not spare:  # before the put: if it fails, the queue stays empty
             threading.Thread(target=self._work, name=self._name, daemon=True).start()
         self._jobs.put(job)
         return job
 
     def close(self) -> None:
-        """End the threads: the free ones now, the others after their calls."""
+        """End idle threads now, and the others after their calls."""
         with self._lock:
             self._closed = True
             free, self._free = self._free, 0
@@ -181,7 +162,7 @@ class HelperThreads:
                 job = self._jobs.get(timeout=_IDLE_SECONDS)
             except queue.Empty:
                 with self._lock:
-                    if self._free == 0:  # a job, or the end, is on its way to this thread
+                    if self._free == 0:  # the queue is about to receive an entry for this thread
                         continue
                     self._free -= 1
                 return
@@ -197,41 +178,36 @@ class HelperThreads:
 
 _COUNT_BITS: Final = 32
 _GROUP_BITS: Final = 20
-"""Together less than 53, so that the number stays whole in JSON."""
+"""Together less than 53: JSON numbers are exact up to 2**53."""
 
-_made: WeakKeyDictionary[Watch, Counter[tuple[str, tuple[int, ...]]]] = WeakKeyDictionary()
-"""How many groups of a name and members were made on each board: its members count alike, whatever
-groups they have been in elsewhere."""
+_group_counts: WeakKeyDictionary[Watch, Counter[tuple[str, tuple[int, ...]]]] = WeakKeyDictionary()
+"""The number of groups with the same name and members on each board; the same on all members."""
 
 
 class Arrivals:
-    """The collectives of one group, as one member begins them."""
+    """Numbers the collectives of one group as one member begins them."""
 
     def __init__(self, watch: Watch, name: str, members: Sequence[int], rank: int) -> None:
-        """Count from the first; its members make a group in the same order as others alike.
+        """Start from zero; members make groups of equal name and members in the same order.
 
-        Args:
-            watch: the board that says what the members do.
-            name: the group's.
-            members: their numbers on the board, by rank in the group.
-            rank: this member's in the group.
+        ``members`` are the numbers on the board, by rank.
         """
-        alike, made = (name, tuple(members)), _made.setdefault(watch, Counter())
-        made[alike] += 1
-        group = zlib.crc32(repr((alike, made[alike])).encode()) % (1 << _GROUP_BITS)
+        key, counts = (name, tuple(members)), _group_counts.setdefault(watch, Counter())
+        counts[key] += 1
+        group = zlib.crc32(repr((key, counts[key])).encode()) % (1 << _GROUP_BITS)
         self._begun = group << _COUNT_BITS
         self._watch = watch
         self._peers = [member for r, member in enumerate(members) if r != rank]
 
     def begin(self) -> Arrival:
-        """The next collective begins here, in the operation that was stamped last."""
+        """Publish the start of the next collective, for the operation recorded last."""
         self._begun += 1
         self._watch.in_collective(self._begun)
         return Arrival(self._watch, self._begun, self._peers)
 
 
 class Arrival:
-    """One collective, for those that wait in it."""
+    """One collective of a group, to find late members."""
 
     def __init__(self, watch: Watch, number: int, peers: Sequence[int]) -> None:
         self._watch = watch
@@ -239,16 +215,16 @@ class Arrival:
         self._peers = peers
 
     def only_those_behind(self, late: GroupTimeoutError) -> GroupTimeoutError:
-        """The same error, without the members that have come to the collective."""
+        """Return the error without the members that began the collective."""
         self._watch.refresh_remote()
-        behind = tuple(
+        late_members = tuple(
             status
             for status in (self._watch.member_status(member) for member in self._peers)
             if not self._has_come(status.collective)
         )
-        if not behind:
+        if not late_members:
             return late
-        return GroupTimeoutError(late.operation, late.timeout, behind, late.detail)
+        return GroupTimeoutError(late.operation, late.timeout, late_members, late.detail)
 
     def _has_come(self, collective: int) -> bool:
         same_group = collective >> _COUNT_BITS == self._number >> _COUNT_BITS
@@ -256,33 +232,32 @@ class Arrival:
 
 
 _FIRST_LOOK = 0.05
-"""Seconds that torch itself waits for a collective, before the watch does."""
+"""Seconds of the first wait, by torch itself; then the watch waits."""
 
 _POLL = 0.002
-"""Seconds between two looks at a collective that has taken longer."""
+"""Seconds between two polls of a collective afterwards."""
 
 _NEVER_SENT = 1
-"""A tag that nobody sends with."""
+"""A tag without messages."""
 
 _ON_ITS_WAY = 0.3
-"""Seconds that the last bytes of a peer that has died may take to be taken in here."""
+"""Seconds until the last bytes of a dead peer are received."""
 
 _CAUSE_SECONDS = 2.0
-"""How long to look for the cause of a broken connection, even if the deadline passes meanwhile."""
+"""Seconds to wait for the cause of a broken connection, even beyond the deadline."""
 
 _ALL_SENT = 2.0
-"""The same for a peer that has left in good order: a busy machine keeps threads waiting so long."""
+"""Seconds until the last bytes of a peer that closed its end are received, on a busy machine."""
 
 
-_LOOK_SECONDS = 0.1
-"""What counts of the time between two looks whether a peer has closed the group, at most."""
+_POLL_LIMIT = 0.1
+"""The longest interval between two polls of a closed peer that counts, in seconds."""
 
 
 class ErrorTranslator:
-    """Where errors of torch become errors of this project. One per communicator."""
+    """Translates torch's errors to this project's. One per communicator."""
 
     def __init__(self, watch: Watch) -> None:
-        """Translate for a communicator that ``watch`` belongs to."""
         self.watch = watch
 
     def wait(
@@ -296,9 +271,9 @@ class ErrorTranslator:
         spin: float = DEFAULT_SPIN_SECONDS,
         drain: DrainAfterClose | None = None,
     ) -> None:
-        """As the watch's. A peer that has gone may have done its part, which still arrives.
+        """Wait like `Watch.wait`, and accept data that a lost peer sent before its end.
 
-        ``drain`` is that of the only one of ``peers``, where it is waited for in a message.
+        ``drain`` belongs to the only one of ``peers``, in a message.
         """
         done = ready if drain is None else lambda: ready() or drain.is_over()
         try:
@@ -318,56 +293,57 @@ class ErrorTranslator:
     def translate(
         self, error: Exception, operation: str, peers: Sequence[int], deadline: Deadline
     ) -> CoordinatorError:
-        """The error to raise, from ``error``, in its place: the cause, if it can be found.
+        """Return the cause of ``error``, or a `TransportError`.
 
-        A peer that closes its connections may have aborted, for a reason that is yet to be heard:
-        so nobody is blamed for the connection before the watch had the time to tell.
+        A peer that closes its connections may have aborted the group. So the board has
+        `_CAUSE_SECONDS` to receive the reason, before the connection counts as the cause.
         """
-        said = str(error).partition("\n")[0]
-        late = deadline.expired
+        detail = str(error).partition("\n")[0]
+        is_late = deadline.expired
         try:
-            if not late:
-                known = self.watch.suspect(peers)
+            if not is_late:
+                is_settled = self.watch.suspect(peers)
                 latest = max(deadline, Deadline.after(_CAUSE_SECONDS), key=lambda each: each.at)
-                self.watch.wait(lambda: known() or latest.expired, NEVER, operation, lambda: peers)
+                self.watch.wait(
+                    lambda: is_settled() or latest.expired, NEVER, operation, lambda: peers
+                )
             now = Deadline(0.0, deadline.timeout)
             self.watch.wait(bool, now, operation, lambda: peers)
-        except GroupTimeoutError as nobody:
-            if late:
-                return nobody
-            if "timed out" in said.lower():
-                return GroupTimeoutError(operation, None, nobody.waiting_for, said)
-            said = "; ".join(filter(None, (said, nobody.detail)))
+        except GroupTimeoutError as timed_out:
+            if is_late:
+                return timed_out
+            if "timed out" in detail.lower():
+                return GroupTimeoutError(operation, None, timed_out.waiting_for, detail)
+            detail = "; ".join(filter(None, (detail, timed_out.detail)))
         except CoordinatorError as cause:
             return cause
-        return TransportError(operation, said, peers[0] if len(peers) == 1 else None)
+        return TransportError(operation, detail, peers[0] if len(peers) == 1 else None)
 
 
 class DrainAfterClose:
-    """Whether the other end of one message has closed the group, and what it sent before is here.
+    """Detects that a peer closed the group, and that no message can still arrive.
 
-    Counted is only time in which this process looked: one that was stopped has received nothing.
+    Time while this process was stopped (SIGSTOP) does not count.
     """
 
     def __init__(self, has_closed: Callable[[int], bool], peer: int) -> None:
-        """Of member ``peer``; ``has_closed`` says whether a member has closed the group."""
         self._has_closed = has_closed
         self._peer = peer
-        self._looked_at = 0.0
+        self._polled_at = 0.0
         self._seen = 0.0
 
     def is_over(self) -> bool:
-        """Whether nothing will come any more."""
+        """Return True if no more data can arrive."""
         if not self._has_closed(self._peer):
             return False
         now = time.monotonic()
-        self._seen += min(now - self._looked_at, _LOOK_SECONDS) if self._looked_at else 0.0
-        self._looked_at = now
+        self._seen += min(now - self._polled_at, _POLL_LIMIT) if self._polled_at else 0.0
+        self._polled_at = now
         return self._seen > _ALL_SENT
 
 
 class CollectivePending:
-    """A collective under way in a torch process group."""
+    """A collective in a torch process group."""
 
     def __init__(
         self,
@@ -378,7 +354,7 @@ class CollectivePending:
         boundary: ErrorTranslator,
         arrival: Arrival,
     ) -> None:
-        """Follow ``work``; ``finish`` is what is to be done when it has succeeded."""
+        """Follow ``work``; the first successful wait calls ``finish``."""
         self._arrival = arrival
         self._work = work
         retain_until_done(work)
@@ -388,11 +364,11 @@ class CollectivePending:
         self._errors = boundary
 
     def ready(self) -> bool:
-        """Whether torch is done."""
+        """Return True if torch is done."""
         return self._work.is_completed()
 
     def wait(self, deadline: Deadline) -> None:
-        """Wait for torch, in a way that ends."""
+        """Wait within the deadline; raise the cause of a failure."""
         if not self._wait_shortly(deadline):
             try:
                 self._wait_long(deadline)
@@ -411,31 +387,31 @@ class CollectivePending:
             raise self._errors.translate(error, self._operation, self._peers, deadline) from error
 
     def _wait_shortly(self, deadline: Deadline) -> bool:
-        """Whether it has succeeded at once. If not, it is under way, or has failed."""
+        """Return True on success; False if the collective is incomplete or failed."""
         milliseconds = int(1000 * deadline.remaining(at_most=_FIRST_LOOK))
-        if not milliseconds:  # to torch, 0 means for ever
+        if not milliseconds:  # torch treats 0 as unlimited
             return False
         try:
             self._work.wait(timedelta(milliseconds=milliseconds))
-        except RuntimeError:  # too late or failed, which is known when it is waited for again
+        except RuntimeError:  # the next wait distinguishes a timeout from a failure
             return False
         return True
 
 
 class StreamPending:
-    """An operation of a backend that works in stream order, as NCCL does."""
+    """An operation of a stream-ordered backend, such as NCCL."""
 
     def __init__(self, work: dist.Work, finish: Callable[[], None] | None) -> None:
-        """Follow ``work``; ``finish`` is put on the stream behind it."""
+        """Follow ``work``; ``finish`` queues its work on the stream afterwards."""
         self._work = work
         self._finish = finish
 
     def ready(self) -> bool:
-        """Whether the device is done."""
+        """Return True if the device is done."""
         return self._work.is_completed()
 
     def wait(self, deadline: Deadline) -> None:  # noqa: ARG002 - the host does not wait
-        """Let the current stream wait for the operation."""
+        """Make the current stream wait for the operation."""
         self._work.wait()
         if self._finish is not None:
             self._finish()
@@ -443,7 +419,7 @@ class StreamPending:
 
 
 class TransferPending:
-    """A send or a receive in the background, waited for on a helper thread."""
+    """A background send or receive that a helper thread waits for."""
 
     def __init__(
         self,
@@ -453,7 +429,7 @@ class TransferPending:
         boundary: ErrorTranslator,
         drain: DrainAfterClose | None,
     ) -> None:
-        """Follow ``job``, which concerns the one member in ``peers``."""
+        """Follow ``job``; ``peers`` is the one other member."""
         self._drain = drain
         self._job = job
         self._operation = operation
@@ -461,12 +437,12 @@ class TransferPending:
         self._errors = boundary
 
     def ready(self) -> bool:
-        """Whether the helper is done."""
+        """Return True if the helper thread is done."""
         return self._job.done
 
     def wait(self, deadline: Deadline) -> None:
-        """Wait for the helper, in a way that ends."""
-        # no spinning: the helper needs the interpreter
+        """Wait within the deadline; raise the cause of a failure."""
+        # No spinning: the helper thread needs the GIL.
         self._errors.wait(
             lambda: self._job.done,
             deadline,
@@ -483,15 +459,14 @@ class TransferPending:
 
 
 class Connections:
-    """The connections of a process group, which break once."""
+    """The connections of a process group, which can be broken once."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        """Of ``group``, which must have two ranks or more to break anything."""
         self._group = group
         self._broken_off = group.size() == 1
 
     def break_off(self) -> None:
-        """End all operations of the group, for good, with errors. Collective: no."""
+        """End all operations of the group with errors, permanently."""
         if self._broken_off:
             return
         self._broken_off = True
@@ -499,26 +474,26 @@ class Connections:
         if group.name() != "gloo":
             group.abort()
             return
-        # The first one that is not broken yet breaks them all.
+        # A timeout on any intact connection breaks all of them.
         for peer in set(range(group.size())) - {group.rank()}:
             with contextlib.suppress(RuntimeError):
-                never = group.recv([torch.empty(1, device="cpu")], peer, _NEVER_SENT)
-                never.wait(timedelta(milliseconds=1))
+                receive = group.recv([torch.empty(1, device="cpu")], peer, _NEVER_SENT)
+                receive.wait(timedelta(milliseconds=1))
 
 
 _TICK = 0.02
-"""Seconds between two looks at the group."""
+"""Seconds between two polls of the group."""
 
 _IDLE_TICKS = 50
-"""Looks at nothing before the thread ends; the next call starts it again."""
+"""Idle ticks before the thread exits; the next call restarts it."""
 
-_LEAVE_SECONDS = 0.4
-"""How long `Guard.close` waits for the thread, which takes a tick unless the machine is busy."""
+_JOIN_SECONDS = 0.4
+"""The longest wait of `BlockingCallWatchdog.close` for its thread, which needs about a tick."""
 
 
 @dataclass(eq=False, slots=True)
 class _WatchedCall:
-    """One call that is watched over; ``error`` is what was seen of the group meanwhile."""
+    """One watched call; ``error`` is a failure of the group meanwhile."""
 
     operation: str
     peers: Sequence[int]
@@ -528,18 +503,15 @@ class _WatchedCall:
 
 
 class BlockingCallWatchdog:
-    """Watches over one call at a time."""
+    """Watches one blocking call at a time."""
 
     def __init__(
         self, name: str, boundary: ErrorTranslator, end: Callable[[Exception], None]
     ) -> None:
         """Start no thread yet.
 
-        Args:
-            name: what the thread is called.
-            boundary: looks at the group.
-            end: makes the call raise, because of an error that the group is told first: peers may
-                notice that the call has ended, and must find why.
+        ``end`` aborts the group with an error, then makes the call raise. In this order: peers may
+        detect the end of the call, and need its cause.
         """
         self._name = name
         self._errors = boundary
@@ -557,17 +529,14 @@ class BlockingCallWatchdog:
         deadline: Deadline,
         drain: DrainAfterClose | None = None,
     ) -> None:
-        """Run ``block``, which needs ``peers``, until ``deadline``; ``drain`` is as for
-        `ErrorTranslator.wait`.
+        """Run ``block``, which needs ``peers``, until ``deadline``; raise the group's error.
 
-        Raises:
-            GroupTimeoutError: it took too long.
-            Exception: the group failed meanwhile, or could not be looked at.
-            RuntimeError: what ``block`` raises else.
+        ``drain`` is as for `ErrorTranslator.wait`. A `RuntimeError` of ``block`` is raised if the
+        group has not failed.
         """
-        shift = _WatchedCall(operation, peers, deadline, drain)
+        watched = _WatchedCall(operation, peers, deadline, drain)
         with self._lock:
-            self._watched_call = shift
+            self._watched_call = watched
             if self._thread is None:
                 thread = threading.Thread(target=self._watch, name=self._name, daemon=True)
                 thread.start()
@@ -575,50 +544,50 @@ class BlockingCallWatchdog:
         try:
             block()
         except RuntimeError as error:
-            if shift.error is not None:
-                raise shift.error from error
+            if watched.error is not None:
+                raise watched.error from error
             raise
         finally:
             self._watched_call = None
-            del shift  # its error would hold this frame, and with it itself
+            del watched  # its error references this frame: a cycle
 
     def close(self) -> None:
-        """End the thread: now, or when the call ends that another thread is in."""
+        """End the thread: now, or after a call that another thread runs."""
         self._over.set()
         thread = self._thread
         if thread is not None and self._watched_call is None:
-            thread.join(_LEAVE_SECONDS)
+            thread.join(_JOIN_SECONDS)
 
     def _watch(self) -> None:
         idle = 0
-        while not (idle >= _IDLE_TICKS or self._over.is_set()) or not self._leave():
-            shift = self._watched_call
-            if shift is None:
+        while not (idle >= _IDLE_TICKS or self._over.is_set()) or not self._try_exit():
+            watched = self._watched_call
+            if watched is None:
                 idle += 1
                 self._over.wait(_TICK)
             else:
                 idle = 0
-                self._look(shift)
+                self._watch_call(watched)
 
-    def _leave(self) -> bool:
+    def _try_exit(self) -> bool:
         with self._lock:
             if self._watched_call is None:
                 self._thread = None
             return self._thread is None
 
-    def _look(self, shift: _WatchedCall) -> None:
+    def _watch_call(self, watched: _WatchedCall) -> None:
         try:
             self._errors.wait(
-                lambda: self._watched_call is not shift,
-                shift.deadline,
-                shift.operation,
-                shift.peers,
+                lambda: self._watched_call is not watched,
+                watched.deadline,
+                watched.operation,
+                watched.peers,
                 poll=_TICK,
                 spin=0,
-                drain=shift.drain,
+                drain=watched.drain,
             )
-        except Exception as error:  # noqa: BLE001 - a call that is not watched over may hang
-            shift.error = error.with_traceback(None)  # whose frames hold the shift
-            self._end(shift.error)
-            while self._watched_call is shift:
+        except Exception as error:  # noqa: BLE001 - an unwatched call may hang
+            watched.error = error.with_traceback(None)  # its frames reference the call
+            self._end(watched.error)
+            while self._watched_call is watched:
                 time.sleep(_TICK)

@@ -1,7 +1,7 @@
 """Watch a group's board for communicators, and record their operations on it.
 
-`Watch` is the interface, which `shm_broadcast.Board` offers. `LoneWatch` is for a communicator
-without a board: it knows deadlines and this process's own aborts, but nothing about its peers.
+`Watch` is the interface of `shm_broadcast.Board`. `LoneWatch` is for a communicator without a
+board: it has deadlines and this process's own aborts, and does not observe its peers.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from shm_broadcast.process import IN_FORKED_CHILD, call_in_forked_children
 from shm_broadcast.state.table import kind_and_message
 
 _SLICE = 0.02
-"""The longest sleep between two calls of ``ready``, in seconds."""
+"""Longest sleep between two calls of ``ready``, in seconds."""
 
 
 class Watch(Protocol):
-    """Deadlines, aborts and peers, as `shm_broadcast.Board` offers them."""
+    """The deadlines, aborts and peers of a group: the interface of `shm_broadcast.Board`."""
 
     @property
     def member(self) -> int | None:
-        """This process's member number."""
+        """Return this process's member number."""
 
     @property
     def aborted(self) -> Failure | None:
-        """The first failure that was reported; None if the group was not aborted."""
+        """Return the first reported failure, or None."""
 
     def record_begin(
         self,
@@ -46,22 +46,22 @@ class Watch(Protocol):
         peer: int = NO_PEER,
         dtype: int = 0,
     ) -> int:
-        """Note that this member begins ``operation``; returns the operation's number."""
+        """Record that this member begins ``operation``; return its sequence number."""
 
     def record_end(self, sequence: int, error: BaseException | None = None) -> None:
-        """Note in this member's history how the operation of that number ended."""
+        """Record in the flight recorder how the operation ended."""
 
     def in_collective(self, number: int) -> None:
-        """Note the number of the group's collective, for `MemberStatus.collective`."""
+        """Publish the number of the group's collective, for `MemberStatus.collective`."""
 
     def member_status(self, member: int) -> MemberStatus:
-        """What ``member`` was last seen doing."""
+        """Return the last known operation of ``member``."""
 
     def refresh_remote(self) -> None:
-        """Update what is known of members on other hosts, before their status is read."""
+        """Update the status of members on other hosts, before it is read."""
 
     def idle(self) -> None:
-        """Note that this member's operation has ended."""
+        """Publish that this member's operation has ended."""
 
     def check(self, operation: str) -> None:
         """Raise `GroupAbortedError` if the group was aborted."""
@@ -69,7 +69,7 @@ class Watch(Protocol):
     def abort(self, error: BaseException | str, culprit: int | None = None) -> None:
         """Report a failure: every waiting member raises `GroupAbortedError`.
 
-        ``culprit`` is the member number that the failure is about; None: this member's.
+        ``culprit`` is the failed member's number; None: this member's.
         """
 
     def wait(
@@ -84,28 +84,23 @@ class Watch(Protocol):
     ) -> None:
         """Wait until ``ready()``; raise on the deadline, an abort, or a lost peer.
 
-        Args:
-            ready: the condition.
-            deadline: when to give up.
-            operation: the operation's name, for errors.
-            peers: the member numbers that are waited for.
-            poll: seconds between two calls of ``ready`` at most, if nobody rings.
-            spin: seconds to spin before sleeping.
+        ``peers`` returns the numbers of the awaited members. ``ready`` is called at least every
+        ``poll`` seconds, and after `notify`. Sleep begins after ``spin`` seconds.
         """
 
     def notify(self, member: int) -> None:
         """Wake ``member`` if it sleeps in `wait`."""
 
     def suspect(self, members: Iterable[int]) -> Callable[[], bool]:
-        """Note that a connection with one of ``members`` broke.
+        """Report a broken connection with one of ``members``.
 
         Returns:
-            A function that returns whether by now `wait` for them has raised, if one has gone.
+            A function; it returns True once `wait` for them would have raised for a lost one.
         """
 
 
 class LoneWatch:
-    """A `Watch` without a board: it sees only this process."""
+    """A `Watch` without a board, which observes only this process."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -116,17 +111,17 @@ class LoneWatch:
 
     @property
     def member(self) -> int:
-        """This process's rank in its group."""
+        """Return this process's rank in its group."""
         return self._rank
 
     @property
     def aborted(self) -> Failure | None:
-        """The failure that this process reported; None if it reported none."""
+        """Return the failure that this process reported, or None."""
         return self._failure
 
     def record_begin(
         self,
-        operation: str,  # noqa: ARG002 - no other process reads it
+        operation: str,  # noqa: ARG002 - no board
         group: str = "",  # noqa: ARG002
         verb: int = 0,  # noqa: ARG002
         size: int = 0,  # noqa: ARG002
@@ -134,45 +129,41 @@ class LoneWatch:
         peer: int = NO_PEER,  # noqa: ARG002
         dtype: int = 0,  # noqa: ARG002
     ) -> int:
-        """Do nothing: no other process reads it."""
+        """Do nothing: there is no board."""
         return 0
 
     def record_end(self, sequence: int, error: BaseException | None = None) -> None:
-        """Do nothing: no other process reads it."""
+        """Do nothing: there is no board."""
 
     def in_collective(self, number: int) -> None:
-        """Do nothing: no other process reads it."""
+        """Do nothing: there is no board."""
 
     def member_status(self, member: int) -> MemberStatus:
-        """Always ``"absent"``: other processes are not seen."""
+        """Return ``"absent"``: other processes are not observed."""
         return MemberStatus(member, 0, "absent")
 
     def refresh_remote(self) -> None:
-        """Do nothing: other processes are not seen."""
+        """Do nothing: there is no board."""
 
     def idle(self) -> None:
-        """Do nothing: no other process reads it."""
+        """Do nothing: there is no board."""
 
     def check(self, operation: str) -> None:
-        """Raise `GroupAbortedError` if this process has aborted the group.
-
-        Raises:
-            GroupClosedError: a forked child's process is none of the group.
-        """
+        """Raise `GroupAbortedError` after `abort`, `GroupClosedError` in a forked child."""
         self._refuse_child(operation)
         if self._failure is not None:
             raise GroupAbortedError(operation, self._failure)
 
     def abort(self, error: BaseException | str, culprit: int | None = None) -> None:
-        """Keep the first failure and wake this process's waiting thread.
+        """Store the first failure and wake this process's waiting thread.
 
         Raises:
-            GroupClosedError: a forked child's process is none of the group.
+            GroupClosedError: in a forked child.
         """
         self._refuse_child("abort")
         if self._failure is None:
-            about = self._rank if culprit is None else culprit
-            self._failure = Failure(self._rank, *kind_and_message(error), about)
+            failed = self._rank if culprit is None else culprit
+            self._failure = Failure(self._rank, *kind_and_message(error), failed)
         self._bell.set()
 
     def wait(
@@ -180,7 +171,7 @@ class LoneWatch:
         ready: Callable[[], bool],
         deadline: Deadline,
         operation: str,
-        peers: Callable[[], Iterable[int]],  # noqa: ARG002 - nobody is seen
+        peers: Callable[[], Iterable[int]],  # noqa: ARG002 - not observed
         *,
         poll: float | None = None,
         spin: float = DEFAULT_SPIN_SECONDS,
@@ -201,15 +192,15 @@ class LoneWatch:
             raise GroupClosedError(f"{operation}: {IN_FORKED_CHILD}")
 
     def after_fork_in_child(self) -> None:
-        """In a forked child: the group is its parent's."""
+        """Disable the watch in a forked child: the group is its parent's."""
         self._is_forked_child = True
 
-    def notify(self, member: int) -> None:  # noqa: ARG002 - there is only this one
+    def notify(self, member: int) -> None:  # noqa: ARG002 - a single member
         """Wake this process's waiting thread."""
         self._bell.set()
 
     def suspect(self, members: Iterable[int]) -> Callable[[], bool]:  # noqa: ARG002
-        """True at once: other processes are not seen, so `wait` never raises because of them."""
+        """Return a function that returns True: `wait` never raises for a peer."""
         return lambda: True
 
 
@@ -219,31 +210,30 @@ _MOST: Final = 0xFFFFFFFF
 
 
 class Recorder:
-    """Numbers and writes down the operations of one rank in one group. One thread at a time.
+    """Numbers and records the operations of one rank in one group. One thread at a time.
 
     Attributes:
-        numbers: u32: of the rank's last collective, of its last sends to each rank, of its last
-            receipts from each rank. The C extension counts in them, too.
+        numbers: u32: the last collective, then per rank the last send, then per rank the last
+            receive. The C extension increments them as well.
     """
 
     def __init__(self, watch: Watch, group: str, world_size: int) -> None:
-        """Write to the history of ``watch``, in the name of ``group``."""
         self._watch = watch
         self._group = group
         self._world_size = world_size
         self.numbers = array("I", [0]) * (1 + 2 * world_size)
 
     def begin(self, operation: Operation) -> int:
-        """Stamp ``operation`` on the board and write it down; the entry, for `Watch.record_end`.
+        """Record ``operation``; return its entry for `Watch.record_end`.
 
-        Of one in the background, ``ended`` is set.
+        Sets ``ended`` of a background operation.
         """
-        verb, peer, place = operation.verb, operation.peer, 0
+        verb, peer, index = operation.verb, operation.peer, 0
         if verb == "send":
-            place = 1 + peer
+            index = 1 + peer
         elif verb == "recv":
-            place = 1 + self._world_size + peer
-        number = self.numbers[place] = (self.numbers[place] + 1) & _MOST
+            index = 1 + self._world_size + peer
+        number = self.numbers[index] = (self.numbers[index] + 1) & _MOST
         tensor = operation.buffer
         entry = self._watch.record_begin(
             operation.name,
@@ -259,6 +249,6 @@ class Recorder:
         return entry
 
     def begin_nothing(self, verb: str, name: str) -> int:
-        """As `begin`, of an operation of one rank, or of no tensors."""
+        """Record an operation of one rank, or without tensors; return its entry."""
         number = self.numbers[0] = (self.numbers[0] + 1) & _MOST
         return self._watch.record_begin(name, self._group, _CODES[verb], 0, number)

@@ -1,8 +1,4 @@
-"""Operations under way: what a backend hands back, and the handle that callers hold.
-
-`Pending` is the small thing a backend returns of an operation that is not done yet;
-`Work` is what ``async_op=True`` returns to the caller.
-"""
+"""Define handles for operations in progress: `Pending` of a backend, `Work` of a caller."""
 
 from __future__ import annotations
 
@@ -17,20 +13,20 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 _AWAIT_PAUSES = (0.0, 0.0, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005)
-"""Seconds between two looks of an `await`; the last one repeats."""
+"""Seconds between two polls of an `await`; the last one repeats."""
 
 
 class Pending(Protocol):
-    """An operation that a backend has begun. It keeps the tensors it uses alive by itself."""
+    """An operation that a backend has begun. It keeps its tensors alive."""
 
     def ready(self) -> bool:
-        """Whether `wait` would return or raise at once. Never blocks."""
+        """Return True if `wait` would return or raise at once. Never blocks."""
 
     def wait(self, deadline: Deadline) -> object:
         """Return once the operation is done.
 
         Raises:
-            GroupTimeoutError: not done by ``deadline``; it is still under way.
+            GroupTimeoutError: incomplete at ``deadline``; it continues.
             CoordinatorError: it failed.
         """
 
@@ -42,34 +38,34 @@ class AllPending:
         self._parts = parts
 
     def ready(self) -> bool:
-        """Whether all of them are."""
+        """Return True if all are ready."""
         return all(part.ready() for part in self._parts)
 
     def wait(self, deadline: Deadline) -> None:
-        """Wait for all of them, in the order they were begun."""
+        """Wait for all operations, in order of their start."""
         for part in self._parts:
             part.wait(deadline)
 
 
 def all_pending(parts: Sequence[Pending | None]) -> Pending | None:
-    """One `Pending` for those of ``parts`` that are not done; None if all are."""
+    """Return one `Pending` for all that are not done; None if all are done."""
     open_parts = [part for part in parts if part is not None]
     return AllPending(open_parts) if open_parts else None
 
 
 class PendingThen:
-    """An operation, and a step that the first `wait` that succeeds takes behind it."""
+    """An operation with a step that runs in the first successful `wait`."""
 
     def __init__(self, pending: Pending, step: Callable[[], object]) -> None:
         self._pending = pending
         self._step: Callable[[], object] | None = step
 
     def ready(self) -> bool:
-        """Whether the operation is done."""
+        """Return True if the operation is done."""
         return self._pending.ready()
 
     def wait(self, deadline: Deadline) -> None:
-        """Wait for the operation, and take the step if that has not been done."""
+        """Wait for the operation, then run the step once."""
         self._pending.wait(deadline)
         if self._step is not None:
             self._step()
@@ -77,12 +73,11 @@ class PendingThen:
 
 
 class Work(Generic[T]):
-    """A handle on an operation begun with ``async_op=True``.
+    """A handle on an operation begun with ``async_op=True``. One thread at a time.
 
-    It keeps every tensor of the operation alive and may be dropped: the operation then
-    still takes place, but a tensor it was to fill must not be looked at. The inputs must
-    not be changed, and the result not be read, before `wait` has returned. One thread at a
-    time.
+    It keeps every tensor of the operation alive. It may be dropped: the operation continues, and
+    its result must not be read. Until `wait` returns, inputs must not change and the result must
+    not be read.
     """
 
     __slots__ = ("_error", "_failed", "_finish", "_keep", "_pending", "_result", "_timeout")
@@ -96,16 +91,14 @@ class Work(Generic[T]):
         keep: object = None,
         failed: Callable[[CoordinatorError], None] | None = None,
     ) -> None:
-        """Wrap an operation.
+        """Wrap an operation; ``pending`` is None if it is done.
 
         Args:
-            result: what `wait` returns, unless ``finish`` makes it.
-            pending: the operation; None if it is done.
-            finish: called by the first `wait` that sees the operation done, and again only after
-                a GroupTimeoutError of its own; returns the result.
-            timeout: seconds that `wait` allows by default.
-            keep: whatever else must live as long as the operation.
-            failed: told the error, once, if the operation fails.
+            result: the result of `wait`, unless ``finish`` returns it.
+            finish: called by the first `wait` after the operation is done, and again only after a
+                GroupTimeoutError of its own; returns the result.
+            keep: further objects to keep alive during the operation.
+            failed: called once with the error if the operation fails.
         """
         self._result = result
         self._pending = pending
@@ -116,24 +109,21 @@ class Work(Generic[T]):
         self._error: Exception | None = None
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return or raise at once. Collective: no."""
+        """Return True if `wait` would return or raise at once."""
         return self._pending is None or self._error is not None or self._pending.ready()
 
     ready = is_completed
-    """Under this name a work is something that another one can wait for: a `Pending`."""
+    """Makes a `Work` a `Pending`, which another `Work` can wait for."""
 
     def wait(self, timeout: float | Deadline | None = None) -> T:
-        """Wait for the operation and return its result; again and again the same.
+        """Wait for the operation and return its result; repeated calls return the same.
 
-        Collective: no.
-
-        Args:
-            timeout: seconds from now; None: those of the operation itself.
+        ``timeout`` is in seconds from now; None: the operation's.
 
         Raises:
-            GroupTimeoutError: not done yet; it is still under way, wait again.
-            CoordinatorError: it failed; each further call raises the same error, as it does
-                whatever else making the result has raised.
+            GroupTimeoutError: incomplete; it continues, wait again.
+            CoordinatorError: it failed. Each further call raises the same error, also any other
+                error of ``finish``.
         """
         if self._error is not None:
             raise self._error
@@ -162,21 +152,21 @@ class Work(Generic[T]):
         return self._result
 
     def then(self, step: Callable[[T], S]) -> Work[S]:
-        """A work of what ``step`` makes of this one's result, once that is waited for."""
+        """Return a work whose result is ``step(self.wait())``."""
         work: Work[Any] = Work(None, self, lambda: step(self.wait()), self._timeout)
         return work
 
     def __await__(self) -> Generator[object, None, T]:
-        """``await work``: as `wait`, without blocking the event loop."""
+        """Wait as `wait` does, without blocking the event loop."""
         return self._wait_async().__await__()
 
     async def _wait_async(self) -> T:
         deadline = Deadline.after(self._timeout)
-        looks = 0
+        polls = 0
         while not self.is_completed():
-            await asyncio.sleep(_AWAIT_PAUSES[min(looks, len(_AWAIT_PAUSES) - 1)])
-            looks += 1
-            if looks % len(_AWAIT_PAUSES) == 0:
+            await asyncio.sleep(_AWAIT_PAUSES[min(polls, len(_AWAIT_PAUSES) - 1)])
+            polls += 1
+            if polls % len(_AWAIT_PAUSES) == 0:
                 try:
                     return self.wait(0)
                 except GroupTimeoutError:

@@ -1,4 +1,4 @@
-"""The console script, as ``python -m group_coordinator``."""
+"""Run the console script: ``python -m group_coordinator``."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""The console script ``group-coordinator``; its commands are the modules of `commands`.
+"""Run the console script ``group-coordinator``; its commands are the modules of `commands`.
 
-A command is three functions: ``add_arguments(parser)``; ``prepare(args)``, which checks everything
-that can be checked before a process starts, and returns what `run` needs; ``run(plan)``, which
-returns the exit status. If the command's module loads torch, the first is in a module of its own,
-so that ``--help`` is quick.
+A command has three functions: ``add_arguments(parser)``; ``prepare(args)``, which checks everything
+before a process starts, and returns a plan; ``run(plan)``, which returns the exit status. If the
+command's module imports torch, ``add_arguments`` is in a module of `commands.options`, so that
+``--help`` is quick.
 
-An error in `prepare` ends with status 2, one in `run` with status 1, an interrupt with 130. An
-error is one line on stderr.
+`prepare` raises `ValueError`, `OSError`, `ImportError` or `CoordinatorError`, which end with status
+2. An error of `run` ends with status 1, an interrupt with 130. An error is one line on stderr.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ COMMANDS: Final = {
     "status": ("looking.status", "show what every process of running pools and groups does"),
     "explain": (
         "looking.explain_hang",
-        "say who holds up a program that hangs, and show their stacks",
+        "show which process blocks a program that hangs, with stacks",
     ),
-    "trace": ("looking.trace", "write down the last operations of every process, on one clock"),
+    "trace": ("looking.trace", "export the last operations of every process, on one clock"),
 }
-"""The module of each command, and what it is for."""
+"""Module and summary of each command."""
 
 OPTIONS_APART: Final = {"demo": "options.demo_options", "serve": "options.serve_options"}
-"""The modules with the options of the commands whose own load torch."""
+"""Modules with the options of commands whose modules import torch."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -46,7 +46,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command in ``argv`` (default: the process's arguments); return the exit status."""
+    """Run the command of ``argv``, by default the process's arguments; return the exit status."""
     hold_standard_numbers()
     alone = argv is None
     if alone:
@@ -57,21 +57,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parsers = {
         name: commands.add_parser(name, help=summary) for name, (_, summary) in COMMANDS.items()
     }
-    words = sys.argv[1:] if argv is None else argv
-    chosen = next((word for word in words if word in COMMANDS), None)
+    arguments = sys.argv[1:] if argv is None else argv
+    chosen = next((each for each in arguments if each in COMMANDS), None)
     if chosen is not None:
         options = _load(OPTIONS_APART.get(chosen, COMMANDS[chosen][0]))
         parsers[chosen].description = options.__doc__
         options.add_arguments(parsers[chosen])
-    args, unknown = parser.parse_known_args(words)
+    args, unknown = parser.parse_known_args(arguments)
     if unknown:
-        found = parsers[args.command]
-        found.error(f"unrecognized arguments: {' '.join(unknown)}; see {found.prog} --help")
+        subparser = parsers[args.command]
+        subparser.error(f"unrecognized arguments: {' '.join(unknown)}; see {subparser.prog} --help")
     if args.command in OPTIONS_APART:
         _check_folder(parsers[args.command])
     module = _load(COMMANDS[args.command][0])
     if alone:
-        gc.freeze()  # what torch brings along stays: collections pass it by, the last one too
+        gc.freeze()  # no collection visits torch's objects, not even at exit
         gc.enable()
     try:
         plan = module.prepare(args)
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check_folder(parser: _Parser) -> None:
-    """Torch cannot be loaded in a folder that is gone, and would end the process."""
+    """Exit with an error: torch ends a process whose working directory was deleted."""
     try:
         Path.cwd()
     except FileNotFoundError:
@@ -101,7 +101,6 @@ def _check_folder(parser: _Parser) -> None:
 
 
 def _load(name: str) -> Any:
-    """A module of `commands`; only those of the command that was given are ever loaded."""
     return importlib.import_module(f".commands.{name}", __package__)
 
 

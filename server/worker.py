@@ -1,11 +1,11 @@
 """Run one worker process: make the user's worker, then answer calls and streams in order.
 
-After a failed call a worker takes no other call until the driver tells it to go on. The other ranks
-may still be in the failed call, waiting for this rank: they would match its group operations of the
-next call with theirs of the failed one.
+After a failed call a worker takes no call until the driver sends `Resume`. Other ranks may still
+wait for this rank in the failed call, and would match its next group operations with those of the
+failed call.
 
-When the pool breaks, a worker that survives leaves its groups and queues, and waits until the
-driver tells it to join new ones: the next generation.
+When the pool breaks, a surviving worker closes its groups and queues, and joins new ones when the
+driver starts the next generation.
 """
 
 from __future__ import annotations
@@ -75,22 +75,22 @@ from .spans import of_call, record
 
 @contextmanager
 def open_rendezvous_store(seat: int, timeout: float | None) -> Iterator[Store]:
-    """The store that all workers of the pool share, until the end of the block.
+    """Open the store of all workers of the pool, until the end of the block.
 
     Args:
-        seat: the inherited descriptor; closed at the end.
-        timeout: seconds to wait for each answer; None: for ever.
+        seat: inherited descriptor; closed at the end.
+        timeout: seconds for each answer; ``None``: no limit.
     """
     connection = socket.socket(fileno=seat)
     connection.set_inheritable(False)
     channel = Channel(connection, StoreResponse)
 
-    def ask(question: StoreRequest, deadline: Deadline) -> StoreResponse:
-        channel.send(question, deadline)
+    def ask(request: StoreRequest, deadline: Deadline) -> StoreResponse:
+        channel.send(request, deadline)
         while True:
             answer: StoreResponse = channel.receive(deadline)
-            # Another number: the answer to a question whose asker was interrupted while waiting.
-            if answer.number == question.number:
+            # Another number belongs to a request whose caller was interrupted.
+            if answer.number == request.number:
                 return answer
 
     with closing(channel), closing(ProxyStore(ask, timeout)) as store:
@@ -102,11 +102,7 @@ if TYPE_CHECKING:
 
 
 class RunningStreams:
-    """Runs generators an item at a time, as `control.protocol.Call.stream` says.
-
-    Args:
-        worker: the user's worker.
-    """
+    """Runs generators an item at a time; see `control.protocol.Call.stream`."""
 
     def __init__(self, worker: object) -> None:
         self._worker = worker
@@ -117,22 +113,22 @@ class RunningStreams:
 
         Args:
             call: the call.
-            wanted: whether the driver wants this rank's item.
+            wanted: whether the driver needs this rank's item.
 
         Returns:
-            ``(item,)``, where the item is ``None`` if it is not wanted; ``()`` at the end;
-            ``None`` if the call closes the stream.
+            ``(item,)``, with ``None`` for an item that is not wanted; ``()`` at the end; ``None``
+                if the call closes the stream.
 
         Raises:
-            StreamLostError: the stream began before the pool was restarted.
-            TypeError: the method returned something else than a generator.
-            What the generator raises.
+            StreamLostError: the stream began before a restart of the pool.
+            TypeError: the method returned no generator.
+            BaseException: any error of the generator.
         """
         if call.stream < 0:
             self._running.pop(-call.stream, _ended()).close()
             return None
         if call.begins:
-            # If the method raises, the stream has ended on this rank; the driver closes it.
+            # If the method raises, this rank's stream has ended; the driver closes it.
             self._running[call.stream] = _ended()
             self._running[call.stream] = self._begin(call)
         elif call.stream not in self._running:
@@ -142,10 +138,12 @@ class RunningStreams:
         return ()
 
     def _begin(self, call: Call) -> Running:
-        made = getattr(self._worker, call.method)(*call.args, **call.kwargs)
-        if not isinstance(made, Generator):
-            raise TypeError(f"{call.method} is not a generator: it returned {type(made).__name__}")
-        return made
+        generator = getattr(self._worker, call.method)(*call.args, **call.kwargs)
+        if not isinstance(generator, Generator):
+            raise TypeError(
+                f"{call.method} is not a generator: it returned {type(generator).__name__}"
+            )
+        return generator
 
 
 def _ended() -> Running:
@@ -153,28 +151,29 @@ def _ended() -> Running:
 
 
 _ENDS = (GroupAbortedError, GroupClosedError, PeerLostError, ChannelClosedError)
-"""Errors after which a worker ends without a report: the driver knows why, or has ended."""
+"""Errors that end a worker without a report: the driver has the reason, or has exited."""
 
-_ENDS_WITHIN = 0.5
-"""Seconds after which a worker that was told to end says why it has not."""
+_EXIT_SECONDS = 0.5
+"""Seconds for a worker to exit before it reports its remaining threads and processes."""
 
-_LOOK_SECONDS = 0.005
-"""How often to check for the driver's `Resume`, which comes over a socket and so wakes no wait."""
+_POLL_SECONDS = 0.005
+"""Seconds between two polls for `Resume`, whose socket wakes no board wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerContext:
-    """The first argument of a worker's ``__init__``.
+    """First argument of a worker's ``__init__``.
 
     Attributes:
-        groups: the groups that this rank is in.
-        device: this rank's device; a CUDA device is the current one already.
-        report_progress: call it with ``(done, total, what)`` to tell the driver's ``on_progress``
-            how far a long piece of work, such as reading weights, has come.
-        generation: 1 in a new pool, and higher each time that the pool was restarted.
-        cancelled: whether nobody waits for the present call any more: its future, task or stream
-            was cancelled or closed, or it is late. Costs 0.1 us. Ranks hear of it at different
-            moments: where they meet in group operations, let one of them ask and tell the others.
+        groups: this rank's groups.
+        device: this rank's device; a CUDA device is already the current one.
+        report_progress: call with ``(done, total, what)`` to report long work, such as reading
+            weights, to the driver's ``on_progress``.
+        generation: 1 in a new pool; increases with each restart.
+        cancelled: returns whether the running call has no caller any more: its future, task or
+            stream was cancelled or closed, or it is late. Costs 0.1 us. Ranks see a cancellation at
+            different times: before group operations, let one rank read it and send it to the
+            others.
     """
 
     groups: coordinator.ParallelGroups
@@ -185,12 +184,11 @@ class WorkerContext:
 
 
 def main(control: int, seat: int, stacks: int) -> None:
-    """Run the worker that the driver describes, until the driver has no more calls for it.
+    """Run the worker that the driver describes, until the driver closes the queue of calls.
 
     Args:
-        control: the descriptor of the control channel.
-        seat: the descriptor for `open_rendezvous_store`.
-        stacks: the descriptor to which this process writes its stacks.
+        control, seat, stacks: descriptors of the control channel, of the rendezvous store, and of
+            the file to which this process writes its stacks.
     """
     writes_stacks_to(stacks)
     try:
@@ -199,49 +197,42 @@ def main(control: int, seat: int, stacks: int) -> None:
         try:
             in_order = _run(Channel(connection, receives=Start | Resume), seat)
         finally:
-            # It stays open until this process ends, or becomes another program: the driver hears it
-            # close, and takes a process that goes on then for no worker any more.
+            # Open until exit or exec: when it closes, the driver kills a process that remains.
             connection.detach()
     except _ENDS as error:
-        why = f"{type(error).__name__}: {error}"  # shown if the driver takes this end for the cause
+        why = f"{type(error).__name__}: {error}"  # shown if this exit is the root cause
         os.write(stacks, why.encode(errors="backslashreplace"))
         in_order = False
-    except BaseException:  # noqa: BLE001 - the interpreter would wait for threads of the user's
+    except BaseException:  # noqa: BLE001 - the interpreter would join the user's threads
         why = traceback.format_exc()
         sys.stderr.write(why)
-        os.write(stacks, why.encode(errors="backslashreplace"))  # the driver's error has it, then
+        os.write(stacks, why.encode(errors="backslashreplace"))  # for the driver's error
         in_order = False
     if in_order:
-        late = threading.Timer(_ENDS_WITHIN, _tell_what_runs_on)
-        late.daemon = True
-        late.start()
+        timer = threading.Timer(_EXIT_SECONDS, _report_leftovers)
+        timer.daemon = True
+        timer.start()
     sys.stdout.flush()
     sys.stderr.flush()
     if not in_order:
-        # Groups whose members are gone, or still starting, cannot be taken down in order.
+        # Groups with lost or starting members cannot be closed in order.
         os._exit(1)
 
 
-def _tell_what_runs_on() -> None:
-    """Before it ends a process Python waits for its threads, and `multiprocessing`'s processes,
-    that are no daemons, and so does the driver.
-    """
+def _report_leftovers() -> None:
+    """Log non-daemon threads and child processes: they keep this worker alive."""
     threads = [each for each in threading.enumerate() if each is not threading.main_thread()]
-    runs_on = {
+    leftovers = {
         "threads": [each.name for each in threads if not each.daemon],
         "processes": [each.name for each in multiprocessing.active_children() if not each.daemon],
     }
-    for kind, names in runs_on.items():
+    for kind, names in leftovers.items():
         if names:
-            sys.stderr.write(f"this worker has no more calls, and ends with its {kind}: {names}\n")
+            sys.stderr.write(f"this worker has no more calls, but waits for its {kind}: {names}\n")
 
 
-def _end_child(error: BaseException | None) -> NoReturn:
-    """End a process that the user's worker has forked, and that is none of the pool's.
-
-    Args:
-        error: what it has left the user's code with; None: it has returned.
-    """
+def _exit_forked_child(error: BaseException | None) -> NoReturn:
+    """Exit from a process that the user's worker forked; ``error``: raised by the user's code."""
     status: object = 0
     if isinstance(error, SystemExit):
         status = error.code or 0
@@ -256,31 +247,26 @@ def _end_child(error: BaseException | None) -> NoReturn:
 
 
 def _run(channel: Channel, seat: int) -> bool:
-    """Take part in one generation after another; False if the start failed.
-
-    Raises:
-        What is in `_ENDS`: the pool has broken, and this worker does not survive that.
-    """
+    """Run generations until the end; return whether all started."""
     start: Start = channel.receive()
-    whose = start.name and f"{start.name}, "
-    label_output(f"[{whose}rank {start.rank}] ")
+    prefix = start.name and f"{start.name}, "
+    label_output(f"[{prefix}rank {start.rank}] ")
     with open_rendezvous_store(seat, start.timeout) as store:
         return _serve_generations(channel, store, start)
 
 
 def _serve_generations(channel: Channel, store: Store, start: Start) -> bool:
-    """As `_run`, from the first start message on."""
     worker: Any = None
     while True:
         serving = _Serving(channel, start)
         if not hasattr(worker, "restore"):
-            worker = None  # a new one will be made, and needs its memory
+            worker = None  # free its memory before a new one is made
         process = os.getpid()
         try:
             worker = serving.join(store, worker)
-        except BaseException as error:  # noqa: BLE001 - all that ends the start goes to the caller
+        except BaseException as error:  # noqa: BLE001 - the caller gets every error of the start
             if os.getpid() != process:
-                _end_child(error)
+                _exit_forked_child(error)
             channel.send(describe(error, rank=start.rank))
             return False
         channel.send(serving.ready())
@@ -288,7 +274,7 @@ def _serve_generations(channel: Channel, store: Store, start: Start) -> bool:
             serving.serve()
         except _ENDS as error:
             lost_driver = isinstance(error, PeerLostError) and error.rank == DRIVER_RANK
-            if not start.survives or lost_driver:  # its end has the reason, unlike `Detached`
+            if not start.survives or lost_driver:  # its exit reports the reason, unlike `Detached`
                 raise
         else:
             serving.close()
@@ -296,24 +282,17 @@ def _serve_generations(channel: Channel, store: Store, start: Start) -> bool:
         serving.close()
         forget_groups()
         channel.send(Detached())
-        gc.collect()  # cycles hold some of what was closed, descriptors and memory with it
+        gc.collect()  # cycles hold closed objects with descriptors and memory
         start = _next_start(channel)
 
 
 def _next_start(channel: Channel) -> Start:
     while not isinstance(message := channel.receive(), Start):
-        pass  # a `Resume` of the generation that is over
+        pass  # `Resume` of the previous generation
     return message
 
 
 class _Serving:
-    """One generation: the queues that bring calls and take replies, the groups, the streams.
-
-    Args:
-        channel: the control channel.
-        start: what the driver says of the generation.
-    """
-
     def __init__(self, channel: Channel, start: Start) -> None:
         self._channel = channel
         self._start = start
@@ -324,15 +303,7 @@ class _Serving:
         self._closing = ExitStack()
 
     def join(self, store: Store, worker: Any) -> Any:
-        """Join the queues and the groups; make the user's worker, or let it go on.
-
-        Args:
-            store: the store where the ranks meet.
-            worker: the one of the generation before, to restore; ``None``: make a new one.
-
-        Returns:
-            The worker.
-        """
+        """Join queues and groups; make the user's worker, or restore ``worker``; return it."""
         start = self._start
         deadline = Deadline.after(start.timeout)
         if start.spans is not None:
@@ -350,7 +321,7 @@ class _Serving:
             torch.cuda.set_device(device)
         serve_calls(start.rank, start.secret)
         groups = self._join_groups(store, device, deadline)
-        self._show_place()
+        self._set_title()
         context = WorkerContext(
             groups,
             device,
@@ -372,7 +343,6 @@ class _Serving:
         return worker
 
     def _join_memory(self) -> None:
-        """Attach the memory that all workers of this host share."""
         handles = self._start.handles
         if handles.board is None or handles.cancelled is None:
             raise ValueError("this worker's host has not filled in what it shares with the worker")
@@ -380,7 +350,6 @@ class _Serving:
         self._board = self._closing.enter_context(Board.attach(handles.board, self._rank))
 
     def _open_queues(self) -> None:
-        """Attach the driver's queues; where the driver is on another host, connect to it."""
         start, open_ = self._start, self._closing.enter_context
         handles, watch = start.handles, self._board.check
         if handles.replies is not None:
@@ -428,17 +397,18 @@ class _Serving:
         self._closing.callback(groups.close)
         return groups
 
-    def _show_place(self) -> None:
-        """Have lists of processes show this worker's rank, and its place in the grid."""
+    def _set_title(self) -> None:
         start = self._start
-        sizes, place = start.grid.sizes, start.grid.coordinates(start.rank)
-        at = "".join(f" {axis}{place[axis]}" for axis, size in sizes.items() if size > 1)
-        of = start.name and f" of {start.name}"
-        retitle(f"group-coordinator worker {start.rank}{at}{of}")
+        sizes, coordinates = start.grid.sizes, start.grid.coordinates(start.rank)
+        position = "".join(
+            f" {axis}{coordinates[axis]}" for axis, size in sizes.items() if size > 1
+        )
+        pool = start.name and f" of {start.name}"
+        retitle(f"group-coordinator worker {start.rank}{position}{pool}")
 
     @contextmanager
     def _shown(self, step: str) -> Iterator[None]:
-        """Stamp a step of the start on the board: it may take minutes."""
+        """Stamp a step of the start on the board; a step may take minutes."""
         entry = self._board.record_begin(step)
         yield
         self._board.record_end(entry)
@@ -448,28 +418,24 @@ class _Serving:
             raise TypeError(
                 f"report_progress takes two ints and a text; got {done!r}, {total!r}, {what!r}"
             )
-        with suppress(ChannelClosedError):  # a thread of the user's goes on behind the last call
+        with suppress(ChannelClosedError):  # a thread of the user may outlive the last call
             self._channel.send(WorkProgress(done, total, what))
 
     def _next_call(self) -> Call:
         if self._start.handles.replies is not None:
             return Call(*self._calls.dequeue())
-        self._board.idle()  # no queue of another host is on the board
+        self._board.idle()  # the board lacks queues of other hosts
         with self._board.published_wait("dequeue") as show:
             show([self._board.ranks.index(DRIVER_RANK)])
             return Call(*self._calls.dequeue())
 
     def serve(self) -> None:
-        """Answer calls until the driver closes the queue.
-
-        Raises:
-            What is in `_ENDS`: the generation has broken.
-        """
+        """Answer calls until the driver closes the queue; raise one of `_ENDS` on failure."""
         while True:
             try:
                 call = self._next_call()
             except MessageDecodeError as error:
-                # Its number is in the message that cannot be decoded; behind a gap comes a `VOID`.
+                # The number is in the undecodable message; after a gap the driver sends `VOID`.
                 self._last += 1
                 self._fail(error)
             except GroupClosedError:
@@ -482,12 +448,10 @@ class _Serving:
                     self._answer(call)
 
     def ready(self) -> Ready:
-        """What to tell the driver when `join` has returned."""
-        made = self._start.handles.replies is None
-        return Ready(self._replies.export_handle() if made else None)
+        is_remote = self._start.handles.replies is None
+        return Ready(self._replies.export_handle() if is_remote else None)
 
     def close(self) -> None:
-        """Leave the groups and the queues."""
         self._closing.close()
 
     def _answer(self, call: Call) -> None:
@@ -501,10 +465,10 @@ class _Serving:
             finally:
                 set_call_number(0)
             if os.getpid() != self._pid:
-                _end_child(None)
-        except BaseException as error:  # noqa: BLE001 - all that a method raises goes to the caller
+                _exit_forked_child(None)
+        except BaseException as error:  # noqa: BLE001 - the caller gets every error of a method
             if os.getpid() != self._pid:
-                _end_child(error)
+                _exit_forked_child(error)
             self._board.record_end(entry, error)
             self._fail(error)
             return
@@ -518,7 +482,7 @@ class _Serving:
         except TypeError as error:
             what = "item" if call.stream else "result"
             self._fail(unsendable(value[0] if call.stream else value, error, what), begun)
-        except BaseException as error:  # noqa: BLE001 - the value's own code fails to pickle it
+        except BaseException as error:  # noqa: BLE001 - pickling runs the value's code
             self._fail(error, begun)
 
     def _value_of(self, call: Call, wanted: bool) -> Any:
@@ -532,16 +496,15 @@ class _Serving:
     def _fail(
         self, error: BaseException, begun: tuple[GroupOperationCounts, ...] | None = None
     ) -> None:
-        """Report a failed call to the driver, then wait until it says to go on."""
         begun = take_operation_counts() if begun is None else begun
         self._channel.send(describe(error, self._last, begun, self._rank))
         driver = self._board.n_members - 1
         self._board.wait(
-            self._may_go_on, NEVER, "failed call", lambda: (driver,), poll=_LOOK_SECONDS
+            self._is_resumed, NEVER, "failed call", lambda: (driver,), poll=_POLL_SECONDS
         )
 
-    def _may_go_on(self) -> bool:
-        told: Resume | None = self._channel.take()
-        if told is not None:
-            self._resumed = told.number
+    def _is_resumed(self) -> bool:
+        resume: Resume | None = self._channel.take()
+        if resume is not None:
+            self._resumed = resume.number
         return self._resumed == self._last

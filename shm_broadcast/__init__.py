@@ -1,7 +1,7 @@
 """The lowest package: shared memory, waiting, liveness, and the message queue.
 
-The packages above wait through this one, so deadlines, abort and liveness are handled here. The
-queue is imported when it is first used: it loads torch, without which boards can be looked at.
+All packages above wait through it: deadline, abort and lost peers are handled here. The queue loads
+torch, so it is imported at its first use; a board needs no torch.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ __all__ = [
 ]
 
 __version__: Final = "0.1.0"
-"""Of all four packages; what builds them reads it here."""
+"""The version of all four packages; `pyproject.toml` reads it here."""
 
 _HOMES: Final = {
     "DEFAULT_CAPACITY": "shm_broadcast.queue.handle",
@@ -85,5 +85,5 @@ _HOMES: Final = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
-    return found
+    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    return value

@@ -1,6 +1,6 @@
-"""Checks arguments: each check returns the value as a plain Python type, or names the argument.
+"""Argument checks: each returns the value as a plain Python type, or names the argument.
 
-Any integer type counts as a whole number, numpy's too, but not booleans: ``tp=True`` is a mistake.
+Any integer type counts as a whole number, numpy's too. Booleans do not: ``tp=True`` is a mistake.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any, TypeAlias, TypeVar
 
 T = TypeVar("T")
 CheckArgument: TypeAlias = Callable[[str, Any], T]
-"""Given an argument's name and value, returns it.
+"""Takes an argument's name and value and returns the value.
 
 Raises:
-    TypeError: it is something else.
-    ValueError: it is out of range.
+    TypeError: the value has the wrong type.
+    ValueError: the value is out of range.
 """
 
 
 def integer(name: str, given: Any, most: int | None = None, *, least: int = 1) -> int:
-    """A whole number, ``least`` or more; see `CheckArgument`."""
+    """Return a whole number from ``least`` to ``most``; see `CheckArgument`."""
     try:
         number = None if isinstance(given, bool) else operator.index(given)
     except TypeError:
@@ -36,12 +36,12 @@ def integer(name: str, given: Any, most: int | None = None, *, least: int = 1) -
 
 
 def integers(name: str, given: Any, *, least: int = 1) -> tuple[int, ...]:
-    """Several whole numbers; see `CheckArgument`."""
+    """Return several whole numbers; see `CheckArgument`."""
     return _several(name, "whole numbers", given, partial(integer, least=least))
 
 
 def seconds(name: str, given: Any, *, some: bool = False) -> float:
-    """Seconds, 0 or more, or more than 0 if ``some`` are needed; see `CheckArgument`."""
+    """Return seconds, 0 or more; ``some`` excludes 0; see `CheckArgument`."""
     if isinstance(given, bool) or not isinstance(given, Real):
         raise _mistaken(name, "a number of seconds", given)
     number = float(given)
@@ -52,45 +52,45 @@ def seconds(name: str, given: Any, *, some: bool = False) -> float:
 
 
 def positive_seconds(name: str, given: Any) -> float:
-    """Seconds, more than 0; see `CheckArgument`."""
+    """Return seconds, more than 0; see `CheckArgument`."""
     return seconds(name, given, some=True)
 
 
 def flag(name: str, given: Any) -> bool:
-    """True or False; see `CheckArgument`."""
+    """Return True or False; see `CheckArgument`."""
     if not isinstance(given, bool):
         raise _mistaken(name, "True or False", given)
     return given
 
 
 def text(name: str, given: Any) -> str:
-    """A text; see `CheckArgument`."""
+    """Return a text; see `CheckArgument`."""
     if not isinstance(given, str):
         raise _mistaken(name, "a text", given)
     return str(given)
 
 
 def printable_text(name: str, given: Any) -> str:
-    """A text of printable characters, for logs; see `CheckArgument`."""
+    """Return a text of printable characters, for logs; see `CheckArgument`."""
     if not text(name, given).isprintable():
         raise ValueError(f"{name} must be of printable characters only; got {given!r}")
     return str(given)
 
 
 def texts(name: str, given: Any) -> tuple[str, ...]:
-    """Several texts, and not one, whose letters would be taken for them; see `CheckArgument`."""
+    """Return several texts; a single ``str`` is refused; see `CheckArgument`."""
     return _several(name, "texts", given, text)
 
 
 def function(name: str, given: Any) -> Callable[..., Any]:
-    """What can be called; see `CheckArgument`."""
+    """Return a callable; see `CheckArgument`."""
     if not callable(given):
         raise _mistaken(name, "a function", given)
     return given  # type: ignore[no-any-return]
 
 
 def optional(check: CheckArgument[T]) -> CheckArgument[T | None]:
-    """What ``check`` lets pass, or ``None``."""
+    """Return a check that accepts ``None`` and every value that ``check`` accepts."""
     return lambda name, given: None if given is None else check(name, given)
 
 

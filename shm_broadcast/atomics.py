@@ -8,7 +8,7 @@ from shm_broadcast._native import Words
 
 
 class SharedBytes(Protocol):
-    """A segment, or a copy of one that is only read."""
+    """A segment, or a read-only copy of one."""
 
     @property
     def words(self) -> Words:
@@ -16,20 +16,20 @@ class SharedBytes(Protocol):
 
     @property
     def memory(self) -> memoryview:
-        """Its bytes."""
+        """Return its bytes."""
 
 
 def read_text(segment: SharedBytes, offset: int, size: int) -> str:
-    """The text in the ``size`` bytes at ``offset``."""
+    """Return the text in the ``size`` bytes at ``offset``."""
     return text_of(bytes(segment.memory[offset : offset + size]))
 
 
 def text_of(field: bytes) -> str:
-    """The text in a field."""
+    """Return the text of a NUL-padded field."""
     return field.split(b"\0", 1)[0].decode(errors="replace")
 
 
 def write_text(segment: SharedBytes, offset: int, text: str, size: int) -> None:
-    """Put ``text`` there; a character that the limit would cut in two is dropped whole."""
+    """Write ``text`` to a field of ``size`` bytes; the limit cuts whole characters."""
     kept = text.encode(errors="replace")[:size].decode(errors="ignore").encode()
     segment.words.write(offset, kept.ljust(size, b"\0"))

@@ -1,13 +1,12 @@
-"""Encodes objects as a main part and out-of-band buffers, and decodes them.
+"""Encode objects as a main part and out-of-band buffers, and decode them.
 
 `PickleCodec` is for peers that trust each other: processes of one user on one host, or peers that
 proved the launcher's secret. `MsgpackCodec` carries messages of one type, validates them, and is
-about twice as fast. Nothing that comes from a client is ever unpickled.
+about twice as fast. Data from clients is never unpickled.
 
-Contiguous memory of `OUT_OF_BAND_BYTES` and more is not copied into the main part: it travels as a
-buffer of its own (pickle protocol 5, PEP 574). numpy's arrays support that; torch's tensors do not,
-so `tensor_pickling` has a reducer for them. It loads torch, and is itself loaded with the first
-tensor: a process that sends and receives none does not load torch.
+Contiguous memory of `OUT_OF_BAND_BYTES` and more travels as a buffer of its own (pickle protocol 5,
+PEP 574): numpy's arrays directly, torch's tensors by `tensor_pickling`. The first tensor loads
+torch.
 """
 
 from __future__ import annotations
@@ -29,17 +28,19 @@ if TYPE_CHECKING:
 
 OUT_OF_BAND_BYTES: Final = 16 << 10
 MAX_BUFFERS: Final = 512
-"""Buffers of a message at most; further ones stay in the main part.
+"""The most buffers of a message; further ones stay in the main part.
 
 A table of so many sizes fits into one record of the smallest ring.
 """
 
 UNDECODABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises of bytes that are no message of the type it looks for."""
+"""msgspec's errors for bytes that are no message of the decoder's type."""
 
 _KEPT_MAIN_BYTES: Final = 4 << 10
-"""A message with a larger main part may have so grown its pickler's memo, which never shrinks, that
-clearing it for each later message would cost more than a new pickler.
+"""The largest main part after which the pickler is kept.
+
+A pickler's memo never shrinks: after a large message, clearing it for each later message would cost
+more than a new pickler.
 """
 
 PICKLE: Final = 1
@@ -49,12 +50,12 @@ MSGPACK: Final = 2
 Encoded: TypeAlias = "tuple[Sequence[Buffer], Sequence[memoryview]]"
 """The main part in pieces (contiguous, of any shape), and the out-of-band buffers (flat bytes).
 
-All of it may still be the memory of the message itself.
+All of it may alias the memory of the message.
 """
 
 
 class PickleCodec:
-    """Any picklable object; tensors of every dtype and numpy arrays out of band."""
+    """Encodes any picklable object; tensors of every dtype and numpy arrays go out of band."""
 
     code = PICKLE
     encode_whole = None
@@ -62,17 +63,13 @@ class PickleCodec:
     def __init__(self) -> None:
         self._main = _Sink()
         self._buffers: list[memoryview] = []
-        # Kept between messages: to make a pickler costs as much as to pickle a small message.
+        # Kept between messages: making a pickler costs as much as pickling a small message.
         self._pickler = self._new_pickler()
         self._is_clean = True
 
     def encode(self, message: Any) -> Encoded:
-        """Pickle ``message``.
-
-        Raises:
-            TypeError: it cannot be pickled.
-        """
-        if not self._is_clean:  # a signal handler raised while the last message was forgotten
+        """Pickle ``message``; raise TypeError if that is impossible."""
+        if not self._is_clean:  # a signal handler raised inside `_forget`
             self._forget()
         self._is_clean = False
         try:
@@ -84,7 +81,7 @@ class PickleCodec:
             self._forget()
 
     def decode(self, main: Buffer, buffers: Sequence[Buffer]) -> Any:
-        """Unpickle a message whose sender is trusted."""
+        """Unpickle a message of a trusted sender."""
         try:
             return pickle.loads(main, buffers=buffers)
         except Exception as error:
@@ -101,7 +98,7 @@ class PickleCodec:
         main = self._main
         if len(main) == 1 and len(main[0]) <= _KEPT_MAIN_BYTES:
             self._pickler.clear_memo()
-        else:  # a message that is large, or of which nothing was written before it failed
+        else:  # the message is large, or failed before its first piece was written
             self._pickler = self._new_pickler()
         self._main.clear()
         self._buffers.clear()
@@ -116,7 +113,7 @@ class PickleCodec:
 
 
 class MsgpackCodec:
-    """One type that msgspec can validate: a Struct, a dataclass, builtin containers."""
+    """Encodes one type that msgspec can validate: a Struct, a dataclass, builtin containers."""
 
     code = MSGPACK
 
@@ -125,7 +122,7 @@ class MsgpackCodec:
         self._decoder = msgspec.msgpack.Decoder(message_type)
 
     def encode(self, message: Any) -> Encoded:
-        """Encode ``message``; one that msgspec does not know raises TypeError."""
+        """Encode ``message``; raise TypeError if msgspec does not support its type."""
         return (self.encode_whole(message),), ()
 
     def decode(self, main: Buffer, buffers: Sequence[Buffer]) -> Any:
@@ -141,38 +138,32 @@ class MsgpackCodec:
 
 
 Codec: TypeAlias = PickleCodec | MsgpackCodec
-"""How one queue's messages are encoded; every record's header has its ``code``.
+"""The encoding of one queue's messages; every record's header has its ``code``.
 
-``encode_whole`` gives the main part of a message that is in one piece, as all are; None: they may
-be in several, and have buffers. One thread at a time encodes. What `decode` gives may refer to the
-memory of ``buffers``, never to that of ``main``.
+``encode_whole`` returns the main part of a message that is always one piece without buffers; None:
+messages may have several pieces, and buffers. One thread at a time encodes. Results of `decode` may
+alias the memory of ``buffers``, never that of ``main``.
 """
 
 
 def _raised_in_signal_handler(error: Exception) -> bool:
-    """Whether a signal handler has raised it, which runs wherever Python happens to be: the message
-    is not to blame.
-    """
+    """Return whether a signal handler, which may run inside the decoder, raised ``error``."""
     handlers = [signal.getsignal(number) for number in signal.valid_signals()]
     codes = [getattr(handler, "__code__", None) for handler in handlers]  # a function's, a method's
     return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def codec_for(message_type: Any | None) -> Codec:
-    """The codec of a queue: typed if ``message_type`` is given."""
+    """Return the codec of a queue: typed if ``message_type`` is given."""
     return PickleCodec() if message_type is None else MsgpackCodec(message_type)
 
 
 class _Sink(list[bytes]):
-    """What a pickler writes to: a list of pieces, so that large ones are not copied."""
-
     write = list.append
 
 
 class _Reducers(dict[type, Any]):
-    """copyreg's reducers, which a pickler with its own dispatch table ignores; of torch's types,
-    those of `tensor_pickling`.
-    """
+    """copyreg's reducers, which a pickler with its own table ignores, and `tensor_pickling`'s."""
 
     def __missing__(self, kind: type) -> Any:
         if kind.__module__.partition(".")[0] == "torch":
@@ -188,10 +179,10 @@ _REDUCERS: Final = _Reducers()
 
 
 def pickled(value: Any) -> bytes:
-    """``value`` in one piece, with its tensors as `tensor_pickling` has them.
+    """Return ``value`` in one piece, its tensors reduced by `tensor_pickling`.
 
-    `pickle.dumps` would take all the memory that a view shows a part of, and what it makes of a
-    float8 tensor cannot be restored.
+    `pickle.dumps` would include the whole storage of a view, and its float8 tensors cannot be
+    restored.
     """
     main = io.BytesIO()
     pickler = pickle.Pickler(main, protocol=5)

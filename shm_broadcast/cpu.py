@@ -1,8 +1,6 @@
-"""Read the machine's cores from Linux: which ones there are, what they share, and the cgroup's
-limits.
+"""Read the machine's cores, caches and control groups from Linux.
 
-A core may run several threads at once ("SMT"); Linux numbers these, and calls each a CPU. Cores
-that are equally near to a part of the memory form a node ("NUMA").
+A CPU is a hardware thread of a core. Cores that share a part of the memory form a NUMA node.
 """
 
 from __future__ import annotations
@@ -14,58 +12,45 @@ from pathlib import Path, PurePosixPath
 from typing import Final, NamedTuple
 
 GIVEN_CORES: Final = frozenset(os.sched_getaffinity(0))
-"""The cores that this process was given, before it was bound: those of the ranks beside it, too."""
+"""The CPUs of this process at start-up, before binding: also those of other ranks on the host."""
 _TASKS: Final = Path("/proc/self/task")
 
 
 def bind_process(cpus: Collection[int]) -> None:
-    """Have all threads of this process, and those that they start, run on ``cpus`` only.
+    """Bind all threads of this process, and threads that they start, to ``cpus``.
 
-    Memory that they touch first from then on is that of the node (NUMA) that these are on.
-
-    Raises:
-        OSError: this process may not use any of them.
+    Memory that they touch first after this call lies on the NUMA node of ``cpus``. Raises OSError
+    if this process may use none of them.
     """
     for task in _TASKS.iterdir():
-        with suppress(ProcessLookupError):  # it has ended meanwhile
+        with suppress(ProcessLookupError):  # the thread has exited
             os.sched_setaffinity(int(task.name), cpus)
 
 
 class ControlGroup(NamedTuple):
-    """A control group.
-
-    Attributes:
-        unified: whether it is of version 2.
-        folder: where its files are.
-    """
+    """The folder of a control group; ``unified``: of cgroup version 2."""
 
     unified: bool
     folder: Path
 
 
 class _Mount(NamedTuple):
-    """A mounted cgroup file system.
-
-    Attributes:
-        unified: whether it is of version 2.
-        controllers: version 1: the controllers of this hierarchy, such as ``"cpu"``.
-        root: the control group that is mounted at `point`.
-        point: the folder where it is mounted.
-    """
+    """A mounted cgroup file system."""
 
     unified: bool
-    controllers: frozenset[str]
-    root: PurePosixPath
+    controllers: frozenset[str]  # version 1: of this hierarchy, such as "cpu"
+    root: PurePosixPath  # the control group that is mounted at `point`
     point: PurePosixPath
 
 
 def cgroups(controller: str, root: Path = Path("/")) -> Iterator[ControlGroup]:
-    """The groups of this process, each before those around it that are visible here.
+    """Yield the control groups of this process, each before its visible parents.
+
+    Yields none if their files cannot be read.
 
     Args:
-        controller: version 1: only those of its hierarchy, such as ``"cpu"``.
-        root: the folder to find ``proc`` and the mounts in. If files there cannot be read, there
-            are no groups.
+        controller: version 1: only groups of its hierarchy, such as ``"cpu"``.
+        root: the folder of ``proc`` and the mounts.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -83,36 +68,30 @@ def cgroups(controller: str, root: Path = Path("/")) -> Iterator[ControlGroup]:
 
 
 def memory_kills(root: Path = Path("/")) -> int:
-    """How many processes of this one's control group the kernel has killed so far, as the group had
-    no memory left; 0 where that is not known.
-
-    Args:
-        root: the folder to find the group in: see `cgroups`.
-    """
+    """Return how many processes of this control group the OOM killer ended; 0 if unknown."""
     for unified, folder in cgroups("memory", root):
         try:
             counts = (folder / ("memory.events" if unified else "memory.oom_control")).read_text()
             words = counts.split()
             return int(words[words.index("oom_kill") + 1])
-        except (OSError, ValueError):  # the machine itself, or another controller's hierarchy
+        except (OSError, ValueError):  # the root group, or another controller's hierarchy
             continue
     return 0
 
 
 def _mounts(mountinfo: str) -> Iterator[_Mount]:
     for line in mountinfo.splitlines():
-        about, _, kind = line.partition(" - ")
-        fields, (name, *rest) = about.split(), kind.split()
+        mount, _, kind = line.partition(" - ")
+        fields, (name, *rest) = mount.split(), kind.split()
         if name in ("cgroup", "cgroup2"):
             controllers = frozenset(rest[-1].split(","))
-            where = PurePosixPath(fields[3]), PurePosixPath(fields[4])
-            yield _Mount(name == "cgroup2", controllers, *where)
+            root, point = PurePosixPath(fields[3]), PurePosixPath(fields[4])
+            yield _Mount(name == "cgroup2", controllers, root, point)
 
 
 def _around(mount: _Mount, group: PurePosixPath) -> Iterator[PurePosixPath]:
-    """The folders of ``group`` and of the groups around it, below the root."""
     inside = group.relative_to(mount.root) if group.is_relative_to(mount.root) else PurePosixPath()
-    if ".." in inside.parts:  # outside of this process's cgroup namespace
+    if ".." in inside.parts:  # outside this process's cgroup namespace
         inside = PurePosixPath()
     for folder in (inside, *inside.parents):
         yield mount.point.relative_to("/") / folder
@@ -123,25 +102,16 @@ _SYSTEM: Final = Path("/sys/devices/system")
 
 
 class Core(NamedTuple):
-    """A core of which this process may use something.
-
-    Attributes:
-        node: the number of its node.
-        cpus: the numbers of its threads that may be used.
-    """
+    """The usable CPUs of a core, and the number of its NUMA node."""
 
     node: int
     cpus: tuple[int, ...]
 
 
 def cores_of(usable: Iterable[int], system: Path = _SYSTEM) -> tuple[Core, ...]:
-    """The cores of the CPUs ``usable``, node by node.
+    """Return the cores of the CPUs ``usable``, node by node.
 
-    What is not told, as where sysfs is hidden: each CPU is a core, and all are on node 0.
-
-    Args:
-        usable: such as a process's affinity, which is also within its control group's cpuset.
-        system: sysfs's folder of the machine's CPUs and nodes.
+    Where sysfs is hidden, each CPU counts as a core, and all are on node 0.
     """
     usable = set(usable)
     nodes = {
@@ -149,20 +119,18 @@ def cores_of(usable: Iterable[int], system: Path = _SYSTEM) -> tuple[Core, ...]:
         for folder in system.glob("node/node[0-9]*")
         for cpu in _read(folder / "cpulist")
     }
-    found = set()
+    cores = set()
     for cpu in usable:
         threads = _read(system / f"cpu/cpu{cpu}/topology/thread_siblings_list") & usable
-        found.add(Core(nodes.get(cpu, 0), tuple(sorted(threads | {cpu}))))
-    return tuple(sorted(found))
+        cores.add(Core(nodes.get(cpu, 0), tuple(sorted(threads | {cpu}))))
+    return tuple(sorted(cores))
 
 
 def share_a_cache(usable: Set[int], cpus: Path = _SYSTEM / "cpu") -> bool:
-    """Whether cores that ranks may run on share their last cache; False if it is not known.
+    """Return whether the ranks' cores share their last-level cache; False if unknown.
 
-    Args:
-        usable: the cores that this process was given. A single one says nothing of the other ranks:
-            then all cores of the machine count.
-        cpus: sysfs's folder of the machine's cores.
+    If ``usable``, the CPUs of this process at start-up, is a single one, all CPUs of the machine
+    count: other ranks run on other ones.
     """
     try:
         counted = usable if len(usable) > 1 else listed((cpus / "online").read_text())
@@ -174,10 +142,9 @@ def share_a_cache(usable: Set[int], cpus: Path = _SYSTEM / "cpu") -> bool:
 
 
 def listed(text: str) -> set[int]:
-    """The numbers of a list such as ``0-3,8,10-11``.
+    """Return the numbers of a list such as ``0-3,8,10-11``.
 
-    Raises:
-        ValueError: it is none, or has numbers of 65,536 and more.
+    Raises ValueError if it is no such list, or has numbers of 65,536 and more.
     """
     numbers: set[int] = set()
     for part in text.strip().split(","):

@@ -1,7 +1,7 @@
-"""The one timeout type: a moment on the monotonic clock, made once, passed down.
+"""The one timeout type: a point in time on the monotonic clock, made once per public call.
 
-A public call takes ``timeout`` in seconds (``None``: wait for ever) and makes a `Deadline` of it
-at once, so that a call that waits several times still ends on time.
+A public call makes a `Deadline` of its ``timeout`` (seconds; ``None``: no limit) at once, so a call
+with several waits still ends on time.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _MOST_MILLISECONDS = (1 << 31) - 1
 
 
 class Deadline(msgspec.Struct, frozen=True, gc=False):
-    """A moment to give up at. A Struct, as it is made in a fifth of a dataclass's time.
+    """The point in time when a call gives up. A Struct: made in a fifth of a dataclass's time.
 
     Attributes:
         at: seconds on ``time.monotonic()``; ``inf`` means never.
-        timeout: the seconds that were asked for; ``None`` means for ever.
+        timeout: the requested seconds; ``None`` means no limit.
     """
 
     at: float
@@ -29,11 +29,11 @@ class Deadline(msgspec.Struct, frozen=True, gc=False):
 
     @classmethod
     def after(cls, timeout: float | Deadline | None) -> Deadline:
-        """The deadline ``timeout`` seconds from now; a `Deadline` is returned as it is.
+        """Return the deadline ``timeout`` seconds from now; a `Deadline` is returned unchanged.
 
         Raises:
             ValueError: ``timeout`` is negative, or NaN.
-            TypeError: it is no number.
+            TypeError: ``timeout`` is no number.
         """
         if isinstance(timeout, Deadline):
             return timeout
@@ -44,42 +44,38 @@ class Deadline(msgspec.Struct, frozen=True, gc=False):
                 raise ValueError(f"timeout must be 0 or more seconds, or None; got {timeout!r}")
             return cls(time.monotonic() + timeout, timeout)
         except TypeError:
-            what = f"timeout must be a number of seconds, or None; got {timeout!r}"
-            raise TypeError(what) from None
+            text = f"timeout must be a number of seconds, or None; got {timeout!r}"
+            raise TypeError(text) from None
         except OverflowError:  # an int that no float holds
             return cls(math.inf, math.inf)
 
     @classmethod
     def within(cls, timeout: float | Deadline | None) -> Deadline:
-        """As `after`, but a negative ``timeout`` counts as 0.
+        """Return `after` of ``timeout``, where a negative ``timeout`` counts as 0.
 
-        For calls that accept what is left of a time that may be over.
-
-        Raises:
-            ValueError: ``timeout`` is NaN.
-            TypeError: it is no number.
+        For calls that accept the rest of a time that may be over.
         """
         if timeout is None or isinstance(timeout, Deadline):
             return cls.after(timeout)
         try:
             over = timeout < 0
-        except TypeError:  # which `after` says in our words
+        except TypeError:  # `after` raises it with a text of ours
             over = False
         return cls.after(0.0 if over else timeout)
 
     @property
     def expired(self) -> bool:
-        """Whether the moment has passed."""
+        """Return whether the deadline has passed."""
         return self.at <= time.monotonic()
 
     def remaining(self, at_most: float = math.inf) -> float:
-        """Seconds left, never negative, never more than ``at_most``."""
+        """Return the seconds left, from 0 to ``at_most``."""
         if self.at == math.inf:
             return at_most
         return min(max(self.at - time.monotonic(), 0.0), at_most)
 
     def check(self, operation: str) -> None:
-        """Raise `GroupTimeoutError` about ``operation`` if the moment has passed."""
+        """Raise `GroupTimeoutError` about ``operation`` if the deadline has passed."""
         if self.expired:
             raise GroupTimeoutError(operation, self.timeout)
 
@@ -88,5 +84,5 @@ NEVER = Deadline(math.inf, None)
 
 
 def milliseconds(seconds: float) -> float | None:
-    """A time-out as poll(2) takes it: of 24 days at most, or None for ever."""
+    """Return a timeout for poll(2) in milliseconds: at most 24 days, or None for no limit."""
     return None if seconds == math.inf else min(seconds * 1000, _MOST_MILLISECONDS)

@@ -1,25 +1,25 @@
 """The errors between processes; `server.errors` and `coordinator.layout.checkpoint` add to them.
 
     CoordinatorError
-    ├── GroupTimeoutError (TimeoutError)      a deadline passed; names who is behind
-    ├── PeerLostError (ConnectionError)       a member's process is gone; names it
-    ├── PeerProtocolError                     a member on another host sent nonsense, or refused us
-    ├── TransportError (ConnectionError)      a connection broke; no death is known
-    ├── GroupAbortedError                     someone aborted; carries the first failure
-    ├── GroupClosedError                      it was closed: here, by its owner, or by a member
+    ├── GroupTimeoutError (TimeoutError)      a deadline passed; names the ranks that are behind
+    ├── PeerLostError (ConnectionError)       a member's process has exited; names it
+    ├── PeerProtocolError                     a remote member broke the protocol or refused us
+    ├── TransportError (ConnectionError)      a connection broke; no process is known to have exited
+    ├── GroupAbortedError                     a member aborted; carries the first failure
+    ├── GroupClosedError                      closed: here, by its owner, or by a member
     ├── DivergenceError                       members issued different operations
-    ├── SharedMemoryError                     not enough memory, or a handle that is not valid
+    ├── SharedMemoryError                     too little memory, or an invalid handle
     │   └── ForeignMemoryError                a handle that leads outside the group
     └── MessageError
-        ├── MessageDecodeError                a message arrived that is not of its type
+        ├── MessageDecodeError                a received message is not of its type
         ├── MessageSealError                  a message's seal is wrong, or it is not the next
         ├── MessageRefusedError (TypeError)   an object cannot be sent; raised at both ends
-        └── MessageTooLargeError              beyond a limit that was set
+        └── MessageTooLargeError              a message exceeds a limit
 
-Wrong arguments raise `ValueError` or `TypeError`, before anything moves.
-
-Ranks: errors name global ranks. Only errors about wrong arguments, and descriptions of a call
-("broadcast from rank 1"), use ranks in the group, as ``src`` and ``dst`` do.
+Wrong arguments raise `ValueError` or `TypeError` before any data moves. Common attributes:
+``operation`` is the call that raised the error, ``detail`` the reason. Ranks are global. Only
+errors about wrong arguments and descriptions of a call ("broadcast from rank 1") use ranks of the
+group.
 """
 
 from __future__ import annotations
@@ -29,38 +29,36 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 DRIVER_RANK: Final = -1
-"""Stands for the rank of the driver: the process that starts the ranks and is none of them."""
+"""The rank of the driver: the process that starts the ranks and has none itself."""
 
 
 def name_of(rank: int) -> str:
-    """How error messages name the member with this rank."""
+    """Return the member's name in error messages."""
     return "the driver" if rank == DRIVER_RANK else f"rank {rank}"
 
 
 def counted(number: int, thing: str) -> str:
-    """How many things, in words: ``"2 processes"``."""
+    """Return a number with its noun, such as ``"2 processes"``."""
     plural = f"{thing}es" if thing.endswith("s") else f"{thing}s"
     return f"{number} {thing if number == 1 else plural}"
 
 
 @dataclass(frozen=True, slots=True)
 class MemberStatus:
-    """What one member of a group was last seen doing, as its board slot says.
+    """The last published state of one member of a group.
 
     Attributes:
-        rank: what its board calls it; `DRIVER_RANK` for the process outside the ranks.
+        rank: the rank on its board; `DRIVER_RANK` for the process outside the ranks.
         pid: its process id, on its host; 0 if it never joined.
-        state: ``"absent"``: it never joined; ``"idle"``: between operations; ``"busy"``: in one;
-            ``"closed"``: it has closed its end; ``"lost"``: it ended, or dropped its
-            end of a queue, without closing; ``"unseen"``: it is on another host, of which nothing
-            has been heard yet.
-        operation: the operation it is in, or was in last; ``""`` if none yet.
-        sequence: how many operations it has begun.
-        age: seconds since its last progress; ``None`` if it made none.
-        host: the name of its host, at a queue's end its address; ``""`` if it is this host.
-        silence: seconds since its host was last heard of; 0 while heartbeats come on time.
-        collective: the number of the group's collective that it is in, where these are counted:
-            1, 2, ..., the same on all members; 0: not known.
+        state: ``"absent"``: never joined; ``"idle"``: between operations; ``"busy"``: in an
+            operation; ``"closed"``: closed its end; ``"lost"``: exited, or dropped its end of a
+            queue, without closing; ``"unseen"``: on another host, before its first heartbeat.
+        operation: its current or last operation; ``""`` before the first.
+        sequence: the number of operations that it has begun.
+        age: seconds since its last progress; ``None`` before the first.
+        host: the name of its host, or the address of a queue's end; ``""`` on this host.
+        silence: seconds since the last heartbeat of its host; 0 while heartbeats arrive on time.
+        collective: the number (1, 2, ...) of its current collective in the group; 0 if unknown.
     """
 
     rank: int
@@ -78,19 +76,19 @@ class MemberStatus:
             return f"{name_of(self.rank)} (never joined)"
         if self.state == "unseen":
             return f"{name_of(self.rank)} (on another host, {self.host}, not visible from here)"
-        ended = {"closed": " has left,", "lost": " is lost,"}.get(self.state, ",")
+        ended = {"closed": " has closed its end,", "lost": " is lost,"}.get(self.state, ",")
         return f"{self.who}{ended} {self.last_seen}"
 
     @property
     def who(self) -> str:
-        """Its rank, pid and host, for messages."""
+        """Return rank, pid and host, for messages."""
         host = f" on {self.host}" if self.host else ""
         silence = f", not heard of for {self.silence:.1f} s" if self.silence else ""
         return f"{name_of(self.rank)} (pid {self.pid}{host}{silence})"
 
     @property
     def last_seen(self) -> str:
-        """What it did last, and how long ago, for messages."""
+        """Return the last operation and its age, for messages."""
         if self.operation:
             seen, since = f"last seen in {self.operation} #{self.sequence}", ""
         else:
@@ -101,13 +99,12 @@ class MemberStatus:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a group was aborted.
+    """The reason why a group was aborted.
 
     Attributes:
         rank: the member that reported the failure.
         kind: the name of the error's class.
-        message: the error's text.
-        culprit: the member that failed: ``rank`` itself, or a peer that it reports about.
+        culprit: the member that failed: ``rank`` itself, or a peer of it.
         host: the reporting member's host; ``""`` if it is this host.
     """
 
@@ -126,8 +123,8 @@ class Failure:
 class CoordinatorError(Exception):
     """The root of this project's errors.
 
-    One whose constructor keeps each of its arguments as the attribute of that name is pickled as
-    these arguments, its text, its attributes and its notes; any other one as exceptions are.
+    If the constructor stores each argument as the attribute of that name, `pickle` keeps the
+    attributes, the text and the notes; otherwise as of any exception.
     """
 
     def __reduce__(self) -> str | tuple[Any, ...]:
@@ -140,16 +137,11 @@ class CoordinatorError(Exception):
 
 
 class GroupTimeoutError(CoordinatorError, TimeoutError):
-    """A deadline passed.
+    """A deadline passed; ``waiting_for`` are the members that the call waited for.
 
-    Raised by a queue or by `Work.wait`: nothing is lost, the call may be made again. Raised by a
-    group's operation: it cannot be taken back, so the group is aborted for all its members.
-
-    Attributes:
-        operation: the call that timed out.
-        timeout: its limit in seconds; ``None`` if there was none.
-        waiting_for: the members that it waited for, and what they were last doing.
-        detail: what else is known; ``""`` if nothing.
+    From a queue or `Work.wait`: no data is lost, and the call may be repeated. From a group's
+    operation: the operation cannot be undone, so the group is aborted for all members. ``timeout``
+    is in seconds; ``None`` if there was no limit.
     """
 
     def __init__(
@@ -171,39 +163,28 @@ class GroupTimeoutError(CoordinatorError, TimeoutError):
 
 
 class PeerLostError(CoordinatorError, ConnectionError):
-    """A member that others wait for has gone: its process has ended, or its host is out of reach.
-
-    Attributes:
-        operation: the call that waited for it.
-        peer: the lost member: rank, pid, host, what it did last, and how long ago.
-    """
+    """A member that others wait for is lost: its process exited, or its host is out of reach."""
 
     def __init__(self, operation: str, peer: MemberStatus) -> None:
         self.operation = operation
         self.peer = peer
-        left = peer.state == "closed"
-        what = f"{peer.who} has left the group" if left else f"lost {peer.who}"
-        super().__init__(f"{operation}: {what}, {peer.last_seen}")
+        closed = peer.state == "closed"
+        end = f"{peer.who} has closed the group" if closed else f"lost {peer.who}"
+        super().__init__(f"{operation}: {end}, {peer.last_seen}")
 
     @property
     def rank(self) -> int:
-        """The lost member's rank: what its board calls it."""
+        """Return the lost member's rank on its board."""
         return self.peer.rank
 
     @property
     def pid(self) -> int:
-        """The lost member's process id."""
+        """Return the lost member's process id."""
         return self.peer.pid
 
 
 class PeerProtocolError(CoordinatorError):
-    """A member on another host sent what the protocol does not allow, or refused this one.
-
-    Attributes:
-        operation: the call that found it.
-        rank: the other member's rank.
-        detail: what was wrong.
-    """
+    """A member on another host violated the protocol, or refused this member."""
 
     def __init__(self, operation: str, rank: int, detail: str) -> None:
         self.operation = operation
@@ -213,12 +194,9 @@ class PeerProtocolError(CoordinatorError):
 
 
 class TransportError(CoordinatorError, ConnectionError):
-    """A library's connection broke for an unknown reason: no member is known to have died.
+    """A library's connection broke for an unknown reason; no process is known to have exited.
 
-    Attributes:
-        operation: the call that used the connection.
-        detail: what the library says.
-        rank: the member at the other end, where that is known.
+    ``rank`` is the member at the other end; ``None`` if unknown.
     """
 
     def __init__(self, operation: str, detail: str, rank: int | None = None) -> None:
@@ -230,11 +208,9 @@ class TransportError(CoordinatorError, ConnectionError):
 
 
 class GroupAbortedError(CoordinatorError):
-    """A member aborted the group; every call of every member raises from then on.
+    """A member aborted the group; every later call of every member raises this error.
 
-    Attributes:
-        operation: what was interrupted.
-        failure: the first failure that was reported, the same on every member.
+    ``failure`` is the first reported failure, the same on every member.
     """
 
     def __init__(self, operation: str, failure: Failure) -> None:
@@ -244,11 +220,9 @@ class GroupAbortedError(CoordinatorError):
 
 
 class GroupClosedError(CoordinatorError):
-    """The object was closed: in this process, or by its owner or a member in another one.
+    """The object was closed: in this process, by its owner, or by another member.
 
-    Attributes:
-        rank: the other member of a group that has closed it, its global rank; None: it was closed
-            here, or is no group.
+    ``rank`` is the member that closed the group; ``None``: this process, or the object is no group.
     """
 
     def __init__(self, message: str, rank: int | None = None) -> None:
@@ -257,17 +231,15 @@ class GroupClosedError(CoordinatorError):
 
 
 def closed_by(operation: str, rank: int) -> GroupClosedError:
-    """The error of an operation of a group that the member with this global rank has closed."""
+    """Return the error of an operation of a group that the member ``rank`` (global) has closed."""
     return GroupClosedError(f"{operation}: {name_of(rank)} has closed the group", rank)
 
 
 class DivergenceError(CoordinatorError):
     """Members of a group called different operations where all must call the same one.
 
-    Attributes:
-        rank: the first member, in rank order, that differs from this one: its global rank.
-        ours: what this member called.
-        theirs: what that member called.
+    ``rank`` is the first member, in rank order, that differs from this one; ``ours`` and ``theirs``
+    are the calls.
     """
 
     def __init__(self, rank: int, ours: str, theirs: str) -> None:
@@ -277,11 +249,7 @@ class DivergenceError(CoordinatorError):
         self._name(rank)
 
     def name_globally(self, global_ranks: Sequence[int]) -> None:
-        """Make it name the member by its global rank; called where the group is known.
-
-        Args:
-            global_ranks: of each rank in the group. Later calls do nothing.
-        """
+        """Replace the rank in the group by the global rank; later calls have no effect."""
         if not self._named:
             self._name(global_ranks[self.rank])
             self._named = True
@@ -292,33 +260,28 @@ class DivergenceError(CoordinatorError):
 
 
 class SharedMemoryError(CoordinatorError):
-    """Too little memory is free, the system refuses to share any, or a handle does not lead to the
-    segment that it names.
-    """
+    """Memory is short or refused, or a handle does not lead to its segment."""
 
 
 class ForeignMemoryError(SharedMemoryError):
     """A handle leads to a process or memory of another user, or outside the group.
 
-    Somebody else has made the handle, or a member that has changed its user since it joined; the
-    memory was not opened.
+    The memory was not opened. The handle is forged, or its member changed its user after joining.
     """
 
 
 class MessageError(CoordinatorError):
-    """One message is bad; the queue that carried it is intact."""
+    """One message is bad; the queue that carried it stays usable."""
 
 
 class MessageDecodeError(MessageError):
-    """A message arrived that cannot be decoded, or is not of the queue's type."""
+    """A received message cannot be decoded, or is not of the queue's type."""
 
 
 class MessageSealError(MessageError):
     """A message's seal is wrong: it was forged, altered, replayed, or meant for another rank.
 
-    Attributes:
-        rank: the member that the message names as its sender.
-        detail: what is wrong with it.
+    ``rank`` is the sender that the message names.
     """
 
     def __init__(self, rank: int, detail: str) -> None:
@@ -328,12 +291,7 @@ class MessageSealError(MessageError):
 
 
 class MessageRefusedError(MessageError, TypeError):
-    """An object cannot be sent; raised at the sender, and at those that wait to receive it.
-
-    Attributes:
-        rank: the sender's global rank.
-        detail: why it cannot be sent.
-    """
+    """An object cannot be sent; raised at the sender and at the waiting receivers."""
 
     def __init__(self, rank: int, detail: str) -> None:
         self.rank = rank
@@ -342,12 +300,7 @@ class MessageRefusedError(MessageError, TypeError):
 
 
 class MessageTooLargeError(MessageError):
-    """A message is larger than a limit that was set.
-
-    Attributes:
-        size: the message's size in bytes.
-        limit: the bytes that are allowed.
-    """
+    """A message of ``size`` bytes exceeds a ``limit``."""
 
     def __init__(self, size: int, limit: int) -> None:
         self.size = size

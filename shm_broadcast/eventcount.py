@@ -1,23 +1,9 @@
-"""Sleep until another process or thread wakes this one: in shared memory, in a poll, for a lock.
+"""Block until another process or thread notifies: in shared memory, in a poll, or for a lock.
 
-A doorbell is two 32-bit words: a counter to sleep on (a futex) and the number of announced
-sleepers. It is correct only by the order of its steps; see the ordering rule in
-`shm_broadcast.layout`.
-
-Guarantees: `EventCount.notify` wakes every waiter whose condition became true before the call.
-Even if a wake-up were lost, the waiter would check again after its slice of sleep.
-
-Assumes: the caller of `EventCount.notify` has stored its change before.
-
-Each use is one block, which takes the turn at once or waits for it::
-
-    with lock.turn as mine:
-        if not mine:
-            lock.take(deadline, operation, check)
-        ...
-
-At its end the block releases the turn if its thread has it. A thread that already has the turn gets
-RuntimeError: a signal handler, or code that runs while a message is encoded, would wait for itself.
+An eventcount is two 32-bit words: a counter to sleep on (a futex) and the number of waiters. It is
+correct only by the order of its steps; see the ordering rule in `shm_broadcast.layout`.
+`EventCount.notify` wakes every waiter whose condition became true before the call; the caller has
+stored its change before. A waiter also checks its condition again after each slice of sleep.
 """
 
 from __future__ import annotations
@@ -38,27 +24,27 @@ from shm_broadcast.process import system_call
 
 
 class WakeFd:
-    """Readable from `notify` until `clear`. Close it.
+    """An eventfd that is readable from `notify` until `clear`.
 
-    It takes no lock: a signal handler may ring or close it in the middle of a `notify` that it
-    interrupts, and its descriptor is never written to once it could be another file's.
+    It takes no lock: a signal handler may call `notify` or `close` in the middle of a `notify` that
+    it interrupts. The descriptor is never written to once another file may have its number.
     """
 
     def __init__(self) -> None:
         with system_call("eventfd"):
             self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._release = weakref.finalize(self, os.close, self._fd)
-        self._release.atexit = False  # threads may ring until the process has gone
+        self._release.atexit = False  # threads may notify until the process exits
         self._closed = False
         self._notifying: list[None] = []
 
     def fileno(self) -> int:
-        """The descriptor, the same number also after `close`."""
+        """Return the descriptor, after `close` as well."""
         return self._fd
 
     def notify(self) -> None:
-        """Wake whoever polls, or will; does nothing after `close`."""
-        self._notifying.append(None)  # first: `close` sets `_closed` and looks at this afterwards
+        """Make the descriptor readable; does nothing after `close`."""
+        self._notifying.append(None)  # first: `close` sets `_closed` and reads this afterwards
         try:
             if not self._closed:
                 os.eventfd_write(self._fd, 1)
@@ -67,12 +53,12 @@ class WakeFd:
             self._release_unused()
 
     def clear(self) -> None:
-        """Stop being readable; for the thread that polls."""
+        """Reset the descriptor; for the thread that polls."""
         with suppress(BlockingIOError):
             os.eventfd_read(self._fd)
 
     def close(self) -> None:
-        """Close the descriptor, once nobody is in `notify`; idempotent."""
+        """Close the descriptor once no thread is in `notify`; idempotent."""
         self._closed = True
         self._release_unused()
 
@@ -82,11 +68,10 @@ class WakeFd:
 
 
 SLICE_SECONDS: Final = 0.04
-"""How long a waiter sleeps at most before it checks again: its condition, abort, lost peers."""
+"""The longest sleep of a waiter between checks of its condition, abort and lost peers."""
 
 LONG_SLICE_SECONDS: Final = 0.16
-"""The same for a waiter that has slept for `SHORT_SLICES` slices. A check takes 100 µs of a core
-that was doing other work, which an idle reader would pay for 25 times a second."""
+"""The same after `SHORT_SLICES` slices: a check takes 100 µs of a core, 25 times a second."""
 
 SHORT_SLICES: Final = 25
 
@@ -100,40 +85,40 @@ breaks this cycle.
 
 
 LEAST_SPIN_SECONDS: Final = 20e-6
-"""How long to spin even if that does not help the waiter: it yields its core in between.
+"""How long to spin, yielding the core, even if that does not help the waiter.
 
-A process that was woken may run on the core of the one that woke it, which waits for its answer.
-Going to sleep takes 100 µs if the code is not in the caches; until then the answer would wait, too.
+A process that was woken may share the core with the process that woke it and waits for its answer.
+Going to sleep takes 100 µs with cold caches, and the answer would wait for that.
 """
 
 _LONGEST_SPIN: Final = 1e9
 """Seconds whose nanoseconds fit 64 bits."""
 
 LOOKOUT_SHARE: Final = 0.05
-"""Where waits are regular, the waiter spins around the expected moment: for this share of the wait
-before it, and for the same after it. That costs about the same share of a core."""
+"""The waiter spins for this share of a regular wait before and after its expected end.
+
+That costs about the same share of a core.
+"""
 
 _ENOUGH_ALIKE: Final = 3
-"""How many similar waits make a rhythm."""
+"""How many similar waits count as regular."""
 
 _SHORTEST_RHYTHM: Final = 0.001
 _LONGEST_RHYTHM: Final = 0.1
-"""Shorter and longer waits, in seconds, are not anticipated: a timer is too coarse for
-shorter ones, and what happens rarely need not be fast."""
+"""Seconds. A timer is too coarse for shorter waits; rare events need not be fast."""
 
 
 _LOOK_SECONDS: Final = 0.001
-"""How long a look may last before the other conditions of the wait are checked again."""
+"""The longest `Lookout.look` before the other conditions of the wait are checked again."""
 
 
 class Lookout(NamedTuple):
-    """When to be awake, because the awaited event is expected then.
+    """The time when a waiter spins because the event is expected.
 
     Attributes:
-        at: from when on, in seconds of ``time.monotonic()``.
-        seconds: for how long.
-        look: spins for the given seconds, without the GIL, until the event has come; returns
-            whether it has. If it returns earlier without it, the GIL is released for a moment.
+        at: its begin, in seconds of ``time.monotonic()``.
+        look: spins for the given seconds, without the GIL, until the event; returns whether it
+            occurred. If it returns False early, the caller must release the GIL.
     """
 
     at: float
@@ -141,7 +126,7 @@ class Lookout(NamedTuple):
     look: Callable[[float], bool]
 
     def look_until(self, ready: Callable[[], bool], deadline: Deadline) -> bool:
-        """Look, in its time, until ``ready()``; whether it is."""
+        """Spin in its time until ``ready()``; return whether it is."""
         end = min(self.at + self.seconds, deadline.at)
         while not ready():
             now = time.monotonic()
@@ -154,18 +139,18 @@ class Lookout(NamedTuple):
 
 
 class EventCount:
-    """The doorbell of one waiter, at ``offset`` of ``words``."""
+    """The eventcount of one waiter, at ``offset`` of ``words``."""
 
     def __init__(self, words: Words, offset: int) -> None:
         self._words = words
         self.offset = offset
 
     def notify(self) -> None:
-        """Wake all that sleep on it. Costs one fence and one load if nobody does."""
+        """Wake all waiters. Costs one fence and one load if there are none."""
         self._words.ring(self.offset)
 
     def reset_waiters(self) -> None:
-        """Forget sleepers whose process was killed. Only for a process that takes over the slot."""
+        """Drop waiters whose process was killed; only for a process that takes over the slot."""
         self._words.store32(self.offset + EVENTCOUNT_WAITERS, 0)
 
     def wait(
@@ -178,16 +163,15 @@ class EventCount:
         lookout: Lookout | None = None,
         between_slices: Callable[[], None],
     ) -> bool:
-        """Wait until ``ready()``; False if the deadline passes first.
+        """Wait until ``ready()``; return False if the deadline passes first.
 
         Args:
             ready: the condition; cheap, called many times.
-            deadline: when to give up.
-            slice_seconds: how long to sleep at most before ``ready`` is called again; None:
-                `SLICE_SECONDS`, later `LONG_SLICE_SECONDS`.
-            spin_seconds: how long to spin before the first sleep, and again after each ring.
-            lookout: when to spin once more, other threads of this process running meanwhile.
-            between_slices: called before every sleep; what it raises ends the wait.
+            slice_seconds: the longest sleep between calls of ``ready``; None: `SLICE_SECONDS`,
+                later `LONG_SLICE_SECONDS`.
+            spin_seconds: how long to spin before the first sleep, and again after each `notify`.
+            lookout: when to spin once more, without the GIL.
+            between_slices: called before every sleep; its exceptions end the wait.
         """
 
         def wait_until(end: Deadline) -> bool:
@@ -211,21 +195,21 @@ class EventCount:
         slice_seconds: float | None,
         between_slices: Callable[[], None],
     ) -> bool | None:
-        """Sleep, in slices. Returns True if ``ready()``, False at the deadline, None once it rang.
+        """Sleep in slices; return True if ``ready()``, False at the deadline, None after `notify`.
 
-        After a ring the waiter takes itself off the sleepers before it spins again: as long as
-        there are sleepers, every ring costs the ringer a system call.
+        After `notify` the waiter no longer counts as one while it spins: `notify` costs a system
+        call as long as there are waiters.
         """
-        words, sleepers = self._words, self.offset + EVENTCOUNT_WAITERS
+        words, waiters = self._words, self.offset + EVENTCOUNT_WAITERS
         if slice_seconds is None:
             slices = chain(repeat(SLICE_SECONDS, SHORT_SLICES), repeat(LONG_SLICE_SECONDS))
         else:
             slices = chain(repeat(slice_seconds))
-        words.add32(sleepers, 1)
+        words.add32(waiters, 1)
         try:
             while True:
-                # The counter first, then the condition: a ring in between changes the counter, and
-                # `sleep_on` returns at once.
+                # The counter first, then the condition: a `notify` in between changes the counter,
+                # and `sleep_on` returns at once.
                 seen = words.load32(self.offset)
                 if ready():
                     return True
@@ -236,17 +220,16 @@ class EventCount:
                 if words.load32(self.offset) != seen:
                     return None
         finally:
-            words.add32(sleepers, -1)
+            words.add32(waiters, -1)
 
 
 class AdaptiveSpin:
-    """How long to spin before sleeping, and when to spin again, learnt from the last waits.
+    """The spin time before a sleep, and the next `Lookout`, learnt from the last waits.
 
     A wait that ended within twice the full window restores it; each longer one halves it, down to
-    `LEAST_SPIN_SECONDS`, so that a process that waits long every time does not burn its core.
-
-    Waits that all take about as long, as between the steps of a model, are expected to do so again:
-    to be awake by then spares the wake-up, and the time for which caches are cold after it.
+    `LEAST_SPIN_SECONDS`, so that long waits do not burn a core. Waits of similar length, as between
+    the steps of a model, are expected to recur: the waiter wakes up early, so that the message
+    finds a running, warm thread.
     """
 
     def __init__(self, spin_seconds: float = DEFAULT_SPIN_SECONDS) -> None:
@@ -269,12 +252,12 @@ class AdaptiveSpin:
             self._usual_ns += off // 4
             self._alike = min(self._alike + 1, 2 * _ENOUGH_ALIKE)
         else:
-            self._alike -= 2  # one that differs does not make the others irregular
+            self._alike -= 2  # a single different wait keeps the usual one
             if self._alike <= 0:
                 self._usual_ns, self._alike = waited_ns, 0
 
     def lookout(self, since_ns: int, look: Callable[[float], bool]) -> Lookout | None:
-        """When to ``look`` in a wait that began at ``since_ns``; None if waits are not regular."""
+        """Return the lookout of a wait since ``since_ns``; None if waits are not regular."""
         usual = self._usual_ns * 1e-9
         if self._alike < _ENOUGH_ALIKE or not _SHORTEST_RHYTHM <= usual <= _LONGEST_RHYTHM:
             return None
@@ -296,24 +279,25 @@ def _spin(ready: Callable[[], bool], seconds: float) -> bool:
 class TimedLock:
     """A lock whose `acquire` honours a deadline and the group's abort.
 
-    Attributes:
-        owner_lock: takes the turn, if no thread has it, as a context manager, and tells whether it
-        did.
+    Usage, in one block that ends by releasing the lock if this thread holds it::
+
+        with lock.owner_lock as acquired:
+            if not acquired:
+                lock.acquire(deadline, operation, check)
+            ...
+
+    A thread that already holds the lock gets RuntimeError: a signal handler, or code that runs
+    while a message is encoded, would wait for its own thread.
     """
 
     def __init__(self) -> None:
         self.owner_lock = Turn()
 
     def acquire(self, deadline: Deadline, operation: str, check: Callable[[str], None]) -> None:
-        """Wait for the turn, inside ``with lock.turn``.
+        """Wait for the lock, inside ``with lock.owner_lock``.
 
-        Args:
-            deadline: when to give up.
-            operation: what the turn is for, for messages.
-            check: called with ``operation`` every `SLICE_SECONDS`; what it raises ends the wait.
-
-        Raises:
-            GroupTimeoutError: another thread has kept the turn until the deadline.
+        ``check`` is called with ``operation`` every `SLICE_SECONDS`; its exceptions end the wait.
+        Raises GroupTimeoutError if another thread held the lock until the deadline.
         """
         while not self.owner_lock.take_within(deadline.remaining(SLICE_SECONDS)):
             check(operation)

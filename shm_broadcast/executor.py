@@ -1,17 +1,17 @@
-"""Runs operations in the background: they progress while their caller does something else.
+"""Run operations in the background, so that they progress while their caller does other work.
 
-A task is an operation that advances in steps that do not block. The tasks of a lane run one after
-the other; lanes are independent. A thread that waits for a task advances ("pushes") its lane
-itself. A background thread pushes all lanes as well, so that other ranks need not wait until this
-rank's caller comes back.
+A task is an operation that advances in steps that do not block. The tasks of a `SerialExecutor` run
+one after the other; executors are independent. A thread that waits for a task advances its executor
+itself. A background thread polls all executors as well, so that other ranks need not wait for this
+rank's caller.
 
-Guarantees
-- The tasks of a lane end in the order of `Lane.submit`; one that fails ends all tasks behind it.
-- A task of little work that need not wait ends within `Lane.submit`, on the caller's thread.
-- However much work a task is, its waits end at their deadline or an abort.
-- The background thread sleeps on the board's doorbell. It starts with the first task that waits.
+- The tasks of an executor end in the order of `SerialExecutor.submit`; a failed task ends all tasks
+  behind it.
+- A short task that need not wait ends within `SerialExecutor.submit`, on the caller's thread.
+- Every wait ends at its deadline or at an abort, however long the task is.
+- The background thread sleeps on the board's eventcount. It starts with the first task that waits.
 
-Assumes: the board outlives the lanes; one thread at a time calls `Lane.submit` of a lane.
+Assumes: the board outlives the executors; one thread at a time calls `SerialExecutor.submit`.
 """
 
 from __future__ import annotations
@@ -40,66 +40,64 @@ class Task(Protocol):
 
     @property
     def operation(self) -> str:
-        """Its name, for error messages."""
+        """Return its name, for error messages."""
 
     def advance(self, spin_ns: int) -> bool:
-        """Go on, spinning up to ``spin_ns`` for peers; whether it is done.
+        """Advance, spinning up to ``spin_ns`` for peers; return whether the task is done.
 
-        It returns after some milliseconds of work, even if it is `ready` to go on.
-
-        Raises:
-            CoordinatorError: the operation failed.
+        It returns after some milliseconds of work, even if it is still `ready`. Raises
+        CoordinatorError if the operation failed.
         """
 
     def ready(self) -> bool:
-        """Whether `advance` would get further. Never blocks."""
+        """Return whether `advance` would make progress. Never blocks."""
 
     def missing(self) -> Iterable[int]:
-        """The member numbers that it waits for."""
+        """Return the member numbers that it waits for."""
 
 
 class Ended(Protocol):
-    """Is told, at once and on any thread, that a task has ended. It does not block."""
+    """Called at once, on any thread, when a task ends. It does not block."""
 
     def __call__(self, error: CoordinatorError | None, /) -> object:
-        """``error`` is None if the task has ended well."""
+        """Handle the end; ``error`` is None if the task succeeded."""
 
 
 class TaskHandle:
-    """Stands for a task that was begun in the background: ask it, or wait for it."""
+    """A task in the background, to be polled or waited for."""
 
-    def __init__(self, lane: SerialExecutor, task: Task, ended: Ended | None) -> None:
-        self._lane = lane
+    def __init__(self, executor: SerialExecutor, task: Task, ended: Ended | None) -> None:
+        self._executor = executor
         self._ended = ended
         self.task = task
         self.done = False
         self.error: CoordinatorError | None = None
 
     def settle(self, error: CoordinatorError | None = None) -> None:
-        """Note that the task has ended, with ``error`` or well."""
+        """Mark the task as ended, with ``error`` or well."""
         self.error = error
         self.done = True
         if self._ended is not None:
             self._ended(error)
 
     def ready(self) -> bool:
-        """Whether the task has ended, well or not. Never blocks; pushes the lane first."""
+        """Poll the executor; return whether the task has ended, well or not. Never blocks."""
         if not self.done:
-            self._lane.poll()
+            self._executor.poll()
         return self.done
 
     def wait(self, deadline: Deadline) -> None:
-        """Wait until the task is done.
+        """Wait until the task is done; raise its error.
 
-        Raises:
-            GroupTimeoutError: not done by ``deadline``; the task goes on.
-            CoordinatorError: the task failed.
+        GroupTimeoutError: not done by ``deadline``; the task goes on.
         """
         if not self.ready():
             try:
-                self._lane.board.wait(self.ready, deadline, self.task.operation, self._lane.missing)
+                self._executor.board.wait(
+                    self.ready, deadline, self.task.operation, self._executor.missing
+                )
             except GroupAbortedError:
-                # The abort may be about this very task: then its own error says more.
+                # If this very task caused the abort, its own error has more details.
                 if self.error is None:
                     raise
         if self.error is not None:
@@ -107,11 +105,9 @@ class TaskHandle:
 
 
 class SerialExecutor:
-    """A queue of tasks that run one after the other. Made by `Progress.executor`.
+    """A queue of tasks that run one after the other. Made by `ProgressEngine.executor`.
 
-    Attributes:
-        handles: of its tasks that have not ended.
-        board: says what the members do.
+    ``handles`` are those of the tasks that have not ended.
     """
 
     def __init__(
@@ -120,7 +116,7 @@ class SerialExecutor:
         self._progress = progress
         self._failed = failed
         self.handles: deque[TaskHandle] = deque()
-        # Re-entrant: a signal handler may look at an operation of the thread that it interrupts.
+        # Re-entrant: a signal handler may poll an operation of the thread that it interrupts.
         self._polling = threading.RLock()
         self._advancing = False
         self._spin = AdaptiveSpin()
@@ -133,17 +129,16 @@ class SerialExecutor:
         background: bool,
         ended: Ended | None = None,
     ) -> TaskHandle | None:
-        """Run ``task`` behind the lane's other tasks.
+        """Run ``task`` behind the executor's other tasks.
 
         Args:
-            task: what to run.
-            deadline: makes the deadline; called only if the task has to be waited for here.
-            background: return a ticket rather than wait.
-            ended: told of the end of the task, if a ticket is returned.
+            deadline: makes the deadline; called only if this thread has to wait for the task.
+            background: return a handle rather than wait.
+            ended: called at the end of the task, if a handle is returned.
 
         Returns:
-            None if the task is done, else a ticket. Without ``background`` that is so only if
-            other tasks are before it: they were begun in the background.
+            None if the task is done, else a handle. Without ``background`` a handle is returned
+                only if earlier tasks, begun in the background, have not ended.
         """
         if not self.handles:
             if task.advance(0 if background else self._spin.window_ns):
@@ -151,22 +146,20 @@ class SerialExecutor:
             if not background:
                 self.run_now(task, deadline())
                 return None
-        else:  # those of a lane that fails may be there still, when the group has been told
+        else:  # `fail` aborts the group before it removes the handles
             self.board.check(task.operation)
-        ticket = TaskHandle(self, task, ended)
-        self.handles.append(ticket)
+        handle = TaskHandle(self, task, ended)
+        self.handles.append(handle)
         self._progress.schedule(self)
-        return ticket
+        return handle
 
     def run_now(self, task: Task, deadline: Deadline) -> None:
-        """Run a task to its end on this thread; the lane must have no other task.
+        """Run a task to its end on this thread; the executor must have no other task.
 
-        Raises:
-            GroupTimeoutError: not done by ``deadline``; names the members that are missing.
-            CoordinatorError: the task failed.
+        Raises the task's CoordinatorError, or GroupTimeoutError with the missing members.
         """
         began = time.monotonic_ns()
-        over = False  # one that is ready all the time would never see the end of its wait
+        over = False  # else a task that is always ready would never see the deadline
 
         def ready() -> bool:
             return not over and task.ready()
@@ -179,16 +172,14 @@ class SerialExecutor:
             over = deadline.expired or self.board.aborted is not None
 
     def poll(self) -> None:
-        """Advance the first task, then the next ones. One with more work has this process woken.
+        """Advance the first task, then the next ones; wake this process if more work is ready.
 
-        Waits for another thread that is pushing this lane, rather than return at once: the caller
-        then sees what that thread has received, and does not take a peer for lost that has left
-        after it sent everything. Called while this very thread pushes, as by a signal handler, it
-        does nothing.
+        Waits for another thread that polls this executor, rather than return at once: the caller
+        then sees all data which that thread received, and does not report a peer as lost that
+        closed after its last send. A nested call, as by a signal handler, does nothing.
 
-        Raises:
-            What code of a task's user, or a signal handler, has raised in the middle of a task. The
-            group is aborted: nobody knows how far the task has come.
+        Exceptions of a user's code or of a signal handler inside a task abort the group and are
+        raised: the progress of the task is unknown.
         """
         failure: CoordinatorError | None = None
         ended = more = False
@@ -206,7 +197,7 @@ class SerialExecutor:
             except BaseException as error:
                 self.board.abort(error)
                 raise  # and nothing is advanced again
-            # Nor after a failure: the task that failed has tickets until `fail` has ended them.
+            # Nor after a failure: the failed task keeps its handle until `fail` has settled it.
             self._advancing = failure is not None
         if failure is not None:
             self.fail(failure)
@@ -215,110 +206,108 @@ class SerialExecutor:
 
     @property
     def polled_here(self) -> bool:
-        """Whether this thread is in the middle of a push."""
+        """Return whether this thread is inside `poll`."""
         return _is_held(self._polling)
 
     def missing(self) -> list[int]:
-        """The member numbers that the first task waits for."""
+        """Return the member numbers that the first task waits for."""
         with suppress(IndexError):
             return list(self.handles[0].task.missing())
         return []
 
     @property
     def operation(self) -> str:
-        """What the first task is called; ``""`` if there is none."""
+        """Return the name of the first task; ``""`` if there is none."""
         with suppress(IndexError):
             return self.handles[0].task.operation
         return ""
 
     def after_fork_in_child(self) -> None:
-        """In a forked child: the tasks are its parent's, and are not waited for here."""
+        """Close all handles in a forked child: the tasks belong to its parent."""
         self._polling = threading.RLock()
-        for ticket in self.handles:
-            ticket.error = GroupClosedError(f"{ticket.task.operation}: {IN_FORKED_CHILD}")
-            ticket.done = True
+        for handle in self.handles:
+            handle.error = GroupClosedError(f"{handle.task.operation}: {IN_FORKED_CHILD}")
+            handle.done = True
         self.handles.clear()
 
     def fail(self, error: CoordinatorError) -> None:
-        """End all tasks of the lane with ``error``, unless another thread has come with one before.
+        """End all tasks of the executor with ``error``, unless another thread has set an error
+        before.
 
-        They have ended once the group is told: whoever finds the lane free finds the group aborted.
+        The tasks end after the group is aborted, so a thread that finds the executor free finds the
+        abort.
         """
         with self._polling:
-            for ticket in self.handles:
-                ticket.error = ticket.error or error
+            for handle in self.handles:
+                handle.error = handle.error or error
             self._advancing = True  # and nothing is advanced again
-        if self.handles:  # outside the lock: the callback aborts the group, and may come back here
+        if self.handles:  # outside the lock: the callback aborts the group, and may call `fail`
             self._failed(error)
         with self._polling:
-            tickets = tuple(self.handles)
+            handles = tuple(self.handles)
             self.handles.clear()
-            for ticket in tickets:
-                ticket.settle(ticket.error)
-        if tickets:
+            for handle in handles:
+                handle.settle(handle.error)
+        if handles:
             self._progress.wake()
 
 
 class ProgressEngine:
-    """The lanes of one process on one board, and the background thread that pushes them."""
+    """The executors of one process on one board, and the background thread that polls them."""
 
     def __init__(self, board: Board, name: str = "progress") -> None:
-        """Start no thread yet.
-
-        Args:
-            board: a board of which this process is a member.
-            name: the thread's name.
-        """
+        """Start no thread yet; this process must be a member of ``board``."""
         self.board = board
         self._name = name
         self._executors: dict[SerialExecutor, None] = {}
         self._wanted = threading.Event()
-        # A signal handler may close this while its thread has the lock.
+        # A signal handler may call `close` while its thread holds the lock.
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
         self._closed = False
         call_in_forked_children(self)
 
     def executor(self, failed: Callable[[CoordinatorError], None]) -> SerialExecutor:
-        """A new lane; ``failed`` is called with the error when one ends the lane's tasks."""
+        """Return a new executor; ``failed`` is called with the error that ends its tasks."""
         return SerialExecutor(self, failed)
 
-    def schedule(self, lane: SerialExecutor) -> None:
-        """Have the background thread push ``lane`` until it has no tasks."""
+    def schedule(self, executor: SerialExecutor) -> None:
+        """Have the background thread poll ``executor`` until it has no tasks."""
         with self._lock:
-            self._executors[lane] = None
+            self._executors[executor] = None
             if self._thread is None and not self._closed:
                 thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                with suppress(RuntimeError):  # none is to be had: tasks advance at who waits
+                with suppress(RuntimeError):  # no thread is free: the waiting threads advance tasks
                     thread.start()
                     self._thread = thread
         self._wanted.set()
         self.wake()
 
     def wake(self) -> None:
-        """Wake all threads of this process that wait on the board, to look again."""
+        """Wake all threads of this process that wait on the board."""
         self.board.notify(self.board.member or 0)
 
     def after_fork_in_child(self) -> None:
-        """In a forked child: the thread is its parent's, and so is all that is under way."""
+        """Drop all tasks and the thread in a forked child."""
         self._lock = threading.RLock()
         self._closed, self._thread = True, None
-        for lane in self._executors:
-            lane.after_fork_in_child()
+        for executor in self._executors:
+            executor.after_fork_in_child()
         self._executors.clear()
 
     def close(self) -> None:
-        """End the background thread. Unfinished tasks then advance only when somebody waits.
+        """End the background thread. Unfinished tasks then advance only while a thread waits for
+        them.
 
-        It is waited for, unless a signal handler calls in the middle of a push, or while the thread
-        is started: it may wait for that, and ends behind it.
+        Joins the thread, except in a signal handler that interrupts `SerialExecutor.poll` or the
+        start of the thread: the thread may wait for the interrupted code, and exits after it.
         """
         with self._lock:
             self._closed = True
             thread = self._thread
         self._wanted.set()
         self.wake()
-        awaited = _is_held(self._lock) or any(lane.polled_here for lane in self._list())
+        awaited = _is_held(self._lock) or any(each.polled_here for each in self._list())
         if thread is not None and thread is not threading.current_thread() and not awaited:
             thread.join()
 
@@ -327,32 +316,32 @@ class ProgressEngine:
             self._wanted.wait()
             self._wanted.clear()
             try:
-                # Not shown: the process's own threads do something else meanwhile.
+                # Not shown: the process's other threads show their own waits.
                 self.board.wait(
                     self._settled, NEVER, self._name, self._missing, spin=0, shown=tuple
                 )
-            except PeerLostError as error:  # the lanes that do not wait for that peer go on
-                for lane in self._list():
-                    if self._misses(lane, error):
-                        lane.fail(PeerLostError(lane.operation, error.peer))
+            except PeerLostError as error:  # executors that do not wait for that peer go on
+                for executor in self._list():
+                    if self._misses(executor, error):
+                        executor.fail(PeerLostError(executor.operation, error.peer))
                 self._wanted.set()
             except GroupAbortedError as error:
-                for lane in self._list():
-                    lane.fail(GroupAbortedError(lane.operation, error.failure))
+                for executor in self._list():
+                    executor.fail(GroupAbortedError(executor.operation, error.failure))
             except CoordinatorError as error:
-                for lane in self._list():
-                    lane.fail(error)
-            except BaseException as error:  # noqa: BLE001 - nobody knows how far the tasks have come
+                for executor in self._list():
+                    executor.fail(error)
+            except BaseException as error:  # noqa: BLE001 - the progress of the tasks is unknown
                 self.board.abort(error)
                 self._wanted.set()
 
     def _settled(self) -> bool:
-        for lane in self._list():
-            lane.poll()
-            if not lane.handles:
+        for executor in self._list():
+            executor.poll()
+            if not executor.handles:
                 with self._lock:
-                    if not lane.handles:
-                        self._executors.pop(lane, None)
+                    if not executor.handles:
+                        self._executors.pop(executor, None)
         return self._closed or not self._executors
 
     def _list(self) -> list[SerialExecutor]:
@@ -360,12 +349,11 @@ class ProgressEngine:
             return list(self._executors)
 
     def _missing(self) -> list[int]:
-        return [member for lane in self._list() for member in lane.missing()]
+        return [member for executor in self._list() for member in executor.missing()]
 
-    def _misses(self, lane: SerialExecutor, error: PeerLostError) -> bool:
-        return error.rank in [self.board.ranks[member] for member in lane.missing()]
+    def _misses(self, executor: SerialExecutor, error: PeerLostError) -> bool:
+        return error.rank in [self.board.ranks[member] for member in executor.missing()]
 
 
 def _is_held(lock: threading.RLock) -> bool:
-    """Whether this thread has the lock."""
     return lock._is_owned()  # type: ignore[attr-defined,no-any-return]

@@ -1,7 +1,7 @@
 """Every offset in this package's shared memory, drawn once; writers and readers both import it.
 
 All words are little-endian and naturally aligned. Lines of 64 bytes (one cache line) separate
-what different processes write.
+fields that different processes write.
 
 Segment header, at 0 of every segment
 -------------------------------------
@@ -14,30 +14,30 @@ Segment header, at 0 of every segment
     | nonce, 16 random bytes: names this segment among all            |
     +-----------------------------------------------------------------+
 
-Board: abort word, member slots, failure slots, outward slots, histories, tallies
---------------------------------------------------------------------------------
+Board: abort word, then slots per member
+----------------------------------------
 ::
 
     32   +----------------+----------------+
-         | key, 32 random bytes: only those know it who have attached the board
+         | key, 32 random bytes: only processes that attached the board have them
     64   +----------------+----------------+
-         | abort          | n_members      |   abort: 0, or 1 + the member whose failure is first
+         | abort          | n_members      |   abort: 0, or 1 + the member of the first failure
     72   +----------------+----------------+
          | name, 48 bytes, NUL-padded      |
     120  +----------------+----------------+
-         | entries u32    | -              |   of each history: `HISTORY_ENTRIES`, or 0: none
+         | entries u32    | -              |   per history: `HISTORY_ENTRIES`, or 0: no histories
     128  +----------------+----------------+
          | member slot 0   (128 bytes)     |
          | member slot 1 ...               |
          | failure slot 0  (512 bytes) ... |
-         | outward slot 0 (1088 bytes) ... |
+         | status slot 0  (1088 bytes) ... |
          | history 0   (entries * 64),     |
          |   its totals ...                |
-         | tallies 0   (32 * 64 bytes) ... |   where there are histories
+         | fingerprints 0 (32 * 64 bytes)  |   only with histories
          +---------------------------------+
 
     Member slot
-     0   | doorbell u32   | sleepers u32   |   written by anyone (atomic add)
+     0   | eventcount u32 | waiters u32    |   written by any process (atomic add)
      8   | state u32      | pid u32        |   written by the member
     16   | start time of the process u64   |
     24   | joining u64                     |   process that takes the slot: pid, and its start time
@@ -53,10 +53,10 @@ Board: abort word, member slots, failure slots, outward slots, histories, tallie
      0   | claimed u32    | culprit u32    |
      8   | kind, 56 bytes | message, 448 bytes (UTF-8, NUL-padded)
 
-    Outward slot, written by the member for whoever looks on: no member reads it
+    Status slot, written by the member for inspection only
      0   | stacks u32     | -              |   1 + the descriptor that it writes its stacks to, or 0
      8   | place, 56 bytes: its ranks in its groups, as "tp 0, pp 1"
-     64  | wait 0 (128 bytes), 1, 2, 3     |   what its threads wait for
+     64  | wait 0 (128 bytes), 1, 2, 3     |   waits of its threads
      576 | membership 0 (32 bytes) ... 15  |   the groups that it is in
 
     Wait, once it has lasted for a tenth of a second
@@ -66,22 +66,22 @@ Board: abort word, member slots, failure slots, outward slots, histories, tallie
      64  | the first 32 of them, u16 each  |
 
     Membership
-     0   | size u16 | rank u16 | first i32 |   of the group, its rank there, what rank 0 is called
-     8   | name, 23 bytes      | open u8   |   size 0: the entry is free; how many such groups are
-         |                                 |   open: 0 when the member has closed them
+     0   | size u16 | rank u16 | first i32 |   of the group: size, own rank, global rank of rank 0
+     8   | name, 23 bytes      | open u8   |   size 0: the entry is free; open: how many such groups
+         |                                 |   are open, 0 after the member closed them
 
     History: the last operations of a member, written by it only; number k, counted as its sequence,
     is entry (k - 1) % entries
      0   | begin, monotonic ns u64         |
      8   | end u64                         |   0: under way; stored last
      16  | sequence u64                    |
-     24  | bytes u64                       |   of this member's input or message, as far as known
+     24  | bytes u64                       |   of this member's input or message; 0: unknown
      32  | number u32     | peer u16 | verb u8 | dtype u8 |
-     40  | outcome u8     | group, 23 bytes            |   verb 0: what the operation is called
+     40  | outcome u8     | group, 23 bytes            |   verb 0: here the operation's name
 
-    Totals, behind the entries, by group and verb: what all operations came to that have ended, also
-    those whose entries were used again
-     0   | group 0 (24 bytes): "", for what has none | group 1 ... | group 15: all further groups |
+    Totals, behind the entries, by group and verb: sums over all ended operations, also those whose
+    entries were overwritten
+     0   | group 0 (24 bytes): "", for no group | group 1 ... | group 15: all further groups |
      384 | group 0, verb 0 (32 bytes), verb 1 ...    | group 1, verb 0 ...                        |
 
     Total
@@ -90,17 +90,16 @@ Board: abort word, member slots, failure slots, outward slots, histories, tallie
      16  | ns u64                          |   from begin to end
      24  | bytes u64                       |
 
-    Tally, of a member's collectives in a group, where its members compare them
+    Fingerprint of a member's collectives in a group, where its members compare them
      0   | group u64                       |   names the group, in 63 bits; 0: the entry is free;
-         |                                 |   with `FINGERPRINT_CLOSED` likewise, and that was its
-         group
+         |                                 |   with `FINGERPRINT_CLOSED`: free, and the last group
      8   | digest u32     | count u32      |   one word: they belong together
-     16  | last, 48 bytes                  |   what the last collective was
+     16  | last, 48 bytes                  |   a description of the last collective
 
-An entry is written before the member's ``sequence``. Whoever reads ``sequence``, the history, and
-``sequence`` again, knows which entries were whole, and not overwritten meanwhile. Numbers count, in
-each group, a rank's collectives, its sends to each rank, and its receipts from each rank; messages
-of a queue have the number that they have in the ring. ``peer`` is a rank of the group.
+An entry is written before the member's ``sequence``. A process that reads ``sequence``, the
+history, and ``sequence`` again can tell which entries are complete and were not overwritten.
+Numbers count, in each group, a rank's collectives, its sends to each rank, and its receives from
+each rank; messages of a queue have their number in the ring. ``peer`` is a rank of the group.
 
 Ring: one writer, N readers, a byte stream of records
 -----------------------------------------------------
@@ -108,7 +107,7 @@ Ring: one writer, N readers, a byte stream of records
 
     64   | capacity u64                    |
     72   | n_readers u32  | closed u32     |
-    80   | nonce of the board, 16 bytes    |   it and the member numbers are for who looks on
+    80   | nonce of the board, 16 bytes    |   this and the member numbers are for inspection
     96   | writer u32     |                    member number
     128  | published u64  | sequence u64   | gate u64 |     written by the writer only
     192  | consumed u64   | sequence u64   | member u32 | - | joined u64 |
@@ -116,12 +115,12 @@ Ring: one writer, N readers, a byte stream of records
     256  | reader 1's line ...
     data_offset(n_readers): `capacity` bytes
 
-``published`` and ``consumed`` are positions: bytes since the ring began, never reduced; byte p
-lives at ``data_offset + p % capacity``. ``gate`` is the writer's cache of the smallest
-``consumed``. A reader that has left sets ``consumed`` to `LEFT` and gates nobody. ``joined`` is
-where its process began to read, or the end of a message that it dropped as it cannot map a block:
-no block of before that is still to be mapped. ``reads``: the time that fetching takes, in ticks for
-a MiB, of data that was written through the caches, and past them; 0: not known yet (native/way.h).
+``published`` and ``consumed`` are positions: bytes since the ring began, never reduced; byte p is
+at ``data_offset + p % capacity``. ``gate`` is the writer's cache of the smallest ``consumed``. A
+reader that closes sets ``consumed`` to `LEFT` and no longer limits the gate. ``joined`` is the
+position where its process began to read, or the end of a message that it dropped because it cannot
+map a block: no earlier block is still to be mapped. ``reads``: the time to fetch data that was
+written through the caches, and past them, in ticks per MiB; 0: unknown (native/way.h).
 
 Record, at a multiple of 64
 ---------------------------
@@ -135,23 +134,23 @@ Record, at a multiple of 64
     +---------------------------------------------------------------------------------------------+
 
 A body is ``buffers`` sizes (u64 each), the main part, then the out-of-band buffers. A size with the
-`PLACED` bit is that of a descriptor: the buffer itself lies in a block of its own. A message is
-one MESSAGE record, followed by FRAGMENT records until ``total`` bytes are there. PADDING fills the
-space before the wrap when a record must not be split. CANCEL ends a message whose writer gave up;
-the writer always keeps room for it.
+`PLACED` bit is the size of a descriptor; the buffer itself is in a block of its own. A message is
+one MESSAGE record, followed by FRAGMENT records up to ``total`` bytes. PADDING fills the space
+before the wrap when a record must not be split. CANCEL ends a message whose writer gave up; the
+writer always keeps room for it.
 
 The ordering rule
 -----------------
 1. The writer writes a record, then stores ``published`` with release. A reader loads ``published``
-   with acquire, then reads the record. So no reader sees a torn record.
+with acquire, then reads the record. So no reader sees a torn record.
 2. A reader copies a record out, then stores ``consumed`` with release; the writer loads it with
-   acquire before it reuses the bytes. So nothing unread is overwritten.
-3. Whoever may have to wake a sleeper: store, full fence, load ``sleepers``; if not zero, add to the
-   doorbell and wake. Whoever sleeps: add to ``sleepers`` (full fence), load the doorbell, check
-   what it waits for, sleep if the doorbell still holds that value. So no wake-up is lost.
+acquire before it reuses the bytes. So nothing unread is overwritten.
+3. Notify: store, full fence, load ``waiters``; if not zero, add to the eventcount and wake. Wait:
+add to ``waiters`` (full fence), load the eventcount, check the condition, sleep if the eventcount
+still holds that value. So no wake-up is lost.
 
-Run on x86-64. Written for aarch64 (every rule above is an explicit order, none relies on TSO), run
-emulated only there. ``models/doorbell_ring.pml`` checks rules 1-3 with store buffers.
+Tested on x86-64; on aarch64 emulated only. Every order above is explicit, none relies on TSO.
+``models/doorbell_ring.pml`` checks rules 1-3 with store buffers.
 """
 
 from __future__ import annotations
@@ -277,7 +276,7 @@ OUTCOME_DONE: Final = 1
 OUTCOME_NAMES: Final = (
     *("under way", "done", "timed out", "peer lost", "aborted", "diverged", "closed", "failed"),
 )
-"""How operations ended, by code."""
+"""The outcomes of operations, by code."""
 
 DTYPE_NAMES: Final = (
     "other",
@@ -285,7 +284,7 @@ DTYPE_NAMES: Final = (
     *("uint16", "uint32", "bool", "complex64", "complex128", "uint64", "complex32"),
     *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
 )
-"""The dtypes of entries and of what ranks compare, by code."""
+"""The dtypes of entries and signatures, by code."""
 
 RING_LABEL: Final = "group-queue"
 RING_CAPACITY: Final = 64
@@ -324,55 +323,55 @@ KIND_CANCEL: Final = 4
 
 
 def align(size: int, alignment: int = LINE) -> int:
-    """``size`` rounded up to a multiple of ``alignment``."""
+    """Return ``size`` rounded up to a multiple of ``alignment``."""
     return -(-size // alignment) * alignment
 
 
 def member_slot(member: int) -> int:
-    """Where a member's slot begins in its board."""
+    """Return the offset of a member's slot in its board."""
     return BOARD_SLOTS + member * MEMBER_STRIDE
 
 
 def failure_slot(member: int, n_members: int) -> int:
-    """Where a member's failure slot begins in its board."""
+    """Return the offset of a member's failure slot in its board."""
     return BOARD_SLOTS + n_members * MEMBER_STRIDE + member * FAILURE_STRIDE
 
 
 def status_slot(member: int, n_members: int) -> int:
-    """Where a member's outward slot begins in its board."""
+    """Return the offset of a member's status slot in its board."""
     return failure_slot(n_members, n_members) + member * STATUS_STRIDE
 
 
 def history_slot(member: int, n_members: int) -> int:
-    """Where a member's history begins in its board."""
+    """Return the offset of a member's history in its board."""
     return status_slot(n_members, n_members) + member * HISTORY_STRIDE
 
 
 def fingerprints_slot(member: int, n_members: int) -> int:
-    """Where a member's tallies begin in its board, if that has histories."""
+    """Return the offset of a member's fingerprints in a board with histories."""
     return history_slot(n_members, n_members) + member * FINGERPRINTS_STRIDE
 
 
 def board_size(n_members: int, *, histories: bool = True) -> int:
-    """Bytes of a board, with or without histories."""
+    """Return the bytes of a board, with or without histories."""
     return (fingerprints_slot if histories else status_slot)(n_members, n_members)
 
 
 def reader_line(reader: int) -> int:
-    """Where a reader's line begins in its ring."""
+    """Return the offset of a reader's line in its ring."""
     return RING_READERS + reader * READER_STRIDE
 
 
 def data_offset(n_readers: int) -> int:
-    """Where a ring's records begin."""
+    """Return the offset of a ring's records."""
     return align(reader_line(n_readers))
 
 
 def ring_size(n_readers: int, capacity: int) -> int:
-    """Bytes of a ring's segment."""
+    """Return the bytes of a ring's segment."""
     return data_offset(n_readers) + capacity
 
 
 def record_stride(size: int) -> int:
-    """Bytes that a record of ``size`` payload bytes takes in the ring."""
+    """Return the bytes that a record of ``size`` payload bytes takes in the ring."""
     return align(RECORD_HEADER + size, RECORD_ALIGN)

@@ -1,13 +1,11 @@
-"""Identify processes, wait for their end, and handle forks and refused system calls.
-
-A process is its pid and its start time, so a reused pid is another process.
-
-A child made by `os.fork` holds copies of its parent's ends: cursors, counters and message numbers,
-but not the threads that advance them. If both used them, one would take messages meant for the
-other. So in a child they refuse to work, and closing them there touches nothing shared.
+"""Identify processes, detect their end, and handle forks and refused system calls.
 
 A pid may be reused; a pid with the process's start time names one process of this boot. A pidfd
-that is opened while the start time matches tells in 0.4 µs whether that process has ended.
+that is opened while the start time matches reports in 0.4 µs whether that process has ended.
+
+A child made by `os.fork` holds copies of its parent's ends: cursors, counters and message numbers,
+but not the threads that advance them. If both used them, one would take the other's messages. So
+calls in a child raise an error, and closing there touches nothing shared.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from weakref import WeakSet
 from shm_broadcast.errors import SharedMemoryError
 
 _REFUSED: Final = (errno.EPERM, errno.ENOSYS)
-"""What is raised for a system call that a seccomp filter forbids, or that the kernel lacks."""
+"""The errors of a system call that a seccomp filter forbids or the kernel lacks."""
 
 
 _LIMITS: Final = {
@@ -36,22 +34,18 @@ _LIMITS: Final = {
 
 
 def describe_os_error(error: OSError) -> str:
-    """What the system says, and which limit that is of, if it is a limit of this process."""
+    """Return the system's message, with the name of the process's limit that was reached."""
     return f"{error.strerror or error}{_LIMITS.get(error.errno or 0, '')}"
 
 
 @contextmanager
 def system_call(name: str) -> Iterator[None]:
-    """Where the one system call inside fails, the error names it.
-
-    Raises:
-        OSError: as inside.
-    """
+    """Name the one system call inside the block in its OSError."""
     try:
         yield
     except OSError as error:
-        says = " is refused here" if error.errno in _REFUSED else ""
-        raise OSError(error.errno, f"{name}{says}: {error.strerror}") from error
+        refused = " is refused here" if error.errno in _REFUSED else ""
+        raise OSError(error.errno, f"{name}{refused}: {error.strerror}") from error
 
 
 IN_FORKED_CHILD: Final = "it belongs to the process that this one was forked from"
@@ -59,30 +53,30 @@ IN_FORKED_CHILD: Final = "it belongs to the process that this one was forked fro
 
 
 class ForkAware(Protocol):
-    """Something that one process has joined, and no child of it."""
+    """An object that belongs to one process, not to its forked children."""
 
     def after_fork_in_child(self) -> None:
-        """Refuse from now on: this is a forked child. It has one thread."""
+        """Refuse all later calls: this is a forked child, with one thread."""
 
 
 _fork_aware: Final[WeakSet[ForkAware]] = WeakSet()
-"""All that this process has joined and that is still in use."""
+"""All such objects of this process that are still in use."""
 
 
 def call_in_forked_children(inherited: ForkAware) -> None:
-    """Have ``inherited`` told in every child that this process forks."""
+    """Call ``inherited.after_fork_in_child()`` in every child that this process forks."""
     _fork_aware.add(inherited)
 
 
 class ForkSafeExitStack(ExitStack):
-    """What a process gives back when it closes something. A forked child gives nothing back."""
+    """An ExitStack that a forked child does not unwind."""
 
     def __init__(self) -> None:
         super().__init__()
         call_in_forked_children(self)
 
     def after_fork_in_child(self) -> None:
-        """In a forked child: close nothing, and free nothing, which might wait for threads."""
+        """Close nothing and free nothing in a forked child: either might wait for threads."""
         self._parents = self.pop_all()
 
 
@@ -96,14 +90,14 @@ os.register_at_fork(after_in_child=_after_fork_in_child_all)
 
 _PF_EXITING = 0x4
 NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
-"""What is raised where this process, or the machine, has no descriptor left."""
+"""The errors when this process, or the machine, has no descriptor left."""
 
 
 START_TIMES = 1 << 32
-"""Start times are counted modulo this, or 497 days: so one of them and a pid fit into 64 bits."""
+"""The modulus of start times (497 days): a start time and a pid fit into 64 bits."""
 
 _ENDED = (b"Z", b"X")
-"""The states, in ``/proc/PID/stat``, of a process of which only its exit status is left."""
+"""The states, in ``/proc/PID/stat``, of an ended process whose parent has not waited for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +115,7 @@ class ProcessId:
 
     @classmethod
     def current(cls) -> ProcessId:
-        """This process.
-
-        Raises:
-            SharedMemoryError: /proc does not show it.
-        """
+        """Return this process; raise SharedMemoryError if /proc does not show it."""
         pid = os.getpid()
         try:
             shown = os.readlink("/proc/self")  # noqa: PTH115 - a Path takes longer
@@ -140,27 +130,23 @@ class ProcessId:
 
     @classmethod
     def of(cls, pid: int) -> ProcessId:
-        """The process that now has ``pid``.
-
-        Raises:
-            ProcessLookupError: there is none.
-        """
-        return cls(pid, _look_at(pid)[1])
+        """Return the process that now has ``pid``; raise ProcessLookupError if there is none."""
+        return cls(pid, _state_and_start(pid)[1])
 
     @classmethod
     def from_word(cls, word: int) -> ProcessId:
-        """Read the process that `word` gave."""
+        """Return the process of a `word`."""
         return cls(word & (START_TIMES - 1), word >> 32)
 
     @property
     def word(self) -> int:
-        """64 bits for shared memory: the pid in the lower half, the start time in the upper one."""
+        """Return a 64-bit word: the pid in the lower half, the start time in the upper half."""
         return self.start_time << 32 | self.pid
 
     def is_running(self) -> bool:
-        """Whether it still runs (a zombie does not); True if there is no descriptor to look by."""
+        """Return whether it runs (a zombie does not); True if /proc cannot be opened."""
         try:
-            state, start_time = _look_at(self.pid)
+            state, start_time = _state_and_start(self.pid)
         except ProcessLookupError:
             return False
         except OSError as error:
@@ -171,10 +157,10 @@ class ProcessId:
 
 
 class ProcessWatch:
-    """A handle to one process that tells whether it has ended. Close it when done."""
+    """A handle to one process that reports whether it has ended. Close it when done."""
 
     def __init__(self, process: ProcessId) -> None:
-        """Start to watch ``process``; one that has ended already is simply not alive."""
+        """Watch ``process``; an ended process is not alive."""
         self.process = process
         self._closed = False
         self._pidfd = _open_pidfd(process)
@@ -185,18 +171,19 @@ class ProcessWatch:
 
     @property
     def pidfd(self) -> int | None:
-        """The descriptor, readable once the process has ended; None if it had, or none was to be
-        had.
+        """Return the descriptor, readable once the process has ended; None if there is none.
+
+        There is none if the process had ended before, pidfd_open failed, or the watch is closed.
         """
         return self._pidfd
 
     def alive(self) -> bool:
-        """Whether the process still runs (a zombie does not)."""
+        """Return whether the process still runs (a zombie does not)."""
         if self._pidfd is None:
             return not self._closed and self.process.is_running()
         try:
             return not self._poll.poll(0)
-        except RuntimeError:  # in a signal handler that interrupts this very call
+        except RuntimeError:  # a signal handler interrupts this very call
             poll = select.poll()
             poll.register(self._pidfd, select.POLLIN)
             return not poll.poll(0)
@@ -210,7 +197,7 @@ class ProcessWatch:
 
 
 def is_ending(pid: int) -> bool:
-    """Whether a process has begun to end, if it has not ended: then its descriptors close."""
+    """Return whether a process has ended or is closing its descriptors at its end."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
@@ -218,8 +205,7 @@ def is_ending(pid: int) -> bool:
     return bool(int(stat_fields(stat)[6]) & _PF_EXITING)
 
 
-def _look_at(pid: int) -> tuple[bytes, int]:
-    """The state of the process that has ``pid``, and when it started."""
+def _state_and_start(pid: int) -> tuple[bytes, int]:
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
@@ -231,10 +217,10 @@ def _look_at(pid: int) -> tuple[bytes, int]:
 def _open_pidfd(process: ProcessId) -> int | None:
     try:
         pidfd = os.pidfd_open(process.pid)
-    except OSError:  # no process, no descriptor, or it is refused: /proc tells as well
+    except OSError:  # no process, no descriptor, or refused: `alive` reads /proc instead
         return None
-    with suppress(OSError):  # it has ended meanwhile, or this was the last free descriptor
-        # Compared after opening: the pidfd is then known to be of the process that we mean.
+    with suppress(OSError):  # the process has ended, or no descriptor is left to read /proc
+        # Compared after opening: an equal start time proves that the pidfd is of `process`.
         if ProcessId.of(process.pid) == process:
             return pidfd
     os.close(pidfd)
@@ -242,6 +228,6 @@ def _open_pidfd(process: ProcessId) -> int | None:
 
 
 def stat_fields(stat: bytes) -> list[bytes]:
-    """The fields of proc(5)'s stat from the third on, by its content."""
+    """Return the fields of proc(5)'s stat from the third on."""
     # The command name, field 2, may hold spaces and parentheses; the rest may not.
     return stat[stat.rindex(b")") + 2 :].split()

@@ -1,13 +1,13 @@
 """Shared memory without a name: a sealed memfd of fixed size, its pages reserved and mapped.
 
-It has no name in any file system: nothing is left behind when processes are killed, nobody can
-remove it early, and the size of /dev/shm does not matter. Another process of the same user attaches
-through ``/proc/PID/fd/N`` of the owner while the owner lives. Where that path cannot be seen
-(another pid namespace), the descriptor is passed over a Unix socket. The random nonce in the header
-proves that the opened memory is the segment that the handle names, on this host.
+It is in no file system: nothing remains when processes are killed, nothing can remove it early, and
+the size of /dev/shm does not matter. Another process of the same user attaches through
+``/proc/PID/fd/N`` of the owner while the owner lives, or, from another pid namespace, receives the
+descriptor over a Unix socket. The random nonce in the header proves that the opened memory is the
+handle's segment, on this host.
 
-A handle may have come over a channel that strangers can write to. So memory is opened only if the
-process and the memory belong to this user and, where the members are known, the process is one.
+A handle may be forged. So memory is opened only if the process and the memory belong to this user
+and, where the members are known, the process is a member.
 """
 
 from __future__ import annotations
@@ -50,25 +50,17 @@ _CHANGED = "a member that changes its user (setuid) can share no new memory with
 
 
 class SegmentHandle(msgspec.Struct, frozen=True):
-    """Names a segment to processes of the same user on the same host, while its owner lives.
+    """Names a segment to processes of the same user on its host, while its owner lives."""
 
-    Attributes:
-        pid: the owner's process id.
-        start_time: the owner's start time; see `ProcessId`.
-        fd: the segment's descriptor number in the owner.
-        nonce: the random bytes in the segment's header.
-        size: the segment's size in bytes.
-    """
-
-    pid: int
-    start_time: int
-    fd: int
-    nonce: bytes
-    size: int
+    pid: int  # of the owner
+    start_time: int  # of the owner; see ProcessId
+    fd: int  # the segment's descriptor number in the owner
+    nonce: bytes  # random, in the segment's header
+    size: int  # bytes
 
 
 class Segment:
-    """A mapped segment. ``words`` gives its atomic words, ``memory`` its bytes."""
+    """A mapped segment, with its atomic ``words`` and its ``memory`` as bytes."""
 
     def __init__(self, fd: int, mapping: mmap.mmap, *, touch: bool = True) -> None:
         """Own ``fd`` and its mapping. Use `create` and `attach`."""
@@ -85,15 +77,13 @@ class Segment:
 
     @classmethod
     def create(cls, size: int, label: str) -> Segment:
-        """A new zeroed segment of at least ``size`` bytes; this process owns it.
+        """Return a new zeroed segment that this process owns.
 
-        Args:
-            size: bytes, rounded up to whole pages.
-            label: shown by the kernel in ``/proc/PID/maps``, for debugging only.
+        ``size`` is rounded up to whole pages; the kernel shows ``label`` in ``/proc/PID/maps``.
 
         Raises:
-            SharedMemoryError: fewer than ``size`` bytes of memory are free, or no descriptor is;
-                the system refuses it; or nobody could open it, since /proc is not mounted.
+            SharedMemoryError: the system lacks ``size`` bytes or a descriptor, or refuses them; or
+                /proc is not mounted, through which others would attach.
         """
         size = align(size, mmap.PAGESIZE)
         try:
@@ -116,12 +106,12 @@ class Segment:
         *,
         touch: bool = True,
     ) -> Segment:
-        """Map the segment that ``handle`` names.
+        """Map the segment of ``handle``, which may be untrusted.
 
         Args:
-            handle: from any source, trusted or not.
             is_member: whether the process with a pid may own it; None: any process of this user.
-            touch: whether to map every page now; else by `prefault`, when its pages have settled.
+            touch: whether to map every page now; else call `prefault` after `first_touch` of the
+                others.
 
         Raises:
             SharedMemoryError: it is on another host, its owner has ended, the handle is stale, or
@@ -139,8 +129,8 @@ class Segment:
                 ) from error
             if isinstance(error, PermissionError):
                 raise SharedMemoryError(
-                    f"segment of pid {handle.pid} cannot be opened: this process may not look into "
-                    f"that one; {_CHANGED} ({error})"
+                    f"segment of pid {handle.pid} cannot be opened: this process may not open "
+                    f"descriptors of that one; {_CHANGED} ({error})"
                 ) from error
             raise SharedMemoryError(
                 f"segment of pid {handle.pid} cannot be opened: its owner has ended, runs on "
@@ -150,23 +140,23 @@ class Segment:
 
     @classmethod
     def receive(cls, connection: socket.socket, handle: SegmentHandle) -> Segment:
-        """Map the segment that the process at the other end of a Unix socket passes by `send`.
+        """Map the segment that the other end of a Unix socket passes by `send`.
 
-        Raises:
-            SharedMemoryError: no descriptor came, or it is not the segment ``handle`` names.
+        Raises SharedMemoryError if no descriptor is received, or it is not of the segment of
+        ``handle``.
         """
         _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
         if not descriptors:
-            raise SharedMemoryError("no descriptor came with the message")
+            raise SharedMemoryError("the message carries no descriptor")
         os.set_inheritable(descriptors[0], False)
         return cls._adopt(descriptors[0], handle)
 
     def send(self, connection: socket.socket) -> None:
-        """Pass the segment's descriptor over a Unix socket; the other end calls `receive`."""
+        """Pass the segment's descriptor over a Unix socket to `receive`."""
         socket.send_fds(connection, [b"s"], [self._open_fd()])
 
     def handle(self) -> SegmentHandle:
-        """What `attach` needs; valid while this process keeps the segment open."""
+        """Return the handle for `attach`; valid while this process keeps the segment open."""
         me = ProcessId.current()
         return SegmentHandle(me.pid, me.start_time, self._open_fd(), self.nonce, self.size)
 
@@ -179,13 +169,11 @@ class Segment:
                 self._map[offset]
 
     def first_touch(self, begin: int, end: int) -> None:
-        """Have the whole pages from ``begin`` to ``end`` lie where this thread runs, all zero.
+        """Move the whole pages from ``begin`` to ``end`` to this thread's NUMA node, zeroed.
 
-        Pages are of the node (NUMA) of whoever touches them first, which is who has created the
-        segment. Nobody may use these meanwhile; others map them anew by `prefault`.
-
-        Raises:
-            SharedMemoryError: no memory is free.
+        A page is on the node of its first user, so far the creator of the segment. No process may
+        use these pages meanwhile; others map them again by `prefault`. Raises SharedMemoryError if
+        no memory is free.
         """
         begin, size = align(begin, mmap.PAGESIZE), end - align(begin, mmap.PAGESIZE)
         size -= size % mmap.PAGESIZE
@@ -193,7 +181,7 @@ class Segment:
             return
         try:
             self._map.madvise(mmap.MADV_REMOVE, begin, size)
-        except OSError:  # this kernel frees no pages of a segment: they stay where they are
+        except OSError:  # this kernel frees no pages of a segment: they keep their node
             return
         try:
             with system_call("fallocate"):
@@ -203,7 +191,7 @@ class Segment:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called here."""
+        """Return whether `close` was called here."""
         return not self._release.alive
 
     def close(self) -> None:
@@ -234,8 +222,8 @@ class Segment:
             raise SharedMemoryError(f"cannot map {handle.size} bytes: {error}") from error
         segment = cls(fd, mapping, touch=touch)
         words = segment.words
-        known = (words.load32(SEGMENT_MAGIC), words.load32(SEGMENT_VERSION)) == (MAGIC, VERSION)
-        if not known or segment.nonce != handle.nonce:
+        valid = (words.load32(SEGMENT_MAGIC), words.load32(SEGMENT_VERSION)) == (MAGIC, VERSION)
+        if not valid or segment.nonce != handle.nonce:
             segment.close()
             raise SharedMemoryError(
                 f"descriptor {handle.fd} of pid {handle.pid} is another segment than the handle's"
@@ -256,15 +244,10 @@ class Segment:
 
 
 def _open_descriptor(handle: SegmentHandle) -> int:
-    """Open the descriptor that ``handle`` names, of a process of this user.
-
-    Raises:
-        OSError: there is no such process or descriptor, or this process may not see it.
-        ForeignMemoryError: the process, or its descriptor, belongs to another user.
-    """
+    """Open the descriptor of ``handle``, if it and its process belong to this user."""
     if ProcessId.of(handle.pid).start_time != handle.start_time:
         raise ProcessLookupError("the pid has been used again")
-    # All looks go through this descriptor: they are of one process, even if its pid is reused.
+    # Everything is opened through this descriptor: one process, even if its pid is reused.
     process = os.open(f"/proc/{handle.pid}", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         me = os.geteuid()
@@ -278,7 +261,7 @@ def _open_descriptor(handle: SegmentHandle) -> int:
             raise ForeignMemoryError(f"{name} of pid {handle.pid} does not belong to user {me}")
         return os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=process)
     except PermissionError:
-        if is_ending(handle.pid):  # what it has in /proc is root's then
+        if is_ending(handle.pid):  # its files in /proc then belong to root
             raise ProcessLookupError("it is ending") from None
         raise
     finally:
@@ -286,7 +269,7 @@ def _open_descriptor(handle: SegmentHandle) -> int:
 
 
 def _user_ids(process: int) -> list[int]:
-    """The real, effective, saved and file-system user id of a process, given its /proc folder."""
+    """Return the real, effective, saved and file-system user id, given a process's /proc folder."""
     fd = os.open("status", os.O_RDONLY | os.O_CLOEXEC, dir_fd=process)
     with os.fdopen(fd, "rb") as status:
         line = next(line for line in status if line.startswith(b"Uid:"))
@@ -294,18 +277,18 @@ def _user_ids(process: int) -> list[int]:
 
 
 def is_permission_denied(error: SharedMemoryError) -> bool:
-    """Whether its owner lives, and this process may not look into it."""
+    """Return whether the owner lives, and its descriptors may not be opened by this process."""
     return isinstance(error, ForeignMemoryError) or isinstance(error.__cause__, PermissionError)
 
 
 def is_transient(error: SharedMemoryError) -> bool:
-    """Whether it is but for want of a descriptor: later it may work."""
+    """Return whether only a free descriptor is missing, so that a later try may succeed."""
     cause = error.__cause__
     return isinstance(cause, OSError) and cause.errno in NO_DESCRIPTOR
 
 
 def _is_sealed(fd: int) -> bool:
-    """Whether this is a memfd whose size is sealed: access can then never raise SIGBUS."""
+    """Return whether this is a memfd whose size is sealed, so that access never raises SIGBUS."""
     try:
         return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS == SEALS
     except OSError:  # no memfd
@@ -313,7 +296,6 @@ def _is_sealed(fd: int) -> bool:
 
 
 def _reserve(size: int, label: str) -> tuple[int, mmap.mmap]:
-    """A sealed memfd of ``size`` bytes, which are there, and its mapping."""
     with system_call("memfd_create"):
         fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -338,13 +320,7 @@ def _require_free(size: int) -> None:
 def _free_bytes(
     cgroup: Path = Path("/sys/fs/cgroup"), machine: Path = Path("/proc/meminfo")
 ) -> int:
-    """Bytes that this process may still use: of the machine, and of its memory cgroup's limit.
-
-    Args:
-        cgroup: the folder of the memory cgroup.
-        machine: what the machine says of its memory. Where that is hidden, as by a /proc that
-            shows processes only, it is taken for enough: the kernel refuses what it has not.
-    """
+    """Return the free bytes within the memory cgroup's limit; unlimited if /proc hides them."""
     try:
         free = _numbers(machine)["MemAvailable:"] * 1024
     except OSError:
@@ -355,7 +331,7 @@ def _free_bytes(
         cached = _numbers(cgroup / "memory.stat")
     except (OSError, ValueError):  # no memory cgroup, or no limit in it ("max")
         return free
-    # The kernel drops cached files rather than refuse memory; shared memory is not among these.
+    # The kernel drops cached files rather than refuse memory; it does not drop shared memory.
     return min(free, limit - used + cached["inactive_file"] + cached["active_file"])
 
 

@@ -1,8 +1,8 @@
-"""How tensors are pickled: their elements as a buffer of its own, which need not be copied.
+"""Pickle tensors with their elements as an out-of-band buffer, which need not be copied.
 
-A tensor is sent by value: of a view only the elements it shows, in contiguous order; tensors that
-shared a storage no longer do; a tensor on another device is copied to the host, and at the receiver
-to the device of the same name.
+A tensor is sent by value: of a view only its elements, in contiguous order; tensors that shared a
+storage no longer do; a tensor on another device is copied to the host, and at the receiver to the
+device of the same name.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _NUMPY_KNOWS: Final = {
     8: torch.int64,
     16: torch.complex128,
 }
-"""For each item size in bytes a dtype that numpy has too; it has no bfloat16, for one."""
+"""For each item size in bytes a dtype that numpy has too (it has no bfloat16)."""
 
 _NUMPY_DIMS: Final = 64
-"""The most dimensions that numpy has."""
+"""The most dimensions of a numpy array."""
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -82,4 +82,4 @@ REDUCERS: Final[dict[type, Any]] = {
     torch.Tensor: _reduce_tensor,
     torch.nn.Parameter: _reduce_parameter,
 }
-"""By type, what its instances are pickled by; as `pickle.Pickler.dispatch_table`."""
+"""The reducer of each type, for `pickle.Pickler.dispatch_table`."""

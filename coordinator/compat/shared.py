@@ -1,7 +1,7 @@
-"""What the copies of all engines' interfaces have in common, over one default topology.
+"""Share the parts of all engines' interfaces, over one default topology.
 
-A face holds a group and speaks of it in another dialect; the group itself is `GroupAdapter.group`,
-for what the dialect has no word for. Ranks in arguments are ranks in the group.
+A `GroupAdapter` wraps a `GroupCoordinator` (`GroupAdapter.group`) in the interface of another
+engine. Ranks in arguments are ranks in the group.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from shm_broadcast.queue.rendezvous import ObjectGroup, as_object_group, ranks_b
 
 
 class NotInitializedError(RuntimeError, AssertionError):
-    """There are no such groups, or not yet."""
+    """The groups are not initialised, or are destroyed."""
 
 
 class NotDivisibleError(ValueError, AssertionError):
@@ -39,21 +39,13 @@ class NotDivisibleError(ValueError, AssertionError):
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:
-    """Accept only a multiple of ``denominator``.
-
-    Raises:
-        NotDivisibleError: it is none.
-    """
+    """Raise NotDivisibleError unless ``numerator`` is a multiple of ``denominator``."""
     if numerator % denominator:
         raise NotDivisibleError(f"{numerator} is not divisible by {denominator}")
 
 
 def divide(numerator: int, denominator: int) -> int:
-    """The quotient, which is whole.
-
-    Raises:
-        NotDivisibleError: it is not.
-    """
+    """Return the whole quotient; raise NotDivisibleError if there is a remainder."""
     ensure_divisibility(numerator, denominator)
     return numerator // denominator
 
@@ -61,15 +53,10 @@ def divide(numerator: int, denominator: int) -> int:
 def split_tensor_along_last_dim(
     tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> Sequence[Tensor]:
-    """The equal parts of ``tensor`` (..., n), each (..., n / num_partitions).
+    """Return the equal parts of ``tensor`` (..., n), each (..., n / num_partitions).
 
-    Args:
-        tensor: of one dimension or more.
-        num_partitions: divides n.
-        contiguous_split_chunks: copies, in one piece each; otherwise views of ``tensor``.
-
-    Raises:
-        NotDivisibleError: it does not divide n.
+    The parts are views of ``tensor``; contiguous copies with ``contiguous_split_chunks``. Raises
+    NotDivisibleError if ``num_partitions`` does not divide n.
     """
     parts = torch.split(tensor, divide(tensor.size(-1), num_partitions), dim=-1)
     return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else parts
@@ -78,16 +65,10 @@ def split_tensor_along_last_dim(
 def layers_as_told(
     told: str, num_hidden_layers: int, pp_rank: int, pp_size: int
 ) -> tuple[int, int]:
-    """The first layer of a stage and the first of the next, where a list says how many each has.
+    """Return the first layer of a stage and the first of the next, from the stages' sizes.
 
-    Args:
-        told: one number for each stage, with commas between.
-        num_hidden_layers: what they add up to.
-        pp_rank: the stage.
-        pp_size: how many stages.
-
-    Raises:
-        ValueError: they are not numbers, or too few or many, or do not add up.
+    ``told`` has one number per stage, separated by commas, with the sum ``num_hidden_layers``.
+    Raises ValueError if they are not numbers, too few or many, or have another sum.
     """
     try:
         layers = [int(each) for each in told.split(",")]
@@ -103,45 +84,32 @@ def layers_as_told(
 
 
 def in_the_same_node_as(pg: ProcessGroup | ObjectGroup, source_rank: int = 0) -> list[bool]:
-    """For each rank of ``pg``, whether it can attach shared memory of ``source_rank``.
-
-    Collective: yes, every rank of ``pg``.
-    """
+    """Return for each rank if it can attach ``source_rank``'s shared memory. Collective: yes."""
     group = as_object_group(pg)
     beside = (source_rank, *ranks_beside(group, source_rank))
     return [rank in beside for rank in range(group.world_size)]
 
 
 class GroupAdapter:
-    """A group as other engines' code knows it.
+    """A group (``group``) with the interface of other engines.
 
-    Attributes:
-        group: the group.
-        rank: this process's global rank.
-        ranks: the members' global ranks.
-        rank_in_group: this member's rank.
-        world_size: how many members.
-        local_rank: this process's number on its node.
-        device: where the tensors of the collectives are.
-        device_index: the number of the device on its node: ``local_rank``.
-        unique_name: as no other group of this process has it.
+    ``rank`` and ``ranks`` are global. ``local_rank``, also ``device_index``, is this process's
+    number on its node. ``unique_name`` is unique among the groups of this process.
     """
 
     @classmethod
     def wrap(
         cls, group: GroupCoordinator, kind: Callable[[], list[list[int]]] | None = None
     ) -> Self:
-        """The face of a group, which stays its owner's. Collective: yes, every member.
+        """Return an adapter of a group, which its owner closes. Collective: yes, every member.
 
-        Args:
-            group: the group.
-            kind: tells the ranks of all groups of its kind; None: of this one.
+        ``kind`` returns the ranks of all groups of its kind; None: of this one.
         """
-        face = cls.__new__(cls)
-        face._show(group, kind or (lambda: [group.ranks]))
-        return face
+        adapter = cls.__new__(cls)
+        adapter._bind(group, kind or (lambda: [group.ranks]))
+        return adapter
 
-    def _show(self, group: GroupCoordinator, kind: Callable[[], list[list[int]]]) -> None:
+    def _bind(self, group: GroupCoordinator, kind: Callable[[], list[list[int]]]) -> None:
         self.group = group
         self._kind = kind
         self.rank = group.rank
@@ -157,53 +125,53 @@ class GroupAdapter:
 
     @property
     def group_ranks(self) -> list[list[int]]:
-        """The global ranks of all groups of this kind, as far as they are known."""
+        """Return the global ranks of all known groups of this kind."""
         return self._kind()
 
     @property
     def cpu_group(self) -> ProcessGroup:
-        """The members' torch process group on the CPU."""
+        """Return the members' torch process group on the CPU."""
         return self.group.cpu_group
 
     @property
     def device_group(self) -> ProcessGroup:
-        """The members' torch process group for `device`."""
+        """Return the members' torch process group for `device`."""
         return self.group.device_group
 
     # --- tensors -------------------------------------------------------------------------
 
     def all_reduce(self, input_: Tensor) -> Tensor:
-        """The sum of every ``input_``; of one member, ``input_`` itself. Collective: yes."""
+        """Return the sum of every ``input_``; of one member, ``input_``. Collective: yes."""
         if self.world_size == 1:
             return input_
         return self.group.all_reduce(input_)
 
     def gather(self, input_: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
-        """Every ``input_``, concatenated, on ``dst``; None elsewhere. Collective: yes."""
+        """Return every ``input_``, concatenated, on ``dst``; None elsewhere. Collective: yes."""
         if self.world_size == 1:
             return input_
         return self.group.gather(input_, dst, dim)
 
     def broadcast(self, input_: Tensor, src: int = 0) -> Tensor:
-        """Fill ``input_`` with that of ``src``; returns it. Collective: yes, every member."""
+        """Fill ``input_`` with that of ``src`` and return it. Collective: yes, every member."""
         return self.group.broadcast_(input_, src)
 
     def send(self, tensor: Tensor, dst: int | None = None) -> None:
-        """Send a tensor; None: to the next rank. Collective: no, the two members."""
+        """Send a tensor to ``dst``; None: to the next rank."""
         self.group.send(tensor, dst)
 
     def recv(self, size: int | Sequence[int], dtype: torch.dtype, src: int | None = None) -> Tensor:
-        """Receive a tensor; None: from the previous rank. Collective: no, the two members."""
+        """Receive a tensor from ``src``; None: from the previous rank."""
         return self.group.recv(size, dtype, src)
 
     def barrier(self) -> None:
-        """Return once every member has come here. Collective: yes, every member."""
+        """Return once every member has called this. Collective: yes, every member."""
         self.group.barrier()
 
     # --- objects and dicts ---------------------------------------------------------------
 
     def broadcast_object(self, obj: Any = None, src: int = 0) -> Any:
-        """The object of ``src``. Collective: yes, every member."""
+        """Return the object of ``src``. Collective: yes, every member."""
         return self.group.broadcast_object(obj, src)
 
     def broadcast_object_list(
@@ -222,7 +190,7 @@ class GroupAdapter:
         group: ProcessGroup | None = None,  # noqa: ARG002 - the original ignores both as well
         metadata_group: ProcessGroup | None = None,  # noqa: ARG002
     ) -> Any:
-        """The dict of ``src``, on all members. Collective: yes, every member."""
+        """Return the dict of ``src`` on all members. Collective: yes, every member."""
         if self.world_size == 1:
             return tensor_dict
         return self.group.broadcast_tensor_dict(tensor_dict, src)
@@ -232,27 +200,24 @@ class GroupAdapter:
     def graph_capture(
         self, graph_capture_context: GraphCaptureContext | None = None
     ) -> AbstractContextManager[GraphCaptureContext]:
-        """Capture a CUDA graph with this group's collectives; nothing on the CPU.
-
-        Collective: yes, every member.
-        """
+        """Capture a CUDA graph with collectives; no effect on CPUs. Collective: yes."""
         return self.group.graph_capture(graph_capture_context)
 
     def destroy(self) -> None:
-        """Give everything back; the second time does nothing. Collective: no."""
+        """Close the group. Idempotent."""
         self.group.close()
 
     def __repr__(self) -> str:
         return f"<{type(self).__module__}.{type(self).__name__} over {self.group!r}>"
 
 
-def unwrap(face: GroupAdapter | None) -> GroupCoordinator | None:
-    """The group that a face shows; None of none."""
-    return None if face is None else face.group
+def unwrap(adapter: GroupAdapter | None) -> GroupCoordinator | None:
+    """Return the group of an adapter; None for None."""
+    return None if adapter is None else adapter.group
 
 
 _OPERATION_TIMEOUT = timedelta(minutes=30)
-"""What torch's own default group allows each operation."""
+"""The operation timeout of torch's default group, as torch sets it."""
 
 
 def meet_with_default_group(
@@ -264,33 +229,27 @@ def meet_with_default_group(
     deadline: Deadline,
     closing: ExitStack,
 ) -> Topology:
-    """Meet all ranks, and make torch's default process group if there is none.
+    """Meet all ranks, and make torch's default process group if it does not exist.
 
-    Args:
-        world_size: how many ranks; -1: what the environment or torch's group says.
-        rank: this process's; -1: likewise.
-        method: ``"env://"``, ``"tcp://host:port"`` or ``"file://path"``.
-        local_rank: this process's number on its node; -1: the environment's, or the rank.
-        backend: ``"nccl"`` stands for gloo where there is no GPU.
-        deadline: when all have to have come.
-        closing: what is made for the topology is closed with it.
+    Arguments as for `init_distributed_environment`. ``deadline`` is for the arrival of all ranks;
+    ``closing`` closes everything that is made for the topology.
 
     Collective: yes, every rank.
 
     Raises:
-        GroupTimeoutError: some ranks did not come in time; names them.
-        GroupAbortedError: a rank has given up meanwhile; says why.
-        ValueError: the method is unknown, or wants what was not given.
+        GroupTimeoutError: ranks did not arrive in time; names them.
+        GroupAbortedError: a rank failed meanwhile; has its reason.
+        ValueError: the method is unknown, or lacks an argument.
     """
     if not torch.cuda.is_available():
         backend = "gloo"
     if dist.is_initialized():
         launch = _launch_of_default_group(local_rank)
-        there = (launch.world_size, launch.rank)
-        if world_size not in (-1, there[0]) or rank not in (-1, there[1]):
+        existing = (launch.world_size, launch.rank)
+        if world_size not in (-1, existing[0]) or rank not in (-1, existing[1]):
             raise ValueError(
-                f"torch's default group, which is there already, has {there[0]} ranks, and this is "
-                f"rank {there[1]}; asked for were {world_size} and {rank}"
+                f"torch's default group exists: it has {existing[0]} ranks, and this is rank "
+                f"{existing[1]}; the call specifies {world_size} and {rank}"
             )
         settings = Settings.of(backend, launch.local_rank, secret=launch.secret)
         return Topology.meet(
@@ -302,17 +261,17 @@ def meet_with_default_group(
         store = FileStore(method.removeprefix("file://"), launch.world_size)
     settings = Settings.of(backend, launch.local_rank, secret=launch.secret)
     topology = Topology.meet(launch, settings, closing, store=store, timeout=deadline)
-    where = HashStore() if topology.exchange is None else topology.exchange.store
+    job_store = HashStore() if topology.exchange is None else topology.exchange.store
     try:
         dist.init_process_group(
             backend,
-            store=PrefixStore("default", where),
+            store=PrefixStore("default", job_store),
             rank=launch.rank,
             world_size=launch.world_size,
             timeout=_OPERATION_TIMEOUT,
         )
     except RuntimeError:
-        if topology.nodes is not None:  # one that has connected and then given up says why
+        if topology.nodes is not None:  # the board has the reason if a rank failed after connecting
             topology.nodes.board.check("connecting torch's default group")
         raise
     return topology
@@ -320,12 +279,12 @@ def meet_with_default_group(
 
 def _launch(world_size: int, rank: int, method: str, local_rank: int) -> Launch:
     if method == "env://":
-        found = Launch.from_environment()
+        default = Launch.from_environment()
         return replace(
-            found,
-            rank=found.rank if rank < 0 else rank,
-            world_size=found.world_size if world_size < 0 else world_size,
-            local_rank=found.local_rank if local_rank < 0 else local_rank,
+            default,
+            rank=default.rank if rank < 0 else rank,
+            world_size=default.world_size if world_size < 0 else world_size,
+            local_rank=default.local_rank if local_rank < 0 else local_rank,
         )
     if rank < 0 or world_size < 0:
         raise ValueError(f"{method!r} needs rank and world_size")
@@ -347,27 +306,26 @@ def _launch_of_default_group(local_rank: int) -> Launch:
 
 if TYPE_CHECKING:
     Known = tuple[GroupCoordinator, Callable[[], list[list[int]]]]
-    """A group, and what tells the ranks of all groups of its kind."""
+    """A group, and a function that returns the ranks of all groups of its kind."""
 
     Build = Callable[[Topology, GroupCoordinator, ExitStack], Mapping[str, Known]]
-    """Builds the groups of a model over all ranks; the stack closes them."""
+    """A function that builds the groups of a model over all ranks; the stack closes them."""
 
 F = TypeVar("F", bound=GroupAdapter)
 
 
 class GlobalState(Generic[F]):
-    """All ranks, and the groups of a model on them, in one dialect; either may not be there.
+    """All ranks, and the groups of a model on them; either may be missing.
 
     Attributes:
         world: the group of all ranks.
-        groups: those of the model, by name; a group of several names has one face.
-        device_communicators: whether groups may use more than torch's process groups.
-        store: one that the caller wants to find again.
+        groups: the model's groups, by name; a group with several names has one adapter.
+        device_communicators: groups may use more than torch's process groups.
+        store: stores the argument of SGLang's ``set_global_tcp_store``.
     """
 
-    def __init__(self, dialect: type[F]) -> None:
-        """Begin with nothing."""
-        self._dialect = dialect
+    def __init__(self, adapter_type: type[F]) -> None:
+        self._adapter_type = adapter_type
         self._topology: Topology | None = None
         self.world: F | None = None
         self.groups: dict[str, F] = {}
@@ -379,31 +337,23 @@ class GlobalState(Generic[F]):
         call_in_forked_children(self)
 
     def after_fork_in_child(self) -> None:
-        """In a forked child: torch's default group is its parent's, too."""
+        """Disown torch's default group, which the parent still uses."""
         self._is_own = False
 
     @property
     def topology(self) -> Topology:
-        """All ranks.
-
-        Raises:
-            NotInitializedError: they have not met.
-        """
+        """Return all ranks; raise NotInitializedError before they met."""
         if self._topology is None:
             raise NotInitializedError("the distributed environment is not initialised")
         return self._topology
 
     def group(self, name: str) -> F:
-        """One of the model's groups.
-
-        Raises:
-            NotInitializedError: there is none of this name.
-        """
-        found = self.groups.get(name)
-        if found is None:
-            what = f"the group {name!r}" if self.groups else "model parallelism"
-            raise NotInitializedError(f"{what} is not initialised")
-        return found
+        """Return one of the model's groups; raise NotInitializedError if it does not exist."""
+        group = self.groups.get(name)
+        if group is None:
+            missing = f"the group {name!r}" if self.groups else "model parallelism"
+            raise NotInitializedError(f"{missing} is not initialised")
+        return group
 
     def meet(
         self,
@@ -416,10 +366,8 @@ class GlobalState(Generic[F]):
     ) -> None:
         """Meet all ranks and build the world group. Collective: yes, every rank.
 
-        The second call only checks the size.
-
-        Raises:
-            ValueError: the world has another size, or the method is unknown.
+        A second call only checks the size. Raises ValueError if the world has another size, or the
+        method is unknown.
         """
         if self.world is not None:
             if world_size not in (-1, self.world.world_size):
@@ -427,52 +375,47 @@ class GlobalState(Generic[F]):
             return
         with ForkSafeExitStack() as undo:
             if not dist.is_initialized():
-                undo.callback(_leave_default_group)
+                undo.callback(_destroy_default_group)
             topology = meet_with_default_group(
                 world_size, rank, method, local_rank, backend, deadline, undo
             )
             with topology.abort_on_error():
                 world = topology.group("world", list(range(topology.world_size)), deadline)
             undo.enter_context(world)
-            self._topology, self.world = topology, self._dialect.wrap(world)
+            self._topology, self.world = topology, self._adapter_type.wrap(world)
             self._environment = undo.pop_all()
 
     def build(self, make: Build, backend: str | None) -> None:
-        """Build the groups of a model. Collective: yes, every rank.
+        """Build the groups of a model by ``make``. Collective: yes, every rank.
 
-        Args:
-            make: builds them.
-            backend: of the groups; None: the world's.
-
-        Raises:
-            NotInitializedError: the ranks have not met.
-            RuntimeError: the groups exist already.
+        ``backend`` is of the groups; None: the world's. Raises NotInitializedError before the ranks
+        met, and RuntimeError if the groups exist.
         """
         topology = self.topology
         if self.groups:
             raise RuntimeError("the model-parallel groups are initialised already")
-        old = topology.settings
+        world_settings = topology.settings
         settings = Settings.of(
-            backend or old.backend,
-            old.local_rank,
-            old.sockets,
+            backend or world_settings.backend,
+            world_settings.local_rank,
+            world_settings.sockets,
             torch_only=not self.device_communicators,
-            secret=old.secret,
+            secret=world_settings.secret,
         )
         world = self.world
         if world is None:
             raise NotInitializedError("the world group is not initialised")
         with ForkSafeExitStack() as undo:
-            known = make(replace(topology, settings=settings), world.group, undo)
-            faces = {id(world.group): world}
-            for group, kind in known.values():
-                faces.setdefault(id(group), self._dialect.wrap(group, kind))
-            self.groups = {name: faces[id(group)] for name, (group, _) in known.items()}
+            built = make(replace(topology, settings=settings), world.group, undo)
+            adapters = {id(world.group): world}
+            for group, kind in built.values():
+                adapters.setdefault(id(group), self._adapter_type.wrap(group, kind))
+            self.groups = {name: adapters[id(group)] for name, (group, _) in built.items()}
             self._model = undo.pop_all()
 
     @contextmanager
     def replaced(self, others: Mapping[str, F]) -> Iterator[None]:
-        """Have other groups of these names inside this context. Collective: no.
+        """Replace groups by ``others`` inside this context.
 
         Groups that are closed or built inside stay so.
         """
@@ -485,92 +428,84 @@ class GlobalState(Generic[F]):
                 self.groups = before
 
     def keep(self, group: GroupCoordinator) -> None:
-        """Close a group with the environment. Collective: no."""
+        """Close ``group`` with the environment."""
         self._environment.enter_context(group)
 
     def close_model(self) -> None:
-        """Close the groups of the model; again does nothing. Collective: no."""
+        """Close the groups of the model. Idempotent."""
         self.groups = {}
         self._model.close()
 
     def close_environment(self) -> None:
-        """Close the world group and torch's default group. Collective: no.
-
-        In a forked child it only forgets them.
-        """
+        """Close the world group and torch's default group; a forked child only drops them."""
         self._topology = self.world = self.store = None
         self._environment.close()
         if self._is_own:
-            _leave_default_group()
+            _destroy_default_group()
 
 
-def _leave_default_group() -> None:
+def _destroy_default_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 class Getters(Generic[F]):
-    """Each method is a function of a module, under the name that the engine gives it.
+    """Functions for the modules of engines, which name them.
 
-    Those that tell of groups raise `NotInitializedError` where there are none.
+    Functions of a group raise `NotInitializedError` if it does not exist.
     """
 
     def __init__(self, state: GlobalState[F]) -> None:
-        """Speak of ``state``."""
         self._state = state
 
     def world_group(self) -> F:
-        """The group of all ranks."""
+        """Return the group of all ranks."""
         if self._state.world is None:
             raise NotInitializedError("the distributed environment is not initialised")
         return self._state.world
 
     def set_custom_all_reduce(self, enable: bool) -> None:
-        """Whether groups made from now on may use more than torch's process groups."""
+        """Allow later groups to use more than torch's process groups, or forbid it."""
         self._state.device_communicators = enable
 
     def model_parallel_is_initialized(self) -> bool:
-        """Whether the groups of a model have been built."""
+        """Return whether the groups of a model exist."""
         return bool(self._state.groups)
 
     def tp_group(self) -> F:
-        """The ranks that share this one's layers."""
+        """Return the group of ranks that share this rank's layers."""
         return self._state.group("tp")
 
     def pp_group(self) -> F:
-        """The stages of this rank's model."""
+        """Return the group of the stages of this rank's model."""
         return self._state.group("pp")
 
     def dcp_group(self) -> F:
-        """The ranks that share this one's contexts."""
+        """Return the group of ranks that share this rank's contexts."""
         return self._state.group("dcp")
 
     def tp_world_size(self) -> int:
-        """How many ranks share a layer."""
+        """Return the number of ranks that share a layer."""
         return self.tp_group().world_size
 
     def tp_rank(self) -> int:
-        """This rank's position among those that share its layers."""
+        """Return this rank's position in `tp_group`."""
         return self.tp_group().rank_in_group
 
     def pp_rank(self) -> int:
-        """This rank's stage."""
+        """Return this rank's stage."""
         return self.pp_group().rank_in_group
 
     def destroy_model_parallel(self) -> None:
-        """Close the groups of the model; the second time does nothing. Collective: no."""
+        """Close the groups of the model. Idempotent."""
         self._state.close_model()
 
     def destroy_distributed_environment(self) -> None:
-        """Close the world group, and torch's default group. Collective: no."""
+        """Close the world group and torch's default group."""
         self._state.close_environment()
 
     def cleanup_dist_env_and_memory(self, shutdown_ray: bool = False) -> None:
-        """Destroy everything and give memory back.
-
-        Args:
-            shutdown_ray: shut Ray down as well, if this process uses it.
-        """
+        """Destroy all groups and free memory; with ``shutdown_ray`` shut down Ray too."""
         self.destroy_model_parallel()
         self.destroy_distributed_environment()
         if shutdown_ray:
@@ -582,20 +517,17 @@ class Getters(Generic[F]):
             torch.cuda.empty_cache()
 
     def all_reduce(self, input_: Tensor) -> Tensor:
-        """The sum of every ``input_``. Collective: yes, every member."""
+        """Return the sum of every ``input_``. Collective: yes, every member."""
         return self.tp_group().all_reduce(input_)
 
     def gather(self, input_: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
-        """Every ``input_``, concatenated, on ``dst``; None elsewhere. Collective: yes."""
+        """Return every ``input_``, concatenated, on ``dst``; None elsewhere. Collective: yes."""
         return self.tp_group().gather(input_, dst, dim)
 
     def broadcast_tensor_dict(
         self, tensor_dict: Mapping[str, Any] | None = None, src: int = 0
     ) -> Any:
-        """The dict of ``src``, on all; one's own without torch's default group.
-
-        Collective: yes, every member.
-        """
+        """Return the dict of ``src``; ``tensor_dict`` without a default group. Collective: yes."""
         if not dist.is_initialized():
             return tensor_dict
         return self.tp_group().broadcast_tensor_dict(tensor_dict, src)

@@ -1,7 +1,7 @@
-"""Layouts: how tensors are divided among the ranks of a mesh, and how to change that.
+"""Divide tensors among the ranks of a mesh, and change how they are divided.
 
 `redistribute` changes a tensor's layout within one mesh, `redistribute_between` moves it to another
-mesh. `plan` finds the cheapest steps, `calibrate` measures what they cost. `load_sharded` and
+mesh. `plan` finds the cheapest steps, `calibrate` measures their costs. `load_sharded` and
 `save_sharded` read and write checkpoints; only these two need the package safetensors.
 """
 

@@ -1,26 +1,25 @@
 """Read and write the parts of tensors that a rank holds, as safetensors files.
 
-A file replaces another one when it is complete: readers have the old one or the new one.
-
     CheckpointError (CoordinatorError)
-    ├── CheckpointFormatError (ValueError)    not a safetensors file, or its index is bad
-    ├── MissingTensorError (LookupError)      it lacks tensors that were asked for
-    └── TensorShapeError (ValueError)         a tensor of another shape than was expected
+    ├── CheckpointFormatError (ValueError)    not a safetensors file, or a malformed index
+    ├── MissingTensorError (LookupError)      the checkpoint lacks tensors
+    └── TensorShapeError (ValueError)         a tensor has another shape than expected
 
 A path that does not exist raises `FileNotFoundError`.
 
-Until then it has no name, so a writer that is killed leaves nothing. If the file system requires a
-name (as NFS does), it is called ``.RANDOM.unfinished``, in the same folder.
+A complete file replaces the old file atomically. Until then the new file has no name, and a killed
+writer leaves nothing. If the file system requires a name (as NFS does), it is
+``.RANDOM.unfinished``, in the same folder.
 
-A checkpoint is one file, or several with an index that says which tensor is in which file. Opening
-it reads the headers only; a tensor's bytes are mapped, and read from disk when they are copied.
+A checkpoint is one file, or several with an index from tensor to file. Opening a checkpoint reads
+the headers only; a tensor's bytes are mapped, and read from disk when they are copied.
 
     0        8               8 + length
     ┌────────┬───────────────┬──────────┬──────────┬───
     │ length │ header (JSON) │ tensor 0 │ tensor 1 │ …      little-endian, no gaps
     └────────┴───────────────┴──────────┴──────────┴───
 
-The header maps names to dtype, shape and byte range; it is padded with spaces to 8 bytes.
+The header maps names to dtype, shape and byte range; spaces pad it to 8 bytes.
 """
 
 from __future__ import annotations
@@ -50,12 +49,7 @@ from shm_broadcast.errors import CoordinatorError, DivergenceError
 
 
 class CheckpointError(CoordinatorError):
-    """A checkpoint cannot be read or written.
-
-    Attributes:
-        path: the file or folder.
-        problem: what is wrong.
-    """
+    """A checkpoint (the file or folder ``path``) cannot be read or written."""
 
     def __init__(self, path: str, problem: str) -> None:
         self.path = path
@@ -68,11 +62,7 @@ class CheckpointFormatError(CheckpointError, ValueError):
 
 
 class MissingTensorError(CheckpointError, LookupError):
-    """The checkpoint lacks tensors that were asked for.
-
-    Attributes:
-        names: their names in the checkpoint.
-    """
+    """The checkpoint lacks tensors; ``names`` has their names in the checkpoint."""
 
     def __init__(self, path: str, names: tuple[str, ...]) -> None:
         self.names = names
@@ -81,12 +71,9 @@ class MissingTensorError(CheckpointError, LookupError):
 
 
 class TensorShapeError(CheckpointError, ValueError):
-    """A tensor has another shape than was expected.
+    """A tensor has another shape than expected.
 
-    Attributes:
-        name: the tensor's name in the checkpoint.
-        expected: the shape that was expected, of the whole tensor.
-        found: the shape it has.
+    ``name`` is the tensor's in the checkpoint; ``expected`` and ``found`` are whole shapes.
     """
 
     def __init__(
@@ -108,15 +95,13 @@ _KINDS = {
 
 
 class Replacement:
-    """A new file, to be written from its beginning. Close it, or use it with ``with``.
+    """A new file that replaces ``path`` (a regular file or nothing) when it is finished.
 
-    Args:
-        path: what it replaces: a regular file, or nothing yet. A link stays; the file that it
-            leads to is replaced.
+    Close it, or use it with ``with``. If ``path`` is a link, its target is replaced. Each method
+    raises an OSError that names ``path``.
 
     Raises:
-        CheckpointError: something else is there.
-        OSError: no file can be written there; names ``path``.
+        CheckpointError: ``path`` is not a regular file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -129,20 +114,12 @@ class Replacement:
             self._file = os.fdopen(descriptor, "wb")
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append ``data``.
-
-        Raises:
-            OSError: it does not fit; names the path.
-        """
+        """Append ``data``."""
         with self._errors_name_the_path():
             self._file.write(data)
 
     def finish(self) -> None:
-        """Put the file where it belongs; it is on the disk then.
-
-        Raises:
-            OSError: it cannot be done; names the path.
-        """
+        """Write the file to disk, then replace the path with it."""
         with self._errors_name_the_path():
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -153,7 +130,7 @@ class Replacement:
             self._has_name = False
 
     def close(self) -> None:
-        """Drop what was not finished. Idempotent."""
+        """Delete the file unless it is finished. Idempotent."""
         with suppress(OSError):
             self._file.close()
         if self._has_name:
@@ -173,7 +150,7 @@ class Replacement:
             return
         if not stat.S_ISREG(mode):
             kind = _KINDS[stat.S_IFMT(mode)]
-            raise CheckpointError(str(self._path), f"a {kind} is there, and no file to replace")
+            raise CheckpointError(str(self._path), f"is a {kind}, not a regular file")
 
     @contextmanager
     def _errors_name_the_path(self) -> Iterator[None]:
@@ -181,14 +158,14 @@ class Replacement:
             yield
         except OSError as error:
             error.filename = str(self._path)
-            del error.filename2  # of a name that is not there yet: None would be shown
+            del error.filename2  # the text would show a second name of None
             raise
 
 
 def _open(name: Path) -> tuple[int, bool]:
-    """The descriptor of a new file, and whether it is called ``name``."""
+    """Return the descriptor of a new file, and whether it is called ``name``."""
     with suppress(OSError):
-        # An empty one is tried first: not everywhere can a file be given a name later.
+        # Try with an empty file first: not every file system can link an O_TMPFILE file.
         trial = _open_nameless(name.parent)
         try:
             _give_name(trial, name)
@@ -204,7 +181,7 @@ def _open_nameless(folder: Path) -> int:
 
 
 def _give_name(descriptor: int, name: Path) -> None:
-    # A folder, here one that is not used, has Python call linkat, which follows the first link.
+    # With a dst_dir_fd Python calls linkat(AT_SYMLINK_FOLLOW), which follows the link in /proc.
     folder = os.open(name.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.link(f"/proc/self/fd/{descriptor}", name.name, dst_dir_fd=folder, follow_symlinks=True)
@@ -223,17 +200,14 @@ class _Index(msgspec.Struct):
 class Checkpoint:
     """The tensors of a safetensors checkpoint, by name. Close it, or use it with ``with``.
 
-    Args:
-        path: a ``.safetensors`` file, a ``.safetensors.index.json`` file, or a folder that
-            holds ``model.safetensors`` or ``model.safetensors.index.json``.
+    ``path`` is as for `load_sharded`. Every rank opens its own. Methods that take a tensor's name
+    raise MissingTensorError if the checkpoint lacks it.
 
     Raises:
-        FileNotFoundError: there is no such file, or the folder holds neither.
+        FileNotFoundError: the file does not exist, or the folder has no checkpoint.
         CheckpointFormatError: a file is not a safetensors file, or the index is malformed.
-        MissingTensorError: the index names a tensor that its file does not hold.
+        MissingTensorError: the index names a tensor that its file lacks.
         ImportError: the safetensors package is not installed.
-
-    Collective: no; every rank opens its own.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -252,48 +226,33 @@ class Checkpoint:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all tensors, sorted."""
+        """Return the names of all tensors, sorted."""
         return tuple(sorted(self._where))
 
     def require(self, names: Sequence[str]) -> None:
-        """Check that the checkpoint holds all of ``names``.
-
-        Raises:
-            MissingTensorError: it does not; names those that are missing.
-        """
+        """Raise MissingTensorError, with the missing names, unless all ``names`` exist."""
         missing = tuple(name for name in names if name not in self._where)
         if missing:
             raise MissingTensorError(str(self.path), missing)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The whole tensor's shape.
-
-        Raises:
-            MissingTensorError: there is no such tensor.
-        """
+        """Return the whole tensor's shape."""
         self.require([name])
         return tuple(self._where[name].get_slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        """The tensor's dtype.
-
-        Raises:
-            MissingTensorError: there is no such tensor.
-        """
+        """Return the tensor's dtype."""
         return self.read(name, [slice(0, 0) for _ in self.shape(name)]).dtype
 
     def read(self, name: str, region: Sequence[slice]) -> torch.Tensor:
-        """A part of a tensor: ``region`` has a slice of step 1 for every dimension.
+        """Return a part of a tensor; ``region`` has a slice of step 1 for every dimension.
 
         The result is on the CPU and may share the memory of the mapped file: copy it before
         `close`.
-
-        Raises:
-            MissingTensorError: there is no such tensor.
         """
         self.require([name])
         file = self._where[name]
-        with torch.device("cpu"):  # safetensors heeds the caller's `with torch.device(...)`
+        with torch.device("cpu"):  # or the caller's `with torch.device(...)` applies
             if not region:
                 scalar: torch.Tensor = file.get_tensor(name)
                 return scalar
@@ -375,26 +334,26 @@ def encode_header(
     tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
     metadata: Mapping[str, str] | None = None,
 ) -> bytes:
-    """The encoded header of a file.
+    """Return the encoded header of a file.
 
     Args:
         tensors: each tensor's dtype and shape, by name, in the order of the file.
         metadata: texts by name.
 
     Raises:
-        ValueError: the format does not support a dtype, a tensor has the name that the format
-            keeps for the texts, or ``metadata`` has another key or value than a text.
+        ValueError: the format does not support a dtype or reserves a tensor's name, or ``metadata``
+            has a key or value that is not a str.
     """
     texts = dict(metadata or {})
     if not all(isinstance(text, str) for pair in texts.items() for text in pair):
         raise ValueError(f"metadata must be texts by name; got {texts}")
     if _METADATA in tensors:
-        raise ValueError(f"safetensors keeps the name {_METADATA} for itself")
+        raise ValueError(f"safetensors reserves the name {_METADATA}")
     entries: dict[str, object] = {_METADATA: texts} if texts else {}
     end = 0
     for name, (dtype, shape) in tensors.items():
         if dtype not in _CODES:
-            raise ValueError(f"{name}: safetensors has no {dtype}")
+            raise ValueError(f"{name}: safetensors does not support {dtype}")
         start, end = end, end + math.prod(shape) * dtype.itemsize
         place = [start, end]
         entries[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": place}
@@ -403,19 +362,10 @@ def encode_header(
 
 
 def write_checkpoint(file: Replacement, header: bytes, tensors: Iterable[Tensor]) -> None:
-    """Write a file, and finish it.
+    """Write and finish a file: ``header`` and its ``tensors``, in its order, from any device.
 
-    Where several write the same file at once, each writes all of it, and the last one's stays.
-
-    Args:
-        file: a new one.
-        header: from `encode_header`.
-        tensors: the header's tensors, in its order, on any device.
-
-    Raises:
-        OSError: the file cannot be written; names it.
-
-    Collective: no.
+    Of concurrent writers of one path, each writes a whole file, and the last one stays. Raises
+    OSError as `Replacement`.
     """
     file.write(len(header).to_bytes(8, "little"))
     file.write(header)
@@ -438,36 +388,33 @@ def load_sharded(
 ) -> dict[str, torch.Tensor]:
     """Read this rank's parts of some tensors of a safetensors checkpoint.
 
-    Only the tensors in ``layouts`` are looked at (a pipeline stage names its own layers), and of
-    those only the slices that this rank holds are read.
+    Each rank reads for itself, and only its slices of the tensors in ``layouts``.
 
     Args:
-        path: a ``.safetensors`` file, an ``.index.json`` file, or a folder with one of them.
+        path: a ``.safetensors`` file, an index ``.safetensors.index.json``, or a folder with
+            ``model.safetensors`` or ``model.safetensors.index.json``.
         layouts: the layout of each tensor on the ranks of ``group``, by the caller's name for the
-            tensor. A single `Placement` stands for the `Layout` with that one placement.
-        group: the group that the tensors are divided among. Several groups, outermost first, if
-            the layouts have several placements.
-        source: maps the caller's name of a tensor to the checkpoint's; ``None``: they are equal.
-        shapes: the required shapes of whole tensors, by the caller's names; a tensor that is not
-            named may have any shape.
-        dtype: the dtype to convert to; ``None`` keeps the checkpoint's.
+            tensor. A `Placement` stands for the `Layout` with that one placement.
+        group: the group that divides the tensors; several groups, outermost first, if the
+            layouts have several placements.
+        source: maps the caller's name of a tensor to the checkpoint's; None: they are equal.
+        shapes: the required shapes of whole tensors, by the caller's names.
+        dtype: the dtype to convert to; None: the checkpoint's.
         device: the device of the returned tensors.
-        report: called with (bytes read, bytes in all, name of the tensor read last): once before
+        report: called with (bytes read, bytes in all, name of the last tensor read): once before
             the first tensor, with an empty name, and after each tensor. Bytes are counted in the
             checkpoint's dtype, without padding.
 
     Returns:
-        Contiguous tensors by the caller's names, in the order of ``layouts``; they share memory
-        with nothing. Padding is zero.
+        Contiguous tensors by the caller's names, in the order of ``layouts``; they share no memory.
+        Padding is zero.
 
     Raises:
-        FileNotFoundError: there is no such checkpoint.
+        FileNotFoundError: the checkpoint does not exist.
         CheckpointFormatError: a file is not a safetensors file, or an index is malformed.
         MissingTensorError: the checkpoint lacks a tensor. Nothing was read.
-        TensorShapeError: a tensor has another shape than ``shapes`` says. Nothing was read.
+        TensorShapeError: a tensor has another shape than in ``shapes``. Nothing was read.
         ValueError: a layout does not fit its tensor or the group.
-
-    Collective: no; each rank reads for itself.
     """
     axes = group if isinstance(group, Sequence) else (group,)
     names = {name: source(name) if source else name for name in layouts}
@@ -475,27 +422,27 @@ def load_sharded(
         checkpoint.require(tuple(names.values()))
         parts: dict[str, tuple[Extent, ...]] = {}
         for name, layout in layouts.items():
-            found = checkpoint.shape(names[name])
-            expected = tuple(shapes[name]) if shapes and name in shapes else found
-            if found != expected:
-                raise TensorShapeError(str(checkpoint.path), names[name], expected, found)
+            actual = checkpoint.shape(names[name])
+            expected = tuple(shapes[name]) if shapes and name in shapes else actual
+            if actual != expected:
+                raise TensorShapeError(str(checkpoint.path), names[name], expected, actual)
             whole = Layout.of(layout)
             if whole.has_terms:
-                raise ValueError(f"{name}: a checkpoint holds whole values, not terms as {whole}")
-            parts[name] = whole.extents(found, axes)
+                raise ValueError(f"{name}: a checkpoint cannot hold terms ({whole})")
+            parts[name] = whole.extents(actual, axes)
         sizes = {
             name: math.prod(extent.size for extent in extents)
             * checkpoint.dtype(names[name]).itemsize
             for name, extents in parts.items()
         }
-        tell = (lambda *_: None) if report is None else report
+        progress = (lambda *_: None) if report is None else report
         done, total = 0, sum(sizes.values())
-        tell(done, total, "")
+        progress(done, total, "")
         tensors: dict[str, torch.Tensor] = {}
         for name, extents in parts.items():
             tensors[name] = _read(checkpoint, names[name], extents, dtype, device)
             done += sizes[name]
-            tell(done, total, name)
+            progress(done, total, name)
     return tensors
 
 
@@ -533,30 +480,29 @@ def save_sharded(
     """Write whole tensors to one safetensors file, from the parts that the ranks hold.
 
     The inverse of `load_sharded`. The rank that is first on every axis writes, and has one whole
-    tensor at a time in memory. Returns, on every rank, when the file is complete; it appears only
-    then, and replaces what was there. A link stays; the file that it leads to is replaced.
+    tensor at a time in memory. Returns, on every rank, when the complete file has replaced the old
+    one. If ``path`` is a link, its target is replaced.
 
     Args:
-        path: the file, or a folder, which then gets ``model.safetensors``.
+        path: the file, or a folder, where ``model.safetensors`` is written.
         tensors: this rank's parts, padding included, by name; a tensor has the same dtype on all
             ranks.
-        layouts: the layout of each tensor on the ranks of ``group``. The tensors that it names are
-            written, in its order.
-        group: the group that the tensors are divided among. Several groups, outermost first, if
-            the layouts have several placements.
-        shapes: the shapes of whole tensors, by name; needed for those that are sharded.
-        target: maps the caller's name of a tensor to the checkpoint's; ``None``: they are equal.
-        metadata: texts by name to keep in the file; only those of the rank that writes count.
+        layouts: the layout on the ranks of ``group`` of each tensor to write, in this order.
+        group: the group that divides the tensors; several groups, outermost first, if the
+            layouts have several placements.
+        shapes: the shapes of whole tensors, by name; required for sharded tensors.
+        target: maps the caller's name of a tensor to the checkpoint's; None: they are equal.
+        metadata: texts by name to store in the file; the writing rank's count.
 
     Raises:
         KeyError: a name is not in ``tensors``.
         ValueError: a layout does not fit its tensor or the group, a shape is missing, two
             tensors get one name, or the format does not support a dtype or a name. Nothing was
-            sent. On the rank that writes also: ``path`` or ``metadata`` is none.
+            sent. On the rank that writes also: ``path`` or ``metadata`` is invalid.
         DivergenceError: the ranks' tensors differ in a name, their order, a dtype, a shape or a
-            layout; names the first that does. Nothing was written, and the groups go on.
-        CheckpointError: at ``path`` is what is neither a file nor a folder, as a device. Nothing
-            was written. On the ranks that do not write also: the file could not be written.
+            layout; names the first difference. Nothing was written, and the groups stay usable.
+        CheckpointError: ``path`` is neither a regular file nor a folder. Nothing was written. On
+            the ranks that do not write also: the file could not be written.
         OSError: on the rank that writes: the file cannot be written.
 
     Collective: yes, every member of every group.
@@ -569,7 +515,7 @@ def save_sharded(
     }
     announced = {names[name]: (part.x.dtype, part.shape) for name, part in parts.items()}
     if len(announced) != len(names):
-        raise ValueError(f"several tensors get one name: {names}")
+        raise ValueError(f"target maps several tensors to one name: {names}")
     encode_header(announced)
     file = Path(path)
     _compare([f"{names[name]!r}: {part}" for name, part in parts.items()], axes)
@@ -583,7 +529,7 @@ def _write_together(
     parts: Sequence[_Part],
     axes: Sequence[GroupCoordinator],
 ) -> None:
-    """Collect one tensor after the other; the rank that is first on every axis writes them.
+    """Collect one tensor after the other; write them on the rank that is first on every axis.
 
     Collective: yes, every member of every group.
     """
@@ -606,17 +552,17 @@ def _write_together(
                 header = encode_header(announced, metadata)
                 new = Replacement(file / SINGLE if file.is_dir() else file)
                 stack.enter_context(new)
-            except Exception as found:  # noqa: BLE001 - raised on all ranks
-                error = found
+            except Exception as failure:  # noqa: BLE001 - raised on all ranks
+                error = failure
         _raise_on_all(file, error, axes)
         if writes:
             try:
                 write_checkpoint(new, header, (whole for whole in wholes if whole is not None))
-            except Exception as found:
+            except Exception as failure:
                 if torn:
                     raise
-                error = found
-        # The wholes are collected together: ranks that do not write, or cannot, must take part.
+                error = failure
+        # Collecting is collective: ranks that do not write, or fail to, must take part.
         for _ in wholes:
             pass
         _raise_on_all(file, error, axes)
@@ -644,7 +590,7 @@ class _Part:
         layout = layout.normalized(len(whole))
         held = layout.extents(whole, axes)
         if tuple(x.shape) != tuple(extent.length for extent in held):
-            raise ValueError(f"this rank has {tuple(x.shape)}; {layout} of {whole} is {held} here")
+            raise ValueError(f"this rank has {tuple(x.shape)}; {layout} of {whole} needs {held}")
         return cls(strip(x.detach(), held), layout, whole, axes)
 
     def __str__(self) -> str:
@@ -652,7 +598,7 @@ class _Part:
         return f"{self.x.dtype} {list(self.shape)} as {placements}"
 
     def collect(self) -> Tensor | None:
-        """The whole tensor on the rank that is first on every axis; None on the others.
+        """Return the whole tensor on the rank that is first on every axis; None on the others.
 
         Collective: yes, every member of every group.
         """
@@ -660,62 +606,59 @@ class _Part:
         for number in reversed(range(len(self.axes))):
             axis, placement = self.axes[number], self.layout.placements[number]
             outer = Layout(self.layout.placements[:number])
-            around = outer.extents(self.shape, self.axes[:number])
+            divided = outer.extents(self.shape, self.axes[:number])
             if axis.world_size > 1 and not isinstance(placement, Replicate):
                 x = redistribute_between(
                     x,
-                    _without_padding(placement, around, axis.world_size),
+                    _without_padding(placement, divided, axis.world_size),
                     Replicate(),
                     axis,
                     source_mesh=SubMesh(tuple(range(axis.world_size))),
                     target_mesh=SubMesh((0,)),
-                    shape=[extent.size for extent in around],
+                    shape=[extent.size for extent in divided],
                 )
             if axis.rank_in_group != 0:
                 return None
         return x
 
 
-def _without_padding(placement: Placement, around: Sequence[Extent], ranks: int) -> Placement:
-    """``placement`` with the sizes of the parts without padding; ``around`` is what it divides."""
+def _without_padding(placement: Placement, divided: Sequence[Extent], ranks: int) -> Placement:
+    """Return ``placement`` with the sizes of the parts of ``divided`` without padding."""
     if not isinstance(placement, Shard):
         return placement
     places = [Place(rank, ranks) for rank in range(ranks)]
-    sizes = tuple(placement.split(around, place)[placement.dim].size for place in places)
+    sizes = tuple(placement.split(divided, place)[placement.dim].size for place in places)
     return Shard(placement.dim, sizes=sizes)
 
 
 def _compare(tensors: Sequence[str], axes: Sequence[GroupCoordinator]) -> None:
-    """Check that all ranks are about to write the same ``tensors``.
+    """Raise the same DivergenceError on all ranks unless all have the same ``tensors``.
 
-    Raises:
-        DivergenceError: they are not; the same on all ranks, which may go on.
-
-    Collective: yes, every member.
+    Collective: yes, every member. The groups stay usable.
     """
     digest = hashlib.sha256("\n".join(tensors).encode()).hexdigest()
     if len(set(_of_all(digest, axes))) <= 1:
         return
     me = axes[0].ranks[axes[0].rank_in_group]
     for rank, others in _of_all((me, tensors), axes):
-        for number, (ours, theirs) in enumerate(zip_longest(tensors, others, fillvalue="none")):
-            if ours != theirs:
+        for number, (own, other) in enumerate(zip_longest(tensors, others, fillvalue="none")):
+            if own != other:
                 what = f"save_sharded whose tensor {number} is"
-                raise DivergenceError(rank, f"{what} {ours}", f"{what} {theirs}")
+                raise DivergenceError(rank, f"{what} {own}", f"{what} {other}")
 
 
-def _of_all(mine: T, axes: Sequence[GroupCoordinator]) -> list[T]:
-    """The object of every rank, the outermost axis first. Collective: yes, every member."""
-    found = [mine]
+def _of_all(own: T, axes: Sequence[GroupCoordinator]) -> list[T]:
+    """Return the object of every rank, the outermost axis first. Collective: yes, every member."""
+    objects = [own]
     for axis in reversed(axes):
-        found = [each for part in axis.all_gather_object(found) for each in part]
-    return found
+        objects = [each for part in axis.all_gather_object(objects) for each in part]
+    return objects
 
 
 def _raise_on_all(path: Path, error: Exception | None, axes: Sequence[GroupCoordinator]) -> None:
-    """Raise, if the rank that is first on every axis has an ``error``: itself there.
+    """Raise on all ranks if the rank that is first on every axis has an ``error``.
 
-    Collective: yes, every member.
+    Collective: yes, every member. That rank raises ``error`` itself.
     """
     text = None if error is None else f"{type(error).__name__}: {error}"
     for number, axis in enumerate(axes):

@@ -1,4 +1,4 @@
-"""One communication of a tensor as an object that knows its cost and can be carried out.
+"""Describe one communication of a tensor as an object with a cost and a function.
 
 pattern                       forward                 backward       as placements
 GATHER_FWD_SPLIT_BWD          all-gather gather_dim   own slice      Shard → Replicate
@@ -29,7 +29,7 @@ from coordinator.layout.plan import Axes
 
 
 class CommPattern(Enum):
-    """The forward and the backward of a communication; see the table above."""
+    """The forward and backward of a communication; see the table above."""
 
     GATHER_FWD_SPLIT_BWD = "GATHER_FWD_SPLIT_BWD"
     SPLIT_FWD_GATHER_BWD = "SPLIT_FWD_GATHER_BWD"
@@ -49,14 +49,7 @@ class CommCost(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ShardingSpec:
-    """A tensor on a mesh.
-
-    Attributes:
-        mesh: the mesh.
-        shape: the whole tensor's shape.
-        layout: the tensor's layout on the mesh.
-        itemsize: bytes of an element.
-    """
+    """A tensor of ``shape`` (the whole tensor's) with a layout on a mesh."""
 
     mesh: Mesh
     shape: tuple[int, ...]
@@ -69,16 +62,16 @@ class CommSpec:
     """A communication of a tensor along one axis of its mesh, or along several together.
 
     Attributes:
-        comm_pattern: what is done; the pattern or its name.
+        comm_pattern: the pattern or its name.
         sharding_spec: the tensor before the communication.
-        gather_dim: the dimension that is gathered; for MIXGATHER one for each axis.
-        shard_dim: the dimension that is sharded.
-        logical_process_axis: the mesh axis; several, in ascending order, are used as one.
-        forward_only: whether there is no backward; it then costs nothing.
+        gather_dim: the dimension to gather; for MIXGATHER one per axis.
+        shard_dim: the dimension to shard.
+        logical_process_axis: the mesh axis; several, in ascending order, form one.
+        forward_only: run no backward, which then costs nothing.
 
     Raises:
-        ValueError: the pattern is unknown, a dimension that it needs is missing or does not exist,
-            or the tensor's layout is not one that the pattern can start from.
+        ValueError: the pattern is unknown, lacks a dimension, has one that does not exist, or
+            cannot start from the tensor's layout.
     """
 
     comm_pattern: CommPattern
@@ -89,7 +82,6 @@ class CommSpec:
     forward_only: bool = False
 
     def __post_init__(self) -> None:
-        """Normalise dimensions and check the tensor's layout against the pattern."""
         object.__setattr__(self, "comm_pattern", CommPattern(self.comm_pattern))
         pattern, ndim = self.comm_pattern, len(self.sharding_spec.shape)
         mix = pattern is CommPattern.MIXGATHER_FWD_SPLIT_BWD
@@ -97,17 +89,17 @@ class CommSpec:
             ("gather_dim", mix or pattern.name.startswith(("GATHER", "ALL2ALL"))),
             ("shard_dim", pattern.name.startswith(("SPLIT", "ALL2ALL"))),
         ):
-            given = getattr(self, name)
-            if (given is None) is needed or isinstance(given, Sequence) is not (mix and needed):
-                raise ValueError(f"{pattern.name} does not go with {name}={given}")
-            if isinstance(given, Sequence):
-                object.__setattr__(self, name, tuple(_dim(dim, ndim) for dim in given))
-            elif given is not None:
-                object.__setattr__(self, name, _dim(given, ndim))
+            value = getattr(self, name)
+            if (value is None) is needed or isinstance(value, Sequence) is not (mix and needed):
+                raise ValueError(f"{pattern.name} does not accept {name}={value}")
+            if isinstance(value, Sequence):
+                object.__setattr__(self, name, tuple(_dim(dim, ndim) for dim in value))
+            elif value is not None:
+                object.__setattr__(self, name, _dim(value, ndim))
         self._check_layout()
 
     def cost(self) -> CommCost:
-        """The cost by the mesh's cost model. Collective: no."""
+        """Return the cost by the mesh's cost model."""
         costs, axes = self.sharding_spec.mesh.cost_model, self.logical_process_axis
         held, gathered = self._bytes(self._before), self._bytes(self._after)
         forward = backward = 0.0
@@ -130,13 +122,10 @@ class CommSpec:
         return CommCost(forward, backward, forward + backward)
 
     def apply(self, x: Tensor) -> Tensor:
-        """Carry out the communication, differentiably unless ``forward_only``.
+        """Run the communication, differentiably unless ``forward_only``.
 
-        Args:
-            x: this rank's part of the tensor, without padding; it is not changed.
-
-        Returns:
-            This rank's part afterwards; ``x`` itself if the axes have only one rank.
+        ``x`` is this rank's part of the tensor, without padding; it does not change. Returns this
+        rank's part afterwards; ``x`` itself if the axes have only one rank.
 
         Collective: yes, every member of the group along the axes; backward too.
         """
@@ -148,9 +137,10 @@ class CommSpec:
                 return moves.gather(x, dim, group, self._sizes(self._before, dim))
             case CommPattern.SPLIT_FWD_GATHER_BWD, _, int(dim):
                 return moves.split(x, dim, group, self._sizes(self._after, dim))
-            case CommPattern.ALL2ALL_FWD_ALL2ALL_BWD, int(given), int(taken):
-                before, after = self._sizes(self._before, given), self._sizes(self._after, taken)
-                return moves.all_to_all(x, given, taken, group, before, after)
+            case CommPattern.ALL2ALL_FWD_ALL2ALL_BWD, int(gather_dim), int(shard_dim):
+                before = self._sizes(self._before, gather_dim)
+                after = self._sizes(self._after, shard_dim)
+                return moves.all_to_all(x, gather_dim, shard_dim, group, before, after)
             case CommPattern.ALLREDUCE_FWD_IDENTITY_BWD, _, _:
                 return moves.reduce(x, group)
             case CommPattern.IDENTITY_FWD_ALLREDUCE_BWD, _, _:
@@ -170,22 +160,22 @@ class CommSpec:
 
     @property
     def _after(self) -> Arrangement:
-        mesh, found = self.sharding_spec.mesh.shape, self._before
+        mesh, arrangement = self.sharding_spec.mesh.shape, self._before
         for axis in self._axes:
             if mesh[axis] == 1:
                 continue
             if self.gather_dim is not None:
-                found = found.without(axis)
+                arrangement = arrangement.without(axis)
             if self.shard_dim is not None:
-                found = found.then(axis, Shard(self.shard_dim))
-        return found
+                arrangement = arrangement.then(axis, Shard(self.shard_dim))
+        return arrangement
 
     def _check_layout(self) -> None:
         spec = self.sharding_spec
         spec.mesh.group(self.logical_process_axis)
         dims = self.gather_dim if isinstance(self.gather_dim, tuple) else None
         if dims is not None and len(dims) != len(self._axes):
-            raise ValueError(f"{len(self._axes)} axes and {len(dims)} dimensions to gather")
+            raise ValueError(f"gather_dim has {len(dims)} dimensions for {len(self._axes)} axes")
         before = self._before
         for number, axis in reversed(list(enumerate(self._axes))):
             if spec.mesh.shape[axis] == 1:
@@ -196,7 +186,9 @@ class CommSpec:
                 isinstance(placement, Shard)
                 and (placement.dim != dim or not before.is_innermost(axis, placement.dim))
             ):
-                raise ValueError(f"{self.comm_pattern.name} along axis {axis} of {spec.layout}")
+                raise ValueError(
+                    f"{self.comm_pattern.name} cannot run along axis {axis} of {spec.layout}"
+                )
             before = before.without(axis)
 
     def _bytes(self, arrangement: Arrangement) -> int:
@@ -204,15 +196,15 @@ class CommSpec:
         return math.prod(arrangement.largest(spec.shape, spec.mesh.shape)) * spec.itemsize
 
     def _extents(self, arrangement: Arrangement) -> list[tuple[Extent, ...]]:
-        """The part that each rank along the axes holds, by its rank in their group."""
+        """Return the part of each rank along the axes, by its rank in their group."""
         mesh = self.sharding_spec.mesh
-        found = []
+        extents = []
         for places in itertools.product(*(range(mesh.shape[axis]) for axis in self._axes)):
             coordinates = list(mesh.coordinates)
             for axis, place in zip(self._axes, places, strict=True):
                 coordinates[axis] = place
-            found.append(arrangement.extents(self.sharding_spec.shape, mesh.shape, coordinates))
-        return found
+            extents.append(arrangement.extents(self.sharding_spec.shape, mesh.shape, coordinates))
+        return extents
 
     def _sizes(self, arrangement: Arrangement, dim: int) -> list[int]:
         return [extents[dim].size for extents in self._extents(arrangement)]

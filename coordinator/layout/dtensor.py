@@ -1,4 +1,4 @@
-"""Converts between this project's layouts and torch's DTensor."""
+"""Convert between layouts and torch's DTensor."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ def to_dtensor(
     mesh: DeviceMesh,
     shape: Sequence[int] | None = None,
 ) -> dt.DTensor:
-    """A DTensor of which ``local`` is this rank's part. Differentiable.
+    """Return a DTensor whose local part is ``local``, with shared memory. Differentiable.
 
     Args:
-        local: this rank's part; the result shares its memory.
+        local: this rank's part.
         layout: the tensor's layout on ``mesh``, without padding or explicit sizes.
         mesh: the device mesh.
         shape: the whole tensor's shape; None: sharded dimensions divide evenly.
 
-    Collective: no.
-
     Raises:
-        ValueError: DTensor has no such layout, or ``local`` has another shape than the layout says.
+        ValueError: DTensor lacks the layout, or ``local`` has another shape than the layout.
     """
     placements = [_to_torch(placement) for placement in Layout.of(layout).placements]
     if shape is None:
         return dt.DTensor.from_local(local, mesh, placements, run_check=False)
     expected = Layout.of(layout).local_shape(shape, _places(mesh))
     if tuple(local.shape) != expected:
-        raise ValueError(f"this rank has {tuple(local.shape)}; {layout} of {shape} is {expected}")
+        raise ValueError(
+            f"this rank has {tuple(local.shape)}; {layout} of {shape} needs {expected}"
+        )
     stride = torch.empty(tuple(shape), device="meta").stride()
     return dt.DTensor.from_local(
         local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
@@ -57,9 +57,7 @@ def to_dtensor(
 
 
 def from_dtensor(x: dt.DTensor) -> tuple[Tensor, Layout, tuple[int, ...]]:
-    """A DTensor's local part (which shares its memory), its layout, and the whole tensor's shape.
-
-    Collective: no.
+    """Return a DTensor's local part (shared memory), its layout, and the whole tensor's shape.
 
     Raises:
         ValueError: ``x`` has a placement other than Shard, Replicate and Partial.
@@ -69,15 +67,13 @@ def from_dtensor(x: dt.DTensor) -> tuple[Tensor, Layout, tuple[int, ...]]:
 
 
 def set_process_group(x: dt.DTensor, mesh: DeviceMesh) -> dt.DTensor:
-    """A replicated DTensor on another mesh; shares the memory of ``x``, nothing is sent.
-
-    Collective: no.
+    """Return a replicated DTensor on another mesh; it shares the memory of ``x``.
 
     Raises:
         ValueError: ``x`` is not replicated: use `redistribute_between`.
     """
     if not all(placement.is_replicate() for placement in x.placements):
-        raise ValueError(f"only a replicated tensor changes its mesh; this is {x.placements}")
+        raise ValueError(f"only a replicated tensor can change its mesh; got {x.placements}")
     placements = [dt.Replicate()] * mesh.ndim
     return dt.DTensor.from_local(x.to_local(), mesh, placements, run_check=False)
 
@@ -99,7 +95,7 @@ def _from_torch(placement: dt.Placement) -> Placement:
         return Partial(_OPS[placement.reduce_op])
     if type(placement) is dt.Replicate:
         return Replicate()
-    raise ValueError(f"{placement} has no counterpart here")
+    raise ValueError(f"there is no placement for DTensor's {placement}")
 
 
 def _places(mesh: DeviceMesh) -> list[Place]:

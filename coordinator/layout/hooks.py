@@ -4,9 +4,8 @@
         loss = model(x).sum()       # pre_forward, post_forward around each operation
     loss.backward()                 # pre_backward, post_backward around its gradient
 
-An operation calls the hooks that were active in its context when it ran forward (they are kept in
-a `contextvars.ContextVar`: threads and tasks have their own). Its backward calls the same hooks,
-in whatever thread or context it runs.
+An operation calls the hooks that are active in its context (`contextvars.ContextVar`) when it runs
+forward. Its backward calls the same hooks, in any thread or context.
 """
 
 from __future__ import annotations
@@ -27,17 +26,11 @@ from coordinator.tree import flatten, unflatten
 def named_parameters(
     module: nn.Module, prefix: str = "", recurse: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter of a module once, under the first name that it has.
+    """Yield every parameter of a module once, under its first name.
 
-    Besides registered parameters these are plain attributes that are leaf tensors and require a
-    gradient, such as a DTensor that has replaced a deleted parameter.
-
-    Args:
-        module: the module; a module's own parameters come before those of its children.
-        prefix: put before every name, with a dot.
-        recurse: whether to include the parameters of child modules.
-
-    Collective: no.
+    Includes plain attributes that are leaf tensors and require a gradient, such as a DTensor that
+    replaces a deleted parameter. A module's own parameters precede those of its children.
+    ``prefix`` precedes every name, with a dot.
     """
     modules = module.named_modules(prefix=prefix) if recurse else [(prefix, module)]
     seen: set[int] = set()
@@ -57,30 +50,28 @@ Parameters = tuple[nn.Parameter, ...]
 
 
 class ParamOpHook:
-    """Override the methods that are needed. Each gets the operation's parameters."""
+    """Base class of hooks. Each method receives the operation's parameters."""
 
     def pre_forward(self, params: Parameters) -> None:
-        """Called before the operation."""
+        """Run before the operation."""
 
     def post_forward(self, params: Parameters) -> None:
-        """Called after the operation."""
+        """Run after the operation."""
 
     def pre_backward(self, params: Parameters) -> None:
-        """Called before the operation's backward, when the first gradient of a result arrives."""
+        """Run before the operation's backward, when the first gradient of a result arrives."""
 
     def post_backward(self, params: Parameters) -> None:
-        """Called when the gradients of all the operation's inputs are computed."""
+        """Run when the gradients of all the operation's inputs are computed."""
 
 
 @contextmanager
 def use_param_hooks(*hooks: ParamOpHook) -> Iterator[None]:
     """Call ``hooks`` around every operation that has a parameter among its arguments.
 
-    Hooks of an outer ``with`` stay active, and are called first. A composite operation counts as
-    one; its parts are not seen. Without gradients only the forward hooks are called. Operations on
-    parameters inside a hook call no hooks.
-
-    Collective: no.
+    Hooks of an outer ``with`` stay active, and run first. A composite operation counts as one.
+    Without gradients only the forward hooks run. Operations on parameters inside a hook call no
+    hooks.
     """
     outer = _active.get()
     mode = _Mode()
@@ -99,7 +90,7 @@ class _Active:
 
 
 class _Mode(TorchFunctionMode):
-    """Sees every torch function that runs in its thread."""
+    """Intercepts every torch function that runs in its thread."""
 
     def __torch_function__(
         self,
@@ -110,7 +101,7 @@ class _Mode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         active = _active.get()
-        # the mode of an outer `with`, or of another task of this thread
+        # This may be the mode of an outer `with`, or of another task of this thread.
         if active is None or active.mode is not self or _name(func) in _NO_OPERATIONS:
             return func(*args, **kwargs)
         leaves, _ = flatten((args, kwargs))
@@ -123,8 +114,6 @@ class _Mode(TorchFunctionMode):
 
 
 class _Operation:
-    """One operation on parameters, and the hooks that were in force when it ran."""
-
     def __init__(self, hooks: tuple[ParamOpHook, ...], params: Parameters) -> None:
         self._hooks = hooks
         self._params = params
@@ -135,7 +124,7 @@ class _Operation:
         if torch.is_grad_enabled():
             args, kwargs = self._watch_inputs(func, args, kwargs)
         result = func(*args, **kwargs)
-        # torch's own named tuples, as of torch.max, are no namedtuples
+        # The named tuples of torch, as from torch.max, are not namedtuples.
         results = tuple(result) if isinstance(result, tuple) else result
         for each in flatten(results)[0]:
             if isinstance(each, Tensor) and each.requires_grad and not each.is_leaf:
@@ -146,9 +135,9 @@ class _Operation:
     def _watch_inputs(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[Sequence[Any], dict[str, Any]]:
-        """The arguments with each input replaced by a `_Watched` view of it.
+        """Return the arguments with each input replaced by a `_Watched` view of it.
 
-        Inputs that the operation writes to (``out=``, or ``self`` of ``op_``) stay as they are.
+        Inputs that the operation writes (``out=``, or ``self`` of ``op_``) stay the same.
         """
         changed = {id(kwargs.get("out"))}
         if _name(func).endswith("_") and args:
@@ -162,9 +151,9 @@ class _Operation:
         if not inputs:
             return args, kwargs
         outputs = _Watched.apply(self, *inputs.values())  # type: ignore[no-untyped-call]
-        with_liveness = dict(zip(inputs, outputs, strict=True))
+        watched = dict(zip(inputs, outputs, strict=True))
         replaced: tuple[Sequence[Any], dict[str, Any]] = unflatten(
-            structure, [with_liveness.get(id(leaf), leaf) for leaf in leaves]
+            structure, [watched.get(id(leaf), leaf) for leaf in leaves]
         )
         return replaced
 
@@ -211,7 +200,7 @@ _NO_OPERATIONS = frozenset(
         *("is_same_size", "requires_grad_", "retain_grad", "register_hook", "backward"),
     }
 )
-"""Torch functions that only look at a tensor or set a flag: they call no hooks."""
+"""Torch functions that only inspect a tensor or set a flag: they call no hooks."""
 
 
 def _name(func: Callable[..., Any]) -> str:

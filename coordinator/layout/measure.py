@@ -16,19 +16,17 @@ from coordinator.layout.redistribute import take_step
 from device_comm import ReduceOp
 
 CALIBRATED_SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 23)
-"""Bytes of the whole tensors that are measured: small ones determine alpha, large ones beta."""
+"""Bytes of the measured tensors: small ones determine alpha, large ones beta."""
 
 REPEATS = 5
-"""How often each size is measured."""
+"""Measurements per size."""
 
 
 @dataclass(frozen=True, slots=True)
 class AlphaBeta:
-    """The cost of a collective along one group, in the alpha-beta model.
+    """The cost of a collective in the alpha-beta model.
 
-    Attributes:
-        alpha: microseconds to start a collective.
-        beta: microseconds per byte.
+    ``alpha`` is microseconds to start it, ``beta`` microseconds per byte.
     """
 
     alpha: float
@@ -38,18 +36,15 @@ class AlphaBeta:
 def calibrate(
     group: GroupCoordinator, sizes: Sequence[int] = CALIBRATED_SIZES, repeats: int = REPEATS
 ) -> AlphaBeta:
-    """Measure all-gather and all-reduce of several sizes, and fit alpha and beta to the times.
+    """Measure all-gather and all-reduce of several sizes; fit alpha and beta to the times.
 
-    The fit minimises relative errors, so that all sizes count the same.
+    The fit minimises relative errors: all sizes have the same weight. The result comes from the
+    slowest rank's times, the same on every rank; 0 for a group of one.
 
     Args:
         group: the group to measure; the machine should be idle otherwise.
         sizes: bytes of the whole tensors, multiples of 4; at least two different ones.
-        repeats: how often each size is measured; the median counts.
-
-    Returns:
-        Alpha and beta, the same on every rank: the slowest rank's times count. 0 for a group of
-        one.
+        repeats: measurements per size; their median counts.
 
     Collective: yes, every member.
 
@@ -57,7 +52,7 @@ def calibrate(
         ValueError: fewer than two sizes, or no repeats.
     """
     if len(set(sizes)) < 2 or any(size < 4 or size % 4 for size in sizes) or repeats < 1:
-        raise ValueError(f"cannot fit {list(sizes)} bytes, {repeats} times each")
+        raise ValueError(f"cannot fit alpha and beta to {list(sizes)} bytes, {repeats} times each")
     n = group.world_size
     if n == 1:
         return AlphaBeta(0.0, 0.0)
@@ -81,17 +76,13 @@ def calibrate_mesh(
 ) -> MeshCosts:
     """Measure the group along each axis of a mesh, one after the other.
 
-    Returns:
-        The costs, the same on every rank of the mesh: of the groups along an axis, the slowest
-        counts.
+    Returns the costs of the slowest group along each axis, the same on every rank of the mesh.
+    Raises ValueError as `calibrate`.
 
     Collective: yes, every rank of the mesh.
-
-    Raises:
-        ValueError: as `calibrate`.
     """
-    found = [calibrate(axis, sizes, repeats) for axis in axes]
-    costliest = slowest([each.alpha for each in found] + [each.beta for each in found], axes)
+    fits = [calibrate(axis, sizes, repeats) for axis in axes]
+    costliest = slowest([each.alpha for each in fits] + [each.beta for each in fits], axes)
     return MeshCosts(
         tuple(axis.world_size for axis in axes),
         tuple(costliest[: len(axes)]),
@@ -100,33 +91,30 @@ def calibrate_mesh(
 
 
 def median_time(verb: Callable[[], object], group: GroupCoordinator, repeats: int) -> float:
-    """The median time of ``repeats`` calls in microseconds, after one call to warm up."""
-    taken = []
+    """Return the median microseconds of ``repeats`` calls, after one call to warm up."""
+    times = []
     for _ in range(repeats + 1):
         group.barrier()
         start = time.perf_counter()
         verb()
         if group.device.type == "cuda":
             torch.cuda.synchronize(group.device)
-        taken.append((time.perf_counter() - start) * 1e6)
-    return statistics.median(taken[1:])
+        times.append((time.perf_counter() - start) * 1e6)
+    return statistics.median(times[1:])
 
 
 def slowest(values: Sequence[float], groups: Sequence[GroupCoordinator]) -> list[float]:
-    """The maximum of each value over all ranks of the mesh whose axes these groups are.
-
-    Collective: yes, every rank of the mesh.
-    """
-    found = torch.tensor(values, dtype=torch.float64, device="cpu")
+    """Return each value's maximum over all ranks of the mesh. Collective: yes, every rank."""
+    result = torch.tensor(values, dtype=torch.float64, device="cpu")
     for group in groups:
-        found = group.all_reduce(found.to(group.device), op=ReduceOp.MAX).cpu()
-    return found.tolist()
+        result = group.all_reduce(result.to(group.device), op=ReduceOp.MAX).cpu()
+    return result.tolist()
 
 
 def _fit(moved: Sequence[float], times: Sequence[float]) -> AlphaBeta:
     """Fit ``alpha + beta * moved`` to ``times`` by least squares of the relative errors.
 
-    In plain Python: a linear algebra library may give results that differ in the last bit between
+    In plain Python: results of a linear algebra library may differ in the last bit between
     processes, and ranks with different costs could make different plans.
     """
     starts = [1 / time_ for time_ in times]
@@ -148,19 +136,14 @@ def _dot(a: Sequence[float], b: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPlan:
-    """A plan with measured times; ``print`` shows both.
-
-    Attributes:
-        plan: the plan, with the costs by the model.
-        times: the measured time of each step, in microseconds.
-    """
+    """A plan and the microseconds measured for each step; ``print`` shows both."""
 
     plan: Plan
     times: tuple[float, ...]
 
     @property
     def time(self) -> float:
-        """The measured time of all steps, in microseconds."""
+        """Return the measured microseconds of all steps."""
         return sum(self.times)
 
     def __str__(self) -> str:
@@ -175,16 +158,15 @@ def measure(
     dtype: torch.dtype = torch.float32,
     repeats: int = REPEATS,
 ) -> MeasuredPlan:
-    """Carry out each step of a plan several times, on tensors of zeros.
+    """Run each step of a plan several times, on tensors of zeros.
+
+    Returns the plan with the slowest rank's times, the same on every rank.
 
     Args:
         plan: the plan, the same on all ranks.
         group: the group along each axis of the mesh, outermost first; or the only one.
-        dtype: the tensors' dtype; its size should be the one that was planned for.
-        repeats: how often each step is measured; the median counts.
-
-    Returns:
-        The measured plan, the same on every rank: the slowest rank's times count.
+        dtype: the tensors' dtype; its size should be the planned ``itemsize``.
+        repeats: measurements per step; their median counts.
 
     Collective: yes, every member of every group.
 
@@ -194,7 +176,9 @@ def measure(
     axes = tuple(group) if isinstance(group, Sequence) else (group,)
     mesh = tuple(axis.world_size for axis in axes)
     if mesh != plan.mesh or repeats < 1:
-        raise ValueError(f"a plan for a mesh of {plan.mesh} on {mesh}, {repeats} times")
+        raise ValueError(
+            f"cannot measure a plan for a mesh of {plan.mesh} on {mesh}, {repeats} times"
+        )
     coordinates = [axis.rank_in_group for axis in axes]
     times = []
     for step in plan.steps:

@@ -15,15 +15,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The groups of this rank along each axis of a grid of ranks.
+    """This rank's group along each axis of a grid: ``Mesh((groups.dp, groups.tp), groups.world)``.
 
-    Example: ``Mesh((groups.dp, groups.tp), groups.world)``. It does not close its groups.
+    A mesh does not close its groups.
 
     Attributes:
         axes: the group along each axis, outermost first.
-        flat: the group of all ranks, in row-major order; None: collectives over several axes at
-            once are not possible.
-        costs: the costs along the axes, for `CommSpec.cost` and `plan`; None: all cost the same.
+        flat: the group of all ranks, in row-major order, for collectives over several axes at once.
+        costs: the costs along the axes, for `CommSpec.cost` and `plan`; None: equal on all axes.
 
     Raises:
         ValueError: this process has another rank in ``flat`` than on the axes, or ``costs`` belong
@@ -35,30 +34,28 @@ class Mesh:
     costs: MeshCosts | None = None
 
     def __post_init__(self) -> None:
-        """Check the parts against each other."""
         if self.cost_model.shape != self.shape:
-            raise ValueError(f"these costs are of another mesh than {self.shape}: {self.costs}")
-        here = 0
+            raise ValueError(f"the mesh is {self.shape}, but the costs are {self.costs}")
+        rank = 0
         size = 1
         for axis in self.axes:
-            here = here * axis.world_size + axis.rank_in_group
+            rank = rank * axis.world_size + axis.rank_in_group
             size *= axis.world_size
         if self.flat is not None and (self.flat.rank_in_group, self.flat.world_size) != (
-            here,
+            rank,
             size,
         ):
             raise ValueError(
-                f"{self.flat.name} has this process as rank {self.flat.rank_in_group} of "
-                f"{self.flat.world_size}; on the axes it is rank {here} of {size}"
+                f"this process is rank {self.flat.rank_in_group} of {self.flat.world_size} in "
+                f"{self.flat.name}, but rank {rank} of {size} on the axes"
             )
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh, costs: MeshCosts | None = None) -> Self:
-        """Make groups along the dimensions of a torch mesh, which must have names.
+        """Make groups along the dimensions of a torch mesh; the caller closes them.
 
-        The torch mesh stays as it is, so it gets no flattened dimension: torch would use one for
-        DTensors too, wrongly if they are cut unevenly twice. The caller closes ``axes`` and
-        ``flat``.
+        The torch mesh gets no flattened dimension: torch would use it for DTensors too, wrongly if
+        they are cut unevenly twice.
 
         Collective: yes, every rank of the mesh.
 
@@ -82,33 +79,29 @@ class Mesh:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The number of ranks on each axis."""
+        """Return the number of ranks on each axis."""
         return tuple(axis.world_size for axis in self.axes)
 
     @property
     def cost_model(self) -> MeshCosts:
-        """The costs along the axes; the default ones if none were given."""
+        """Return ``costs``, or the default costs."""
         return MeshCosts.uniform(self.shape) if self.costs is None else self.costs
 
     @property
     def coordinates(self) -> tuple[int, ...]:
-        """This rank's position on each axis."""
+        """Return this rank's position on each axis."""
         return tuple(axis.rank_in_group for axis in self.axes)
 
     def group(self, axes: Axes) -> GroupCoordinator:
-        """The group along one axis, or along several axes together.
-
-        Raises:
-            ValueError: there is no such axis, or no group for these axes together.
-        """
-        wanted = (axes,) if isinstance(axes, int) else tuple(axes)
-        if not wanted or any(not 0 <= axis < len(self.axes) for axis in wanted):
+        """Return the group along the axes; raise ValueError if there is none."""
+        chosen = (axes,) if isinstance(axes, int) else tuple(axes)
+        if not chosen or any(not 0 <= axis < len(self.axes) for axis in chosen):
             raise ValueError(f"{axes} are not axes of a mesh of {self.shape}")
-        if list(wanted) != sorted(set(wanted)):
-            raise ValueError(f"axes are taken in their order, each once; got {wanted}")
-        long = [axis for axis in wanted if self.shape[axis] > 1]
+        if list(chosen) != sorted(set(chosen)):
+            raise ValueError(f"axes must be in ascending order, each once; got {chosen}")
+        long = [axis for axis in chosen if self.shape[axis] > 1]
         if len(long) < 2:
-            return self.axes[long[0] if long else wanted[0]]
+            return self.axes[long[0] if long else chosen[0]]
         if self.flat is None or long != [a for a, size in enumerate(self.shape) if size > 1]:
-            raise ValueError(f"no group of this mesh is along the axes {wanted} together")
+            raise ValueError(f"this mesh has no group along the axes {chosen} together")
         return self.flat

@@ -1,7 +1,7 @@
-"""The collectives of a layout change, each with its own backward.
+"""Run the collectives of a layout change, each with its own backward.
 
 `Move.forward` is the forward; autograd calls `Move.backward` with the gradient of the result.
-`backward` uses moves again, so that a gradient can be differentiated too.
+`backward` uses moves again, so a gradient is differentiable too.
 
 A term is one rank's summand of a reduction (`Partial`); a shard is one rank's slice (`Shard`).
 
@@ -13,10 +13,10 @@ A term is one rank's summand of a reduction (`Partial`); a shard is one rank's s
     reduce            identity              a term's gradient is that of the sum; AVG: / ranks
     reduce_scatter    gather                likewise
     as_term           identity              AVG: * ranks
-    copy              all-reduce            replicated input, whose gradient comes as terms
+    copy              all-reduce            replicated input; its gradient arrives as terms
 
-The backward of gather takes this rank's slice of the gradient and sums nothing: every rank has the
-whole gradient already. If the ranks have terms of the gradient instead, `copy` sums them.
+The backward of gather slices the gradient without summing: every rank has the whole gradient. If
+the ranks have terms of the gradient instead, `copy` sums them.
 
 No function changes its input. In a group of one they return it. For every function: Collective:
 yes, every member (`split`, `as_term` and `copy` communicate in backward only, or not at all).
@@ -43,14 +43,9 @@ from device_comm.verbs.checks import check_dim, check_sizes
 def swap(
     pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], group: GroupCoordinator
 ) -> list[Tensor]:
-    """Send ``pieces[r]`` to rank r; return the pieces that come from each rank, by rank.
+    """Send ``pieces[r]`` to rank r; return the piece from each rank, of ``shapes``, by rank.
 
-    Args:
-        pieces: one for each rank, of any shapes, all of one dtype; may be empty.
-        shapes: the shape of the piece that comes from each rank.
-        group: the group of the ranks.
-
-    Collective: yes, every member.
+    The pieces may have any shapes and be empty; all have one dtype. Collective: yes, every member.
     """
     if group.world_size == 1:
         return list(pieces)
@@ -65,19 +60,19 @@ def swap(
 
 
 class Move(ABC):
-    """A differentiable function of one tensor, computed together with the other members."""
+    """A differentiable function of one tensor, computed by all members together."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`forward`, recorded by autograd. Collective: as `forward`."""
+        """Compute `forward`, recorded by autograd. Collective: as `forward`."""
         return _Moved.apply(x, self)  # type: ignore[no-untyped-call, no-any-return]
 
     @abstractmethod
     def forward(self, x: Tensor) -> Tensor:
-        """The forward; the result shares no memory with ``x``, except in `Copy`."""
+        """Compute the forward; the result shares no memory with ``x``, except in `Copy`."""
 
     @abstractmethod
     def backward(self, grad: Tensor) -> Tensor:
-        """The backward: the gradient of the input, given the gradient of the result."""
+        """Compute the gradient of the input from the gradient of the result."""
 
 
 class _Moved(torch.autograd.Function):
@@ -93,7 +88,7 @@ class _Moved(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class Gather(Move):
-    """From shards to the whole. Backward: this rank's shard of the gradient."""
+    """Gather shards to the whole tensor. Backward: this rank's shard of the gradient."""
 
     dim: int
     group: GroupCoordinator
@@ -106,20 +101,20 @@ class Gather(Move):
         return self.group.all_gatherv(x, self.dim, self.sizes)
 
     def backward(self, grad: Tensor) -> Tensor:
-        """Collective: no."""
+        """Return a copy of this rank's part."""
         return Split(self.dim, self.group, self.sizes)(grad)
 
 
 @dataclass(frozen=True, slots=True)
 class Split(Move):
-    """From the whole to this rank's shard. Backward: the shards of the gradient, gathered."""
+    """Slice this rank's shard. Backward: the gathered shards of the gradient."""
 
     dim: int
     group: GroupCoordinator
     sizes: tuple[int, ...]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Collective: no."""
+        """Return a copy of this rank's part."""
         rank = self.group.rank_in_group
         own = x.narrow(self.dim, sum(self.sizes[:rank]), self.sizes[rank])
         return own.clone(memory_format=torch.contiguous_format)
@@ -131,7 +126,7 @@ class Split(Move):
 
 @dataclass(frozen=True, slots=True)
 class AllToAll(Move):
-    """From shards of one dimension to shards of another. Backward: the reverse."""
+    """Turn shards of one dimension into shards of another. Backward: the reverse."""
 
     gather_dim: int
     shard_dim: int
@@ -157,7 +152,7 @@ class AllToAll(Move):
 
 @dataclass(frozen=True, slots=True)
 class Recut(Move):
-    """From shards of one dimension to shards of other sizes. Backward: the reverse."""
+    """Turn shards of one dimension into shards of other sizes. Backward: the reverse."""
 
     dim: int
     group: GroupCoordinator
@@ -185,9 +180,9 @@ class Recut(Move):
 
 @dataclass(frozen=True, slots=True)
 class Assemble(Move):
-    """From parts, cut along several dimensions, to the whole. Backward: this rank's part.
+    """Assemble the whole tensor from parts cut along several dimensions. Backward: `Cut`.
 
-    ``shape`` is the whole's; ``boxes`` has each rank's slices of the whole.
+    ``shape`` is the whole tensor's; ``boxes`` has each rank's slices of the whole tensor.
     """
 
     shape: tuple[int, ...]
@@ -197,28 +192,28 @@ class Assemble(Move):
     def forward(self, x: Tensor) -> Tensor:
         """Collective: yes."""
         whole = x.new_empty(self.shape)
-        rooms = [whole[box] for box in self.boxes]
-        sizes = [room.numel() for room in rooms]
+        views = [whole[box] for box in self.boxes]
+        sizes = [view.numel() for view in views]
         parts = torch.split(self.group.all_gatherv(x.reshape(-1), 0, sizes), sizes)
-        for room, part in zip(rooms, parts, strict=True):
-            room.copy_(part.view(room.shape))
+        for view, part in zip(views, parts, strict=True):
+            view.copy_(part.view(view.shape))
         return whole
 
     def backward(self, grad: Tensor) -> Tensor:
-        """Collective: no."""
+        """Return a copy of this rank's part."""
         return Cut(self.shape, self.boxes, self.group)(grad)
 
 
 @dataclass(frozen=True, slots=True)
 class Cut(Move):
-    """From the whole to this rank's part. Backward: the parts, assembled. As `Assemble`."""
+    """Cut this rank's part from the whole tensor. Backward: `Assemble`."""
 
     shape: tuple[int, ...]
     boxes: tuple[tuple[slice, ...], ...]
     group: GroupCoordinator
 
     def forward(self, x: Tensor) -> Tensor:
-        """Collective: no."""
+        """Return a copy of this rank's part."""
         own = x[self.boxes[self.group.rank_in_group]]
         return own.clone(memory_format=torch.contiguous_format)
 
@@ -229,7 +224,7 @@ class Cut(Move):
 
 @dataclass(frozen=True, slots=True)
 class Reduce(Move):
-    """From terms to their reduction. Backward: the gradient times the term's weight."""
+    """Reduce terms. Backward: the gradient times the term's weight."""
 
     group: GroupCoordinator
     op: ReduceOp
@@ -239,13 +234,13 @@ class Reduce(Move):
         return self.group.all_reduce(x, op=self.op)
 
     def backward(self, grad: Tensor) -> Tensor:
-        """Collective: no."""
+        """Return ``grad`` times the weight."""
         return _scaled(grad, _term_weight(self.group, self.op))
 
 
 @dataclass(frozen=True, slots=True)
 class ReduceScatter(Move):
-    """From terms to this rank's shard of their reduction. Backward: gathered, times the weight."""
+    """Reduce terms to this rank's shard. Backward: gathered gradient times the weight."""
 
     dim: int
     group: GroupCoordinator
@@ -266,19 +261,19 @@ class ReduceScatter(Move):
 
 @dataclass(frozen=True, slots=True)
 class AsTerm(Move):
-    """From the whole to this rank's term. Backward: the gradient divided by the term's weight."""
+    """Turn the whole tensor into terms. Backward: the gradient divided by the weight."""
 
     group: GroupCoordinator
     op: ReduceOp
 
     def forward(self, x: Tensor) -> Tensor:
-        """Collective: no."""
+        """Return this rank's term, as a copy."""
         if self.group.rank_in_group == 0 or self.op not in NEUTRAL:
             return x.clone(memory_format=torch.contiguous_format)
         return torch.full_like(x, NEUTRAL[self.op], memory_format=torch.contiguous_format)
 
     def backward(self, grad: Tensor) -> Tensor:
-        """Collective: no."""
+        """Return ``grad`` divided by the weight."""
         return _scaled(grad, 1 / _term_weight(self.group, self.op))
 
 
@@ -289,7 +284,7 @@ class Copy(Move):
     group: GroupCoordinator
 
     def forward(self, x: Tensor) -> Tensor:
-        """Collective: no. Returns a view."""
+        """Return a view."""
         return x.view_as(x)
 
     def backward(self, grad: Tensor) -> Tensor:
@@ -297,17 +292,17 @@ class Copy(Move):
         return Reduce(self.group, ReduceOp.SUM)(grad)
 
 
-def _overlaps(ours: tuple[int, ...], rank: int, theirs: tuple[int, ...]) -> list[tuple[int, int]]:
-    """The overlap of part ``rank`` of ``ours`` with each part of ``theirs``, as (start, stop)."""
-    start = sum(ours[:rank])
-    stop = start + ours[rank]
-    found = []
+def _overlaps(own: tuple[int, ...], rank: int, other: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Return the overlap of part ``rank`` of ``own`` with each part of ``other``: (start, stop)."""
+    start = sum(own[:rank])
+    stop = start + own[rank]
+    overlaps = []
     low = 0
-    for size in theirs:
+    for size in other:
         overlap = max(low, start), min(low + size, stop)
-        found.append(overlap if overlap[0] < overlap[1] else (0, 0))
+        overlaps.append(overlap if overlap[0] < overlap[1] else (0, 0))
         low += size
-    return found
+    return overlaps
 
 
 def _scaled(x: Tensor, factor: float) -> Tensor:
@@ -315,38 +310,30 @@ def _scaled(x: Tensor, factor: float) -> Tensor:
 
 
 def _term_weight(group: GroupCoordinator, op: ReduceOp) -> float:
-    """The weight of one rank's term in the reduction: 1, or 1/N for AVG."""
+    """Return the weight of one rank's term in the reduction: 1, or 1/N for AVG."""
     return 1 / group.world_size if op is ReduceOp.AVG else 1.0
 
 
 def gather(
     x: Tensor, dim: int, group: GroupCoordinator, sizes: Sequence[int] | None = None
 ) -> Tensor:
-    """All ranks' shards, concatenated along ``dim`` in rank order.
+    """Return all ranks' shards, concatenated along ``dim`` in rank order.
 
-    Args:
-        x: this rank's shard, (..., sizes[rank], ...).
-        dim: the dimension that is sharded.
-        group: the group of the ranks.
-        sizes: the size of each rank's shard along ``dim``; None: all are equal.
+    ``x`` is this rank's shard, (..., sizes[rank], ...). Without ``sizes`` all are equal.
     """
     if group.world_size == 1:
         return x
     dim = check_dim(dim, x)
-    known = _shards(x.shape[dim], group, sizes)
-    return Gather(dim, group, known)(x)
+    shard_sizes = _shards(x.shape[dim], group, sizes)
+    return Gather(dim, group, shard_sizes)(x)
 
 
 def split(
     x: Tensor, dim: int, group: GroupCoordinator, sizes: Sequence[int] | None = None
 ) -> Tensor:
-    """This rank's shard of ``x`` along ``dim``, as a copy.
+    """Return this rank's shard of ``x`` along ``dim``, as a copy; ``x`` is the same on all ranks.
 
-    Args:
-        x: the whole tensor, the same on all ranks.
-        dim: the dimension to shard.
-        group: the group of the ranks.
-        sizes: the size of each rank's shard; None: as `Shard` divides, unevenly if need be.
+    Without ``sizes`` the shards are as `Shard` divides, possibly uneven.
     """
     if group.world_size == 1:
         return x
@@ -364,22 +351,17 @@ def all_to_all(
 ) -> Tensor:
     """Turn shards along ``gather_dim`` into shards along ``shard_dim``, another dimension.
 
-    Args:
-        x: this rank's shard along ``gather_dim``; whole along ``shard_dim``.
-        gather_dim: the dimension along which ``x`` is sharded.
-        shard_dim: the dimension along which the result is sharded.
-        group: the group of the ranks.
-        gather_sizes: the size of each rank's shard before; None: all are equal.
-        shard_sizes: the size of each rank's shard after; None: as `Shard` divides.
+    ``x`` is whole along ``shard_dim``. Without ``gather_sizes`` all shards before are equal;
+    without ``shard_sizes`` the shards after are as `Shard` divides.
     """
     if group.world_size == 1:
         return x
-    given, taken = check_dim(gather_dim, x), check_dim(shard_dim, x)
-    if given == taken:
-        raise ValueError(f"dimension {taken} cannot be gathered and cut at once: use recut")
-    before = _shards(x.shape[given], group, gather_sizes)
-    after = _cut(x.shape[taken], group, shard_sizes)
-    return AllToAll(given, taken, group, before, after)(x)
+    gathered, sharded = check_dim(gather_dim, x), check_dim(shard_dim, x)
+    if gathered == sharded:
+        raise ValueError(f"gather_dim and shard_dim are both {sharded}: use recut")
+    before = _shards(x.shape[gathered], group, gather_sizes)
+    after = _cut(x.shape[sharded], group, shard_sizes)
+    return AllToAll(gathered, sharded, group, before, after)(x)
 
 
 def recut(
@@ -394,10 +376,9 @@ def recut(
 
 
 def reduce(x: Tensor, group: GroupCoordinator, op: ReduceOp = ReduceOp.SUM) -> Tensor:
-    """The reduction of all ranks' terms; ``x`` is this rank's term.
+    """Return the reduction of all ranks' terms; ``x`` is this rank's term.
 
-    Raises:
-        NotImplementedError: ``x`` requires a gradient, and ``op`` is neither SUM nor AVG.
+    Raises NotImplementedError if ``x`` requires a gradient and ``op`` is neither SUM nor AVG.
     """
     if group.world_size == 1:
         return x
@@ -412,12 +393,9 @@ def reduce_scatter(
     op: ReduceOp = ReduceOp.SUM,
     sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """This rank's shard, along ``dim``, of the reduction of all ranks' terms.
+    """Return this rank's shard, along ``dim``, of the reduction of all ranks' terms.
 
-    ``sizes`` has the size of each rank's shard; None: as `Shard` divides.
-
-    Raises:
-        NotImplementedError: ``x`` requires a gradient, and ``op`` is neither SUM nor AVG.
+    Without ``sizes`` the shards are as `Shard` divides. Raises as `reduce`.
     """
     if group.world_size == 1:
         return x
@@ -427,13 +405,10 @@ def reduce_scatter(
 
 
 def as_term(x: Tensor, group: GroupCoordinator, op: ReduceOp = ReduceOp.SUM) -> Tensor:
-    """Terms whose reduction is ``x``, which is the same on all ranks; returns this rank's term.
+    """Return this rank's term; all terms reduce to ``x``, which is the same on all ranks.
 
     Rank 0 keeps the values and the others get the operation's neutral element (0 for SUM). For AVG,
-    MIN, MAX and BAND all ranks keep the values. Exact for every dtype.
-
-    Raises:
-        NotImplementedError: ``x`` requires a gradient, and ``op`` is neither SUM nor AVG.
+    MIN, MAX and BAND all ranks keep the values. Exact for every dtype. Raises as `reduce`.
     """
     if group.world_size == 1:
         return x
@@ -442,37 +417,33 @@ def as_term(x: Tensor, group: GroupCoordinator, op: ReduceOp = ReduceOp.SUM) -> 
 
 
 def copy(x: Tensor, group: GroupCoordinator) -> Tensor:
-    """A view of ``x``, which is the same on all ranks; backward sums all ranks' gradients."""
+    """Return a view of ``x``, the same on all ranks; backward sums all ranks' gradients."""
     if group.world_size == 1:
         return x
     return Copy(group)(x)
 
 
 def require_linear(x: Tensor, op: ReduceOp) -> None:
-    """Accept a reduction of ``x`` that autograd need not know, or that has a gradient here.
-
-    Raises:
-        NotImplementedError: ``x`` requires a gradient, and ``op`` is neither SUM nor AVG.
-    """
+    """Raise NotImplementedError if autograd records a reduction other than SUM and AVG."""
     if x.requires_grad and op not in (ReduceOp.SUM, ReduceOp.AVG):
-        raise NotImplementedError(f"{op.name} has no gradient here: detach the tensor")
+        raise NotImplementedError(f"{op.name} has no gradient: detach the tensor")
 
 
 def _shards(rows: int, group: GroupCoordinator, sizes: Sequence[int] | None) -> tuple[int, ...]:
-    """The sizes of all ranks' shards; this rank's shard has ``rows`` rows."""
+    """Return the sizes of all ranks' shards; this rank's shard has ``rows`` rows."""
     if sizes is None:
         return (rows,) * group.world_size
-    known = check_sizes("sizes", sizes, group.world_size)
-    if known[group.rank_in_group] != rows:
-        raise ValueError(f"sizes are {list(known)}; rank {group.rank_in_group} has {rows}")
-    return known
+    checked = check_sizes("sizes", sizes, group.world_size)
+    if checked[group.rank_in_group] != rows:
+        raise ValueError(f"sizes are {list(checked)}, but rank {group.rank_in_group} has {rows}")
+    return checked
 
 
 def _cut(rows: int, group: GroupCoordinator, sizes: Sequence[int] | None) -> tuple[int, ...]:
-    """The sizes of all ranks' shards of ``rows`` rows."""
+    """Return the sizes of all ranks' shards of ``rows`` rows."""
     if sizes is None:
         return Shard().cut(rows, group.world_size)
-    known = check_sizes("sizes", sizes, group.world_size)
-    if sum(known) != rows:
-        raise ValueError(f"sizes {list(known)} do not add up to {rows}")
-    return known
+    checked = check_sizes("sizes", sizes, group.world_size)
+    if sum(checked) != rows:
+        raise ValueError(f"sizes {list(checked)} do not add up to {rows}")
+    return checked

@@ -1,19 +1,19 @@
-"""Describe how tensors are divided over the ranks of a mesh. Pure arithmetic.
+"""Describe how tensors are divided among the ranks of a mesh. Pure arithmetic.
 
-A `Layout` has one `Placement` for each mesh axis (a group), outermost first. A placement divides
-what the axes before it have left to this rank:
+A `Layout` has one `Placement` per mesh axis (a group), outermost first. Each placement divides the
+part that the placements before it give to this rank:
 
     8 rows, Layout((Shard(0), Shard(0))) on axes of 2 and 2    5 rows on an axis of 4
     axis 0 → [0,4) [4,8)                                       Shard(0)              2 2 1 0
     axis 1 → [0,2) [2,4) | [4,6) [6,8)                         Shard(0, padded=True) 2 2 2 2
 
-A dimension that does not divide evenly is sharded as `torch.chunk` and DTensor do it: every shard
-has ceil(size / ranks) elements until none are left. A padded shard always has that many; those
-beyond the tensor's end are padding.
+An uneven dimension is sharded as by `torch.chunk` and DTensor: every shard has ceil(size / ranks)
+elements until none are left. A padded shard always has that many; elements beyond the tensor's end
+are padding.
 
-A `Layout` cuts in the order of its axes. On the way from one layout to another there are
-arrangements that no layout describes: a dimension that axis 1 cuts first and axis 0 second, for
-example. Only the innermost cut of a dimension can be undone, and a new cut becomes the innermost.
+A `Layout` cuts in the order of its axes. An `Arrangement` may cut in another order, as between two
+steps of a plan. Only the innermost cut of a dimension can be undone, and a new cut becomes the
+innermost.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from device_comm import ReduceOp
 
 
 class Axis(Protocol):
-    """What a layout needs to know of a mesh axis; a `GroupCoordinator` has it."""
+    """A mesh axis; a `GroupCoordinator` is one."""
 
     @property
     def rank_in_group(self) -> int:
-        """This process's position on the axis, from 0."""
+        """Return this process's position on the axis, from 0."""
 
     @property
     def world_size(self) -> int:
-        """The number of ranks on the axis."""
+        """Return the number of ranks on the axis."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Some rank's position on an axis, as an `Axis` without a group."""
+    """One rank's position on an axis, without a group."""
 
     rank_in_group: int
     world_size: int
@@ -48,12 +48,9 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A rank's part of one dimension.
+    """One rank's part of one dimension: elements ``start`` to ``stop`` (exclusive).
 
-    Attributes:
-        start: the first element that the rank holds.
-        stop: one past the last element that the rank holds.
-        length: the size of the local tensor's dimension: ``stop - start`` and the padding.
+    ``length`` is the size of the local tensor's dimension: ``stop - start`` and the padding.
     """
 
     start: int
@@ -62,46 +59,42 @@ class Extent:
 
     @property
     def size(self) -> int:
-        """How many elements of the tensor's dimension the rank holds."""
+        """Return the number of elements that the rank holds."""
         return self.stop - self.start
 
     @property
     def padding(self) -> int:
-        """How many elements at the end of the local dimension are padding."""
+        """Return the number of padding elements at the end of the local dimension."""
         return self.length - self.size
 
 
 class Placement(ABC):
-    """How one mesh axis divides a tensor."""
+    """The division of a tensor by one mesh axis."""
 
     @abstractmethod
     def split(self, extents: Sequence[Extent], axis: Axis) -> tuple[Extent, ...]:
-        """The part of ``extents`` (one per dimension) that belongs to this rank of ``axis``."""
+        """Return this rank's part of ``extents``, which has one entry per dimension."""
 
     def normalized(self, ndim: int) -> Placement:  # noqa: ARG002
-        """The same placement with a non-negative dimension, for a tensor of ``ndim`` dimensions."""
+        """Return this placement with a non-negative dimension."""
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class Replicate(Placement):
-    """Every rank of the axis holds the whole."""
+    """Every rank of the axis holds the whole tensor."""
 
     def __str__(self) -> str:
         return "Replicate"
 
     def split(self, extents: Sequence[Extent], axis: Axis) -> tuple[Extent, ...]:  # noqa: ARG002
-        """``extents`` unchanged."""
+        """Return ``extents``."""
         return tuple(extents)
 
 
 @dataclass(frozen=True, slots=True)
 class Partial(Placement):
-    """Every rank of the axis holds a term; the tensor is the reduction of all terms.
-
-    Attributes:
-        op: the reduction.
-    """
+    """Every rank of the axis holds a term; reducing all terms by ``op`` gives the tensor."""
 
     op: ReduceOp = ReduceOp.SUM
 
@@ -109,7 +102,7 @@ class Partial(Placement):
         return f"Partial({self.op.name})"
 
     def split(self, extents: Sequence[Extent], axis: Axis) -> tuple[Extent, ...]:  # noqa: ARG002
-        """``extents`` unchanged: a term has the shape of the whole."""
+        """Return ``extents``: a term has the shape of the whole tensor."""
         return tuple(extents)
 
 
@@ -118,9 +111,9 @@ class Shard(Placement):
     """The ranks of the axis hold consecutive parts of one dimension, in rank order.
 
     Attributes:
-        dim: the dimension that is divided; negative counts from the last.
-        padded: whether every rank's part has the size of the largest, with padding at its end.
-        sizes: how many elements each rank holds, in rank order; ``None``: as even as possible.
+        dim: the sharded dimension; negative counts from the last.
+        padded: pad every rank's part at its end to the size of the largest.
+        sizes: the number of elements of each rank, in rank order; None: as even as possible.
     """
 
     dim: int = 0
@@ -132,10 +125,9 @@ class Shard(Placement):
         return f"Shard({self.dim}{', padded' if self.padded else ''}{sizes})"
 
     def split(self, extents: Sequence[Extent], axis: Axis) -> tuple[Extent, ...]:
-        """This rank's consecutive part of dimension ``dim``.
+        """Return this rank's consecutive part of dimension ``dim``.
 
-        Raises:
-            ValueError: there is no such dimension, or ``sizes`` fits neither it nor the axis.
+        Raises ValueError if ``dim`` does not exist, or ``sizes`` fits neither it nor the axis.
         """
         dim = self.normalized(len(extents)).dim
         whole = extents[dim]
@@ -150,10 +142,9 @@ class Shard(Placement):
         return (*extents[:dim], part, *extents[dim + 1 :])
 
     def cut(self, length: int, ranks: int) -> tuple[int, ...]:
-        """How many of ``length`` elements each of ``ranks`` ranks holds, without padding.
+        """Return the number of elements of each rank, without padding; their sum is ``length``.
 
-        Raises:
-            ValueError: ``sizes`` has another sum than ``length``, or not one entry for each rank.
+        Raises ValueError if ``sizes`` has another sum, or not one entry per rank.
         """
         if self.sizes is None:
             chunk = -(-length // ranks)
@@ -163,11 +154,7 @@ class Shard(Placement):
         return self.sizes
 
     def normalized(self, ndim: int) -> Shard:
-        """With a non-negative ``dim``: for two dimensions, -1 becomes 1.
-
-        Raises:
-            ValueError: there is no such dimension.
-        """
+        """Return this placement with ``dim`` >= 0; raise ValueError if ``dim`` does not exist."""
         if not -ndim <= self.dim < ndim:
             raise ValueError(f"{self} needs dimension {self.dim}; the tensor has {ndim}")
         return self if self.dim >= 0 else replace(self, dim=self.dim % ndim)
@@ -175,38 +162,32 @@ class Shard(Placement):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a tensor is divided among the ranks of a mesh.
-
-    Attributes:
-        placements: one placement per mesh axis, outermost first.
-    """
+    """The division of a tensor among ranks: one placement per mesh axis, outermost first."""
 
     placements: tuple[Placement, ...] = (Replicate(),)
 
     @classmethod
     def of(cls, layout: Layout | Placement) -> Layout:
-        """``layout`` itself, or the layout with one placement if it is a placement."""
+        """Return ``layout``, or the layout of a single placement."""
         return layout if isinstance(layout, Layout) else cls((layout,))
 
     @property
     def has_terms(self) -> bool:
-        """Whether a placement is `Partial`."""
+        """Return whether a placement is `Partial`."""
         return any(isinstance(placement, Partial) for placement in self.placements)
 
     def normalized(self, ndim: int) -> Layout:
-        """With non-negative dimensions everywhere, so that equivalent layouts compare equal.
+        """Return this layout with non-negative dimensions: equivalent layouts then compare equal.
 
-        Raises:
-            ValueError: there is no such dimension.
+        Raises ValueError if the tensor lacks a dimension.
         """
         return Layout(tuple(placement.normalized(ndim) for placement in self.placements))
 
     def extents(self, shape: Sequence[int], axes: Sequence[Axis]) -> tuple[Extent, ...]:
-        """This rank's part of every dimension of a tensor of ``shape``. Collective: no.
+        """Return this rank's part of each dimension of a tensor of ``shape``.
 
         Raises:
-            ValueError: there are more or fewer axes than placements, or a placement does not fit
-                the shape.
+            ValueError: there is not one axis per placement, or a placement does not fit the shape.
         """
         if len(axes) != len(self.placements):
             raise ValueError(f"{self} is for {len(self.placements)} axes, not {len(axes)}")
@@ -216,58 +197,54 @@ class Layout:
         return extents
 
     def local_shape(self, shape: Sequence[int], axes: Sequence[Axis]) -> tuple[int, ...]:
-        """The shape of this rank's part of a tensor of ``shape``, padding included."""
+        """Return the shape of this rank's part of a tensor of ``shape``, padding included."""
         return tuple(extent.length for extent in self.extents(shape, axes))
 
 
 def convert_dim_partition_dict(
     dim_size: int, dim_partition_dict: Mapping[int, Sequence[int]]
 ) -> dict[int, list[int]]:
-    """A copy of the table with non-negative dimensions.
+    """Return a copy of the table with non-negative dimensions.
 
-    Args:
-        dim_size: the tensor's number of dimensions.
-        dim_partition_dict: for each dimension, which may be negative, the mesh axes that shard it.
+    ``dim_size`` is the number of dimensions. The table has the mesh axes that shard each dimension.
 
     Raises:
-        ValueError: the tensor has no such dimension, or two keys are the same dimension: see
-            `merge_same_dim_mesh_list`.
+        ValueError: the tensor lacks a dimension, or two keys are the same dimension.
     """
     converted: dict[int, list[int]] = {}
     for dim, axes in dim_partition_dict.items():
-        found = Shard(dim).normalized(dim_size).dim
-        if found in converted:
-            raise ValueError(f"dimension {found} is there twice: {dict(dim_partition_dict)}")
-        converted[found] = list(axes)
+        normalized = Shard(dim).normalized(dim_size).dim
+        if normalized in converted:
+            raise ValueError(f"dimension {normalized} occurs twice: {dict(dim_partition_dict)}")
+        converted[normalized] = list(axes)
     return converted
 
 
 def merge_same_dim_mesh_list(
     dim_size: int, dim_partition_dict: Mapping[int, Sequence[int]]
 ) -> dict[int, list[int]]:
-    """As `convert_dim_partition_dict`, but keys that are the same dimension are merged.
+    """Return the table with non-negative dimensions; merge keys of the same dimension.
 
-    For a tensor of two dimensions ``{1: [0], -1: [1]}`` gives ``{1: [0, 1]}``. The axes are in the
-    order of the keys.
+    For a tensor of two dimensions ``{1: [0], -1: [1]}`` gives ``{1: [0, 1]}``, in the keys' order.
 
     Raises:
-        ValueError: the tensor has no such dimension, or an axis occurs twice.
+        ValueError: the tensor lacks a dimension, or an axis occurs twice.
     """
     merged: dict[int, list[int]] = {}
     for dim, axes in dim_partition_dict.items():
         merged.setdefault(Shard(dim).normalized(dim_size).dim, []).extend(axes)
-    every = [axis for axes in merged.values() for axis in axes]
-    if len(set(every)) != len(every):
+    all_axes = [axis for axes in merged.values() for axis in axes]
+    if len(set(all_axes)) != len(all_axes):
         raise ValueError(f"an axis cuts twice: {dict(dim_partition_dict)}")
     return merged
 
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """Which axes cut a tensor, and on which axes the ranks hold terms of it.
+    """The axes that cut a tensor, and the axes whose ranks hold terms of it.
 
     Attributes:
-        cuts: (axis, its `Shard`), sorted by dimension; those of one dimension outermost first.
+        cuts: (axis, its `Shard`), sorted by dimension; cuts of one dimension outermost first.
         terms: (axis, its `Partial`), sorted by axis.
     """
 
@@ -276,36 +253,30 @@ class Arrangement:
 
     @classmethod
     def of(cls, layout: Layout, ndim: int, mesh: Sequence[int]) -> Arrangement:
-        """The arrangement of a layout.
+        """Return the arrangement of a layout; ``mesh`` is the number of ranks on each axis.
 
-        Args:
-            layout: the layout.
-            ndim: the tensor's number of dimensions.
-            mesh: the number of ranks on each axis. Axes of one rank are left out.
-
-        Raises:
-            ValueError: there are more or fewer axes than placements, the tensor has no such
-                dimension, or the layout has terms of different reductions.
+        Axes of one rank are left out. Raises ValueError if there is not one axis per placement, the
+        tensor lacks a dimension, or the layout has terms of different reductions.
         """
         if len(mesh) != len(layout.placements):
             raise ValueError(f"{layout} is for {len(layout.placements)} axes, not {len(mesh)}")
-        found = cls()
+        arrangement = cls()
         for axis, placement in enumerate(layout.normalized(ndim).placements):
             if mesh[axis] > 1:
-                found = found.then(axis, placement)
-        if len({partial.op for _, partial in found.terms}) > 1:
+                arrangement = arrangement.then(axis, placement)
+        if len({partial.op for _, partial in arrangement.terms}) > 1:
             raise ValueError(f"{layout} mixes reductions: their order would matter")
-        return found
+        return arrangement
 
     def at(self, axis: int) -> Placement:
-        """The placement of ``axis``."""
-        for each, placement in (*self.cuts, *self.terms):
-            if each == axis:
+        """Return the placement of ``axis``."""
+        for other, placement in (*self.cuts, *self.terms):
+            if other == axis:
                 return placement
         return Replicate()
 
     def then(self, axis: int, placement: Placement) -> Arrangement:
-        """With ``placement`` added on ``axis``, which has none yet; a cut becomes the innermost."""
+        """Return this arrangement with ``placement``, as the innermost cut, on a free ``axis``."""
         if isinstance(placement, Shard):
             cuts = sorted((*self.cuts, (axis, placement)), key=lambda cut: cut[1].dim)
             return Arrangement(tuple(cuts), self.terms)
@@ -315,30 +286,29 @@ class Arrangement:
         return self
 
     def without(self, axis: int) -> Arrangement:
-        """Without the cut or the terms of ``axis``."""
+        """Return this arrangement without the cut or the terms of ``axis``."""
         return Arrangement(
             tuple(cut for cut in self.cuts if cut[0] != axis),
             tuple(term for term in self.terms if term[0] != axis),
         )
 
     def is_innermost(self, axis: int, dim: int) -> bool:
-        """Whether the cut by ``axis`` is the innermost one of dimension ``dim``."""
+        """Return whether ``axis`` is the innermost to cut dimension ``dim``."""
         return [each for each, shard in self.cuts if shard.dim == dim][-1] == axis
 
     def extents(
         self, shape: Sequence[int], mesh: Sequence[int], coordinates: Sequence[int]
     ) -> tuple[Extent, ...]:
-        """The part of a tensor of ``shape`` that the rank at ``coordinates`` has, by dimension."""
+        """Return the part of each dimension that the rank at ``coordinates`` holds."""
         extents = tuple(Extent(0, size, size) for size in shape)
         for axis, shard in self.cuts:
             extents = shard.split(extents, Place(coordinates[axis], mesh[axis]))
         return extents
 
     def largest(self, shape: Sequence[int], mesh: Sequence[int]) -> tuple[int, ...]:
-        """The largest local size of each dimension on any rank.
+        """Return the largest local size of each dimension on any rank.
 
-        Raises:
-            ValueError: the explicit sizes of a cut do not fit on some rank.
+        Raises ValueError if the explicit sizes of a cut do not fit on some rank.
         """
         lengths = [{size} for size in shape]
         for axis, shard in self.cuts:

@@ -1,4 +1,4 @@
-"""Plan the cheapest way from one layout to another, on one mesh or between two. Pure arithmetic.
+"""Plan the cheapest steps from one layout to another, on one mesh or between two. Pure arithmetic.
 
     n: ranks of the axis    a: alpha, the time to start    b: beta, the time per byte
     B: bytes of a rank's tensor, before or after the collective as noted
@@ -9,20 +9,19 @@
     all_to_all      a + b · (n-1)/n² · B · n/2 + 0.001    B: the tensor before, as large as after
     mix_gather      as all_gather, over all axes at once: the largest a, the smallest b
 
-The small constants decide between collectives that cost the same otherwise. A step that does not
-communicate costs nothing.
+The small constants order collectives of equal cost. A step without communication costs nothing.
 
-Each step changes the placement of one axis, by one collective along it or without communicating:
+Each step changes the placement of one axis, by one collective along it or without communication:
 
     all_gather      Shard → Replicate        all_reduce      Partial → Replicate
     all_to_all      Shard → Shard            reduce_scatter  Partial → Shard
     slice           Replicate → Shard        as_term         Replicate, Shard → Partial
 
-`plan` searches all sequences of such steps (Dijkstra's algorithm), also over intermediate
-arrangements that no layout describes: see `coordinator.layout.placement`.
+`plan` searches all sequences of such steps (Dijkstra's algorithm), also over arrangements that no
+layout describes: see `coordinator.layout.placement`.
 
-A rank takes each part that it needs (of a `Partial` tensor: each term of the part) from one rank
-that holds it: from itself if it can, else from one of the replicas, which take turns.
+Between two meshes, a rank receives each part (of a `Partial` tensor: each term of the part) from
+one rank that holds it: from itself if possible, else from the replicas in turn.
 """
 
 from __future__ import annotations
@@ -47,23 +46,20 @@ from coordinator.layout.placement import (
 from device_comm import ReduceOp
 
 DEFAULT_ALPHA = 20.0
-"""Microseconds to start a collective, if nothing was measured."""
+"""Default microseconds to start a collective."""
 
 DEFAULT_BETA = 0.0005
-"""Microseconds per byte, if nothing was measured: 2 GB/s."""
+"""Default microseconds per byte: 2 GB/s."""
 
 Axes = int | Sequence[int]
-"""One axis of a mesh, or several, in ascending order, that are used as one."""
+"""One axis of a mesh, or several in ascending order that form one."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeshCosts:
-    """The sizes of a mesh's axes, and the cost of communicating along each.
+    """The number of ranks on each axis of a mesh, outermost first, and the cost along each.
 
-    Attributes:
-        shape: the number of ranks on each axis, outermost first.
-        alpha: for each axis, microseconds to start a collective.
-        beta: for each axis, microseconds per byte.
+    ``alpha`` is microseconds to start a collective, ``beta`` microseconds per byte.
     """
 
     shape: tuple[int, ...]
@@ -71,7 +67,6 @@ class MeshCosts:
     beta: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        """Check the values."""
         if not len(self.shape) == len(self.alpha) == len(self.beta):
             raise ValueError(f"shape, alpha and beta have one entry for each axis; got {self}")
         if any(size < 1 for size in self.shape):
@@ -81,35 +76,34 @@ class MeshCosts:
     def uniform(
         cls, shape: Sequence[int], alpha: float = DEFAULT_ALPHA, beta: float = DEFAULT_BETA
     ) -> MeshCosts:
-        """The same costs along all axes."""
+        """Return equal costs along all axes."""
         return cls(tuple(shape), (alpha,) * len(shape), (beta,) * len(shape))
 
     def all_gather(self, size: float, axes: Axes = 0) -> float:
-        """Microseconds of an all-gather whose result has ``size`` bytes."""
+        """Return microseconds of an all-gather whose result has ``size`` bytes."""
         n, alpha, beta = self._of(axes)
         return alpha + beta * (n - 1) / n * size + 0.1
 
     def all_reduce(self, size: float, axes: Axes = 0) -> float:
-        """Microseconds of an all-reduce of a tensor of ``size`` bytes."""
+        """Return microseconds of an all-reduce of ``size`` bytes."""
         n, alpha, beta = self._of(axes)
         return alpha + beta * 2 * (n - 1) / n * size + 0.01
 
     def reduce_scatter(self, size: float, axes: Axes = 0) -> float:
-        """Microseconds of a reduce-scatter whose input has ``size`` bytes."""
+        """Return microseconds of a reduce-scatter whose input has ``size`` bytes."""
         n, alpha, beta = self._of(axes)
         return alpha + beta * (n - 1) / n * size + 0.001
 
     def all_to_all(self, size: float, axes: Axes = 0) -> float:
-        """Microseconds of an all-to-all in which each rank has ``size`` bytes."""
+        """Return microseconds of an all-to-all with ``size`` bytes on each rank."""
         n, alpha, beta = self._of(axes)
         return alpha + beta * (n - 1) / n / n * size * (n / 2) + 0.001
 
     def mix_gather(self, size: float) -> float:
-        """Microseconds of an all-gather over all axes at once whose result has ``size`` bytes."""
+        """Return microseconds of an all-gather over all axes; its result has ``size`` bytes."""
         return self.all_gather(size, range(len(self.shape)))
 
     def _of(self, axes: Axes) -> tuple[int, float, float]:
-        """Ranks, alpha and beta of an axis, or of several that are used as one."""
         if isinstance(axes, int):
             return self.shape[axes], self.alpha[axes], self.beta[axes]
         return (
@@ -120,21 +114,13 @@ class MeshCosts:
 
 
 NEUTRAL = {ReduceOp.SUM: 0, ReduceOp.PRODUCT: 1, ReduceOp.BOR: 0, ReduceOp.BXOR: 0}
-"""The neutral elements of reductions. MIN, MAX, AVG and BAND need none: the reduction of equal
-terms is the term itself."""
+"""The neutral elements of reductions. MIN, MAX, AVG and BAND need none: reducing equal terms gives
+the term."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A change of one axis's placement.
-
-    Attributes:
-        verb: one of the table above.
-        axis: the mesh axis.
-        before: the arrangement before the step.
-        after: the arrangement after the step.
-        cost: microseconds, by the cost model.
-    """
+    """A change of one axis's placement; ``cost`` is in microseconds, by the cost model."""
 
     verb: str
     axis: int
@@ -144,12 +130,12 @@ class Step:
 
     @property
     def source(self) -> Placement:
-        """The axis's placement before the step."""
+        """Return the axis's placement before the step."""
         return self.before.at(self.axis)
 
     @property
     def target(self) -> Placement:
-        """The axis's placement after the step."""
+        """Return the axis's placement after the step."""
         return self.after.at(self.axis)
 
     def __str__(self) -> str:
@@ -159,14 +145,9 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The steps from one layout to another; ``print`` shows them with their costs.
+    """The steps from one layout to another, in order; ``print`` shows them with their costs.
 
-    Attributes:
-        shape: the whole tensor's shape.
-        mesh: the number of ranks on each axis.
-        source: the layout before.
-        target: the layout after.
-        steps: the steps, in order.
+    ``shape`` is the whole tensor's; ``mesh`` has the number of ranks on each axis.
     """
 
     shape: tuple[int, ...]
@@ -177,12 +158,12 @@ class Plan:
 
     @property
     def cost(self) -> float:
-        """Microseconds of all steps, by the cost model."""
+        """Return microseconds of all steps, by the cost model."""
         return sum(step.cost for step in self.steps)
 
     @property
     def head(self) -> str:
-        """The first line of what is printed."""
+        """Return the first line that ``print`` shows."""
         return f"{list(self.shape)} on a mesh of {list(self.mesh)}: {self.cost:.3f} µs"
 
     def __str__(self) -> str:
@@ -196,7 +177,7 @@ def plan(
     costs: MeshCosts,
     itemsize: int = 4,
 ) -> Plan:
-    """The cheapest steps from ``source`` to ``target``. Collective: no.
+    """Return the cheapest steps from ``source`` to ``target``, of a tensor of ``shape``.
 
     Args:
         source: the layout before; a single placement is for a mesh of one axis.
@@ -233,41 +214,42 @@ class _Search:
     goal: Arrangement
 
     def run(self) -> tuple[Step, ...]:
-        """Dijkstra's algorithm; of ways that cost the same, the one with fewer steps."""
+        """Run Dijkstra's algorithm; of equal costs, fewer steps win."""
         queue: list[tuple[float, int, int, Arrangement, tuple[Step, ...]]] = []
         heapq.heappush(queue, (0.0, 0, 0, self.start, ()))
         settled: set[Arrangement] = set()
-        found = 0
+        pushed = 0
         while queue:
-            cost, length, _, here, steps = heapq.heappop(queue)
-            if here == self.goal:
+            cost, length, _, current, steps = heapq.heappop(queue)
+            if current == self.goal:
                 return steps
-            if here in settled:
+            if current in settled:
                 continue
-            settled.add(here)
-            for step in self._steps(here):
+            settled.add(current)
+            for step in self._steps(current):
                 if step.after not in settled:
-                    found += 1
-                    entry = (cost + step.cost, length + 1, found, step.after, (*steps, step))
+                    pushed += 1
+                    entry = (cost + step.cost, length + 1, pushed, step.after, (*steps, step))
                     heapq.heappush(queue, entry)
-        raise ValueError(f"there is no way from {self.start} to {self.goal}")
+        raise ValueError(f"no sequence of steps leads from {self.start} to {self.goal}")
 
-    def _steps(self, here: Arrangement) -> Iterator[Step]:
+    def _steps(self, current: Arrangement) -> Iterator[Step]:
         for axis, ranks in enumerate(self.costs.shape):
-            placement = here.at(axis)
+            placement = current.at(axis)
             if ranks == 1:
                 continue
-            if isinstance(placement, Shard) and not here.is_innermost(axis, placement.dim):
+            if isinstance(placement, Shard) and not current.is_innermost(axis, placement.dim):
                 continue
-            bare = here.without(axis)
-            for wanted in self._choices(axis, placement, here):
-                after = bare.then(axis, wanted)
-                verb = _verb(placement, wanted)
+            without = current.without(axis)
+            for target in self._choices(axis, placement, current):
+                after = without.then(axis, target)
+                verb = _verb(placement, target)
                 if self._fits(after):
-                    yield Step(verb, axis, here, after, self._cost(verb, axis, here, after))
+                    yield Step(verb, axis, current, after, self._cost(verb, axis, current, after))
 
-    def _choices(self, axis: int, placement: Placement, here: Arrangement) -> Iterator[Placement]:
-        """The placements that ``axis`` may change to."""
+    def _choices(
+        self, axis: int, placement: Placement, current: Arrangement
+    ) -> Iterator[Placement]:
         goal = self.goal.at(axis)
         if not isinstance(placement, Replicate):
             yield Replicate()
@@ -277,10 +259,10 @@ class _Search:
                 shards.append(goal)
             yield from (shard for shard in shards if shard != placement)
         if isinstance(goal, Partial) and not isinstance(placement, Partial):
-            # Not while terms of the source are left to be reduced: that reduction would take in
-            # the neutral elements that fill the new terms.
-            waits = any(here.at(each) != self.goal.at(each) for each, _ in here.terms)
-            if not waits and (isinstance(placement, Replicate) or goal.op in NEUTRAL):
+            # Terms of the source must be reduced first: reducing them later would include the
+            # neutral elements that fill the new terms.
+            is_blocked = any(current.at(other) != self.goal.at(other) for other, _ in current.terms)
+            if not is_blocked and (isinstance(placement, Replicate) or goal.op in NEUTRAL):
                 yield goal
 
     def _fits(self, arrangement: Arrangement) -> bool:
@@ -328,46 +310,34 @@ class SubMesh:
         shape: the number of ranks on each axis, outermost first; empty: one axis with all ranks.
 
     Raises:
-        ValueError: the shape does not fit the number of ranks, or a rank occurs twice or is
-            negative.
+        ValueError: the shape does not fit the ranks, or a rank occurs twice or is negative.
     """
 
     ranks: tuple[int, ...]
     shape: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Fill in the shape."""
         object.__setattr__(self, "ranks", tuple(self.ranks))
         object.__setattr__(self, "shape", tuple(self.shape) or (len(self.ranks),))
         if math.prod(self.shape) != len(self.ranks):
-            raise ValueError(f"{len(self.ranks)} ranks do not make up a grid of {self.shape}")
+            raise ValueError(f"{len(self.ranks)} ranks cannot form a mesh of {self.shape}")
         if len(set(self.ranks)) != len(self.ranks) or min(self.ranks, default=0) < 0:
-            raise ValueError(f"every rank is there once; got {self.ranks}")
+            raise ValueError(f"each rank must be 0 or more and occur once; got {self.ranks}")
 
     def places(self, rank: int) -> tuple[Place, ...]:
-        """The position of a rank of the group on each axis.
-
-        Raises:
-            ValueError: the rank is not in this mesh.
-        """
+        """Return the position of a rank on each axis; raise ValueError if the mesh lacks it."""
         if rank not in self.ranks:
             raise ValueError(f"rank {rank} is not in the mesh of ranks {list(self.ranks)}")
-        index, found = self.ranks.index(rank), []
+        index, places = self.ranks.index(rank), []
         for size in reversed(self.shape):
             index, position = divmod(index, size)
-            found.append(Place(position, size))
-        return tuple(reversed(found))
+            places.append(Place(position, size))
+        return tuple(reversed(places))
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a tensor that one rank sends to another, or keeps.
-
-    Attributes:
-        source: the sender's rank in the group.
-        target: the receiver's rank in the group.
-        box: the part of the whole tensor.
-    """
+    """A part (``box``) of the whole tensor that one rank of a group sends to another, or keeps."""
 
     source: int
     target: int
@@ -375,11 +345,11 @@ class Piece:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The piece's shape."""
+        """Return the piece's shape."""
         return tuple(stop - start for start, stop in self.box)
 
     def view(self, held: Sequence[Extent]) -> tuple[slice, ...]:
-        """The piece's slices of a rank's local tensor; ``held`` is that rank's part."""
+        """Return the piece's slices of the local tensor of a rank that holds ``held``."""
         return tuple(
             slice(start - extent.start, stop - extent.start)
             for (start, stop), extent in zip(self.box, held, strict=True)
@@ -394,17 +364,9 @@ def route(
     target: Layout,
     target_mesh: SubMesh,
 ) -> tuple[Piece, ...]:
-    """All pieces, the same on every rank; the terms of one part in the order of the source mesh.
+    """Return all pieces, the same on every rank; terms of one part in the source mesh's order.
 
-    Args:
-        shape: the whole tensor's shape.
-        source: the layout on ``source_mesh``.
-        source_mesh: the source mesh, as ranks of the group.
-        target: the layout on ``target_mesh``.
-        target_mesh: the target mesh, as ranks of the group; it may share ranks with the source.
-
-    Raises:
-        ValueError: a layout does not fit its mesh or the shape.
+    The meshes may share ranks. Raises ValueError if a layout does not fit its mesh or the shape.
     """
     for layout, mesh in ((source, source_mesh), (target, target_mesh)):
         Arrangement.of(layout, len(shape), mesh.shape).largest(shape, mesh.shape)
@@ -431,7 +393,7 @@ def route(
 def _coordinates(
     layout: Layout, places: Sequence[Place]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """A rank's coordinates on the axes that shard, and on those with terms."""
+    """Return a rank's coordinates on the axes that shard, and on the axes with terms."""
     shard, term = [], []
     for placement, place in zip(layout.placements, places, strict=True):
         if isinstance(placement, Shard):
@@ -442,7 +404,7 @@ def _coordinates(
 
 
 def _keeps_values(layout: Layout, places: Sequence[Place]) -> bool:
-    """Whether a rank's term has the values, not the neutral element."""
+    """Return whether a rank's term has the values, not the neutral element."""
     return all(
         place.rank_in_group == 0
         for placement, place in zip(layout.placements, places, strict=True)
@@ -465,10 +427,7 @@ def _overlapping(
 
 
 def by_box(pieces: Sequence[Piece]) -> Iterator[tuple[Box, list[int]]]:
-    """Group the pieces that one rank receives by their part; gives indexes into ``pieces``.
-
-    The pieces of one part are its terms.
-    """
+    """Group the pieces that one rank receives by part; yield indexes of each part's terms."""
     numbered = sorted(range(len(pieces)), key=lambda number: pieces[number].box)
     for box, numbers in itertools.groupby(numbered, key=lambda number: pieces[number].box):
         yield box, sorted(numbers)

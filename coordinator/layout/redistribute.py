@@ -53,19 +53,19 @@ def redistribute(
     Args:
         x: this rank's part, padding included.
         source: the layout now. A single placement is for a mesh of one axis.
-        target: the layout wanted.
+        target: the new layout.
         group: the group along each axis of the mesh, outermost first; or the only one.
-        shape: the whole tensor's shape; needed if ``source`` shards it.
-        costs: the mesh's costs, from `calibrate_mesh`, the same on all ranks. None: all axes cost
-            the same.
+        shape: the whole tensor's shape; required if ``source`` shards it.
+        costs: the mesh's costs, from `calibrate_mesh`, the same on all ranks. None: equal on all
+            axes.
 
     Returns:
         This rank's part in the new layout, with zeros for padding; ``x`` itself or a view of it if
-        nothing has to move.
+        no data moves.
 
     Raises:
         ValueError: a layout does not fit the mesh or the shape, ``x`` has another shape than
-            ``source`` says, or ``shape`` is missing. Nothing was sent.
+            ``source`` requires, or ``shape`` is missing. Nothing was sent.
         NotImplementedError: ``x`` requires a gradient, and a reduction is neither SUM nor AVG.
 
     Collective: yes, every member of every group; backward too.
@@ -77,13 +77,13 @@ def redistribute(
     if costs is None:
         costs = MeshCosts.uniform(mesh)
     elif costs.shape != mesh:
-        raise ValueError(f"the costs are of a mesh of {costs.shape}; this one is {mesh}")
+        raise ValueError(f"the mesh is {mesh}, but the costs are for {costs.shape}")
     steps = plan(source, target, whole, costs, x.element_size())
     held = source.extents(whole, axes)
     kept = target.extents(whole, axes)
-    found = tuple(extent.length for extent in held)
-    if tuple(x.shape) != found:
-        raise ValueError(f"this rank has {tuple(x.shape)}; {source} of {whole} is {found} here")
+    expected = tuple(extent.length for extent in held)
+    if tuple(x.shape) != expected:
+        raise ValueError(f"this rank has {tuple(x.shape)}; {source} of {whole} needs {expected}")
     x = strip(x, held)
     for step in steps.steps:
         x = take_step(steps, step, x, axes)
@@ -91,19 +91,21 @@ def redistribute(
 
 
 def take_step(steps: Plan, step: Step, x: Tensor, axes: Sequence[GroupCoordinator]) -> Tensor:
-    """Carry out one step of a plan. Collective: yes, every member along the step's axis."""
+    """Run one step of a plan. Collective: yes, every member along the step's axis."""
     source, target, group = step.source, step.target, axes[step.axis]
-    here = [axis.rank_in_group for axis in axes]
+    coordinates = [axis.rank_in_group for axis in axes]
 
     def sizes(arrangement: Arrangement, dim: int) -> tuple[int, ...]:
-        """How many elements of a dimension each rank along the step's axis holds."""
-        places = ([*here[: step.axis], r, *here[step.axis + 1 :]] for r in range(group.world_size))
+        places = (
+            [*coordinates[: step.axis], r, *coordinates[step.axis + 1 :]]
+            for r in range(group.world_size)
+        )
         return tuple(arrangement.extents(steps.shape, steps.mesh, at)[dim].size for at in places)
 
     if isinstance(target, Partial):
         if not isinstance(source, Shard):
             return moves.as_term(x, group, target.op)
-        # This rank's shard at its place in the whole, surrounded by the neutral element.
+        # The term is this rank's shard at its place, surrounded by the neutral element.
         held, rank = sizes(step.before, source.dim), group.rank_in_group
         margins = [0, 0] * (x.dim() - source.dim - 1) + [sum(held[:rank]), sum(held[rank + 1 :])]
         return functional.pad(x, margins, value=NEUTRAL[target.op])
@@ -125,7 +127,7 @@ def take_step(steps: Plan, step: Step, x: Tensor, axes: Sequence[GroupCoordinato
 
 
 def strip(x: Tensor, extents: Sequence[Extent]) -> Tensor:
-    """A view of ``x`` without padding; ``x`` itself if there is none."""
+    """Return a view of ``x`` without padding; ``x`` itself if it has none."""
     for dim, extent in enumerate(extents):
         if extent.padding:
             x = x.narrow(dim, 0, extent.size)
@@ -133,7 +135,7 @@ def strip(x: Tensor, extents: Sequence[Extent]) -> Tensor:
 
 
 def pad(x: Tensor, extents: Sequence[Extent]) -> Tensor:
-    """``x`` padded with zeros; ``x`` itself if there is no padding."""
+    """Return ``x`` padded with zeros; ``x`` itself if there is no padding."""
     if not any(extent.padding for extent in extents):
         return x
     margins = [margin for extent in reversed(extents) for margin in (0, extent.padding)]
@@ -141,28 +143,19 @@ def pad(x: Tensor, extents: Sequence[Extent]) -> Tensor:
 
 
 def whole_shape(x: Tensor, source: Layout, axes: Sequence[GroupCoordinator]) -> tuple[int, ...]:
-    """The whole tensor's shape, if the layout does not shard it: then it is that of ``x``.
-
-    Raises:
-        ValueError: the layout shards the tensor.
-    """
+    """Return the whole tensor's shape, that of ``x``; raise ValueError if it is sharded."""
     for axis, placement in zip(axes, source.placements, strict=False):
         if isinstance(placement, Shard) and axis.world_size > 1:
-            raise ValueError(f"its shape is needed: a shard of {source} does not tell the whole's")
+            raise ValueError(f"shape= is required: {source} shards the tensor")
     return tuple(x.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer(Move):
-    """From a layout on one mesh to a layout on another. Backward: the reverse.
+    """A move from a layout on one mesh to a layout on another. Backward: the reverse.
 
-    Attributes:
-        shape: the whole tensor's shape.
-        source: the layout on ``source_mesh``.
-        source_mesh: the source mesh, as ranks in ``group``.
-        target: the layout on ``target_mesh``.
-        target_mesh: the target mesh, as ranks in ``group``.
-        group: contains all ranks of both meshes; it may have others.
+    ``shape`` is the whole tensor's. ``group`` contains all ranks of both meshes, which are ranks in
+    it; it may have others.
     """
 
     shape: tuple[int, ...]
@@ -173,33 +166,28 @@ class Transfer(Move):
     group: GroupCoordinator
 
     def __post_init__(self) -> None:
-        """Check that the group has all ranks of both meshes."""
         for rank in (*self.source_mesh.ranks, *self.target_mesh.ranks):
             if rank >= self.group.world_size:
                 raise ValueError(f"rank {rank} is not in a group of {self.group.world_size}")
 
     def prepare(self, x: Tensor | None, dtype: torch.dtype | None, requires_grad: bool) -> Tensor:
-        """This rank's part without padding; outside the source mesh a tensor without elements.
+        """Return this rank's part without padding; outside the source mesh an empty tensor.
 
-        Raises:
-            ValueError: ``x`` is missing, or has another shape or dtype than it must.
-            TypeError: a reduction is not defined for the dtype.
-            NotImplementedError: ``x`` requires a gradient, and a reduction is not differentiable
-                here.
+        Raises ValueError, TypeError and NotImplementedError as `redistribute_between`.
         """
         rank = self.group.rank_in_group
         if rank not in self.source_mesh.ranks:
             if dtype is None:
-                raise ValueError("dtype= is needed where there is no tensor")
+                raise ValueError("dtype= is required where x is None")
             x = torch.empty(0, dtype=dtype, device=self.group.device, requires_grad=requires_grad)
         else:
             held = self.source.extents(self.shape, self.source_mesh.places(rank))
-            wanted = tuple(extent.length for extent in held)
-            if x is None or tuple(x.shape) != wanted or dtype not in (None, x.dtype):
-                found = None if x is None else (tuple(x.shape), x.dtype)
+            expected = tuple(extent.length for extent in held)
+            if x is None or tuple(x.shape) != expected or dtype not in (None, x.dtype):
+                actual = None if x is None else (tuple(x.shape), x.dtype)
                 raise ValueError(
-                    f"this rank gives {found}; {self.source} of {self.shape} has {wanted} here, "
-                    f"of {dtype or 'any dtype'}"
+                    f"this rank passes {actual}; {self.source} of {self.shape} needs {expected} "
+                    f"of {dtype or 'any dtype'} on it"
                 )
             x = strip(x, held)
         for layout in (self.source, self.target):
@@ -213,27 +201,27 @@ class Transfer(Move):
         """Collective: yes."""
         pieces = route(self.shape, self.source, self.source_mesh, self.target, self.target_mesh)
         rank = self.group.rank_in_group
-        given: list[list[Piece]] = [[] for _ in range(self.group.world_size)]
-        taken: list[list[Piece]] = [[] for _ in range(self.group.world_size)]
+        outgoing: list[list[Piece]] = [[] for _ in range(self.group.world_size)]
+        incoming: list[list[Piece]] = [[] for _ in range(self.group.world_size)]
         for piece in pieces:
             if piece.source == rank:
-                given[piece.target].append(piece)
+                outgoing[piece.target].append(piece)
             if piece.target == rank:
-                taken[piece.source].append(piece)
+                incoming[piece.source].append(piece)
         received = swap(
-            [self._packed(x, each) for each in given],
-            [(sum(math.prod(piece.shape) for piece in each),) for each in taken],
+            [self._packed(x, each) for each in outgoing],
+            [(sum(math.prod(piece.shape) for piece in each),) for each in incoming],
             self.group,
         )
         parts = {
             piece: part.view(piece.shape)
-            for each, data in zip(taken, received, strict=True)
+            for each, data in zip(incoming, received, strict=True)
             for piece, part in zip(
                 each, torch.split(data, [math.prod(piece.shape) for piece in each]), strict=True
             )
         }
-        mine = [piece for piece in pieces if piece.target == rank]
-        return self._assembled(x, mine, [parts[piece] for piece in mine])
+        received_pieces = [piece for piece in pieces if piece.target == rank]
+        return self._assembled(x, received_pieces, [parts[piece] for piece in received_pieces])
 
     def backward(self, grad: Tensor) -> Tensor:
         """Collective: yes."""
@@ -250,14 +238,12 @@ class Transfer(Move):
         return back(grad) if factor == 1 else back(grad) * factor
 
     def _packed(self, x: Tensor, pieces: Sequence[Piece]) -> Tensor:
-        """The pieces for one rank, flattened and concatenated."""
         if not pieces:
             return x.new_empty(0)
         held = self.source.extents(self.shape, self.source_mesh.places(self.group.rank_in_group))
         return torch.cat([x[piece.view(held)].reshape(-1) for piece in pieces])
 
     def _assembled(self, like: Tensor, pieces: Sequence[Piece], parts: Sequence[Tensor]) -> Tensor:
-        """This rank's part on the target mesh, put together from the pieces that it received."""
         rank = self.group.rank_in_group
         if rank not in self.target_mesh.ranks:
             return like.new_empty(0)
@@ -266,26 +252,25 @@ class Transfer(Move):
         result = like.new_full([extent.size for extent in held], neutral)
         op = _reduction(self.source)
         for _, numbers in by_box(pieces):
-            room = result[pieces[numbers[0]].view(held)]
+            target = result[pieces[numbers[0]].view(held)]
             if op is None:
-                room.copy_(parts[numbers[0]])
+                target.copy_(parts[numbers[0]])
             else:
-                reduce_in_rank_order([parts[number] for number in numbers], op, room)
+                reduce_in_rank_order([parts[number] for number in numbers], op, target)
         return result
 
 
 def _reduction(layout: Layout) -> ReduceOp | None:
-    """The reduction of a layout's `Partial` placements; None if it has none."""
     return next((p.op for p in layout.placements if isinstance(p, Partial)), None)
 
 
 def _of_gradient(layout: Layout) -> Layout:
-    """The layout of the gradient: a term's gradient is that of the sum, so it is replicated."""
+    """Return the gradient's layout: a term's gradient is that of the sum, so replicated."""
     return Layout(tuple(Replicate() if isinstance(p, Partial) else p for p in layout.placements))
 
 
 def _term_weight(layout: Layout, mesh: SubMesh) -> float:
-    """The weight of one term in the reduction: 1, or 1 / terms for AVG."""
+    """Return the weight of one term in the reduction: 1, or 1 / terms for AVG."""
     return math.prod(
         1 / size
         for placement, size in zip(layout.placements, mesh.shape, strict=True)
@@ -307,28 +292,28 @@ def redistribute_between(
 ) -> Tensor:
     """Move a tensor from one mesh to another. The meshes may share all, some or no ranks.
 
-    Each part is sent once to each rank that needs it and does not hold it, in one exchange. Of a
-    `Partial` tensor all terms are sent, and reduced by the receiver in the source mesh's order.
+    One exchange sends each part once to each rank that needs it and does not hold it. The receiver
+    reduces all terms of a `Partial` tensor in the source mesh's order.
 
     Args:
         x: this rank's part, padding included; None on ranks outside ``source_mesh``.
         source: the layout on ``source_mesh``. A single placement is for a mesh of one axis.
         target: the layout on ``target_mesh``.
-        group: contains all ranks of both meshes.
-        source_mesh: the source mesh, as ranks in ``group``.
-        target_mesh: the target mesh, as ranks in ``group``.
+        group: contains all ranks of both meshes, which are ranks in it.
+        source_mesh: the source mesh.
+        target_mesh: the target mesh.
         shape: the whole tensor's shape.
-        dtype: the tensor's dtype; needed where ``x`` is None.
+        dtype: the tensor's dtype; required where ``x`` is None.
         requires_grad: where ``x`` is None: whether it requires a gradient on the other ranks.
 
     Returns:
         This rank's part on the target mesh: a new tensor, with zeros for padding. Outside
-        ``target_mesh`` a tensor without elements; if it requires a gradient, backward must be
-        called on it too, so that this rank takes part in the exchange of gradients.
+        ``target_mesh`` an empty tensor; if it requires a gradient, call backward on it too: this
+        rank takes part in the exchange of gradients.
 
     Raises:
         ValueError: a layout does not fit its mesh or the shape, or ``x`` is missing or has another
-            shape than ``source`` says. Nothing was sent.
+            shape than ``source`` requires. Nothing was sent.
         TypeError: a reduction is not defined for the dtype.
         NotImplementedError: ``x`` requires a gradient, and a reduction is neither SUM nor AVG.
 
@@ -365,15 +350,14 @@ def reshard(
     Args:
         tensors: this rank's parts, by name; empty outside ``source_mesh``.
         source: the layout of each tensor on ``source_mesh``.
-        target: the layout of each tensor on ``target_mesh``. The tensors that it names are moved.
-        group: contains all ranks of both meshes.
-        source_mesh: the source mesh, as ranks in ``group``.
-        target_mesh: the target mesh, as ranks in ``group``.
-        wholes: by name, a tensor with the whole's shape and dtype, such as the model's parameters
-            on the ``meta`` device. Its values are not used.
+        target: the layout on ``target_mesh`` of each tensor to move.
+        group: contains all ranks of both meshes, which are ranks in it.
+        source_mesh: the source mesh.
+        target_mesh: the target mesh.
+        wholes: by name, a tensor with the whole tensor's shape and dtype, such as the model's
+            parameters on the ``meta`` device. Its values are not used.
 
-    Returns:
-        This rank's parts on the target mesh, by name; empty outside ``target_mesh``.
+    Returns this rank's parts on the target mesh, by name; empty outside ``target_mesh``.
 
     Raises:
         KeyError: a name is missing in ``source``, ``wholes``, or ``tensors``.

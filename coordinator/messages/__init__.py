@@ -1,1 +1,1 @@
-"""Messages between members: objects and dicts of tensors, how they are encoded, sent and sealed."""
+"""Encode, seal, send and receive objects and dicts of tensors between members."""

@@ -1,12 +1,12 @@
-"""Receive one message: which tensors are next, whose turn it is, and the result.
+"""Receive one message: its next tensors, its place in the order of receives, its result.
 
-A message's tensors on the device are received by the device's communicator, on the caller's thread,
-in the caller's order. So a receive begins once the one before has asked for all its tensors; this
-is checked when one of them is waited for, or inspected.
+A receiver does no communication. The transport calls `following` for tensors, fills them with the
+sender's data, and calls it again until it returns none: in a blocking call on the caller's thread,
+else on its own.
 
-Nothing here communicates. The receiver asks `following` for tensors, fills them with the sender's
-data, in that order, and asks again until there are none. A blocking call does so itself; in the
-background the transport does, on a separate thread.
+Tensors on the device are received by the device's communicator, on the caller's thread, in the
+order of the calls. So a receive posts its device tensors only after the receive before it has
+posted all of its own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class OrderedReceive:
-    """One receive; a `device_comm.Pending`."""
+    """A receive that posts its device tensors in order; a `device_comm.Pending`."""
 
     def __init__(
         self,
@@ -43,24 +43,22 @@ class OrderedReceive:
         begin: Callable[[], Work[None]] | None,
         ask: Callable[[], Sequence[Work[Any]]],
     ) -> None:
-        """Receive behind ``before``.
+        """Queue the receive behind ``before``, the previous one from the same peer.
 
-        Args:
-            before: the receive from the same peer that was begun before this one.
-            begin: begins to receive what is on the CPU, if anything is.
-            ask: asks for what is on the device, once that is there.
+        ``begin`` begins to receive the CPU tensors, if any; ``ask`` posts the device tensors after
+        their arrival.
         """
         self._begin = begin
         self._ask = ask
         self._on_cpu: Work[None] | None = None
         self._on_device: AllPending | None = None
-        # Those that have not asked for all their tensors, in their order.
+        # The receives from this peer that have not posted all their tensors, in order.
         self._line: deque[OrderedReceive] = deque() if before is None else before._line
         self._line.append(self)
         self.has_asked()
 
     def has_asked(self, deadline: Deadline | None = None) -> bool:
-        """Whether it has asked for all its tensors; goes on, and waits if there is a deadline."""
+        """Return whether all tensors are posted; post them if possible. Waits with a deadline."""
         while self._on_device is None:
             if not self._line[0]._asks(deadline):
                 return False
@@ -68,15 +66,11 @@ class OrderedReceive:
         return True
 
     def ready(self) -> bool:
-        """Whether everything is there. Never blocks."""
+        """Return whether everything has arrived. Never blocks."""
         return self.has_asked() and self._on_device is not None and self._on_device.ready()
 
     def wait(self, deadline: Deadline) -> None:
-        """Return once everything is there.
-
-        Raises:
-            GroupTimeoutError: not yet; it is still under way.
-        """
+        """Wait until everything has arrived; a GroupTimeoutError leaves it in progress."""
         self.has_asked(deadline)
         if self._on_device is not None:
             self._on_device.wait(deadline)
@@ -95,38 +89,24 @@ T = TypeVar("T")
 
 
 class Communicators(NamedTuple):
-    """The communicators of one member's group.
-
-    Attributes:
-        cpu: moves tensors on the CPU.
-        device: moves those of the group's device; the same if that is the CPU.
-    """
+    """A group's communicators, for the CPU and the device; the same object if that is the CPU."""
 
     cpu: Communicator
     device: Communicator
 
     def of(self, device_type: str) -> Communicator:
-        """The communicator that moves tensors of such a device."""
+        """Return the communicator for tensors of this device type."""
         return self.cpu if device_type == "cpu" else self.device
 
 
 class Receiver(Generic[T]):
-    """One message that is received.
+    """The receiver of one message.
 
-    Attributes:
-        on_device: tensors of the group's device, which follow by its communicator, once
-            `following` gives no more.
+    ``on_device`` has the tensors on the group's device that follow, once `following` returns none.
     """
 
     def __init__(self, wire: MessageCodec, kind: Kind, src: int, dst: int) -> None:
-        """The next message of rank ``src`` to ``dst``, a rank or `wire.EVERYONE`.
-
-        Args:
-            wire: how it is written.
-            kind: what it is.
-            src: its sender.
-            dst: whom it is for.
-        """
+        """Receive the next message of rank ``src`` to ``dst``, a rank or `wire.EVERYONE`."""
         self.on_device: Sequence[Tensor] = ()
         self._wire = wire
         self._src = src
@@ -136,15 +116,15 @@ class Receiver(Generic[T]):
         self._error: MessageRefusedError | None = None
 
     def following(self) -> Sequence[Tensor]:
-        """The tensors on the CPU that come next; none once all are there.
+        """Return the next tensors on the CPU to receive into; none once all have arrived.
 
-        What only concerns this message is raised by `result`. An error here ends the group: where
-        the next message begins is not known any more.
+        `result` raises errors that concern this message only. An error here aborts the group,
+        because the start of the next message is unknown.
 
         Raises:
-            DivergenceError: the sender has sent something else.
-            MessageSealError: what has come is not the sender's next message.
-            MessageDecodeError: what has come says nothing of the rest, or there is no room for it.
+            DivergenceError: the sender sent another kind or call.
+            MessageSealError: the data is not the sender's next message.
+            MessageDecodeError: the header is invalid, or a tensor does not fit into memory.
         """
         try:
             return self._next()
@@ -156,27 +136,24 @@ class Receiver(Generic[T]):
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             raise MessageDecodeError(
-                f"what rank {self._wire.global_rank(self._src)} sends cannot be taken in: {why}"
+                f"a message of rank {self._wire.global_rank(self._src)} cannot be received: {why}"
             ) from error
 
     def refused(self, why: str) -> MessageRefusedError:
-        """The error where the sender says that it cannot send it."""
+        """Return the error for a message that the sender cannot send."""
         return self._wire.refused(self._src, why)
 
     @property
     def has_begun(self) -> bool:
-        """Whether some of it has come."""
+        """Whether a part of the message has arrived."""
         return self._message.has_arrived
 
     def result(self, timeout: Timeout) -> T:
-        """What was sent.
-
-        Args:
-            timeout: of what it takes of other peers to make it whole.
+        """Return the value of the message; ``timeout`` is for peers that hold other slices.
 
         Raises:
-            GroupTimeoutError: they did not come.
-            MessageRefusedError: its sender could not send it.
+            GroupTimeoutError: the peers did not take part in time.
+            MessageRefusedError: the sender cannot send it.
             MessageDecodeError: it cannot be restored here.
         """
         if self._error is not None:
@@ -184,7 +161,7 @@ class Receiver(Generic[T]):
         return self._restore(timeout)
 
     def leave(self, error: BaseException) -> None:
-        """Tell those that help to make it whole that ``error`` keeps this member from it."""
+        """Abort the group of peers that complete the message, if ``error`` breaks their order."""
 
     def _frame(self) -> Sequence[Tensor]:
         self._next = self._rest
@@ -202,16 +179,15 @@ class Receiver(Generic[T]):
         return self._read(sent)
 
     def _read(self, payload: memoryview) -> Sequence[Tensor]:
-        """Take in the payload; returns the tensors to receive behind it."""
+        """Decode the payload; return the CPU tensors that follow it."""
         raise NotImplementedError
 
     def _restore(self, timeout: Timeout) -> T:
-        """What was sent, from all that has come."""
         raise NotImplementedError
 
 
 class ObjectReceiver(Receiver[Any]):
-    """An object that is received."""
+    """The receiver of an object."""
 
     def _read(self, payload: memoryview) -> Sequence[Tensor]:
         self._payload = payload
@@ -222,7 +198,7 @@ class ObjectReceiver(Receiver[Any]):
 
 
 class TensorDictReceiver(Receiver[dict[Any, Any]]):
-    """A tensor dict that is received."""
+    """The receiver of a tensor dict."""
 
     def __init__(
         self,
@@ -234,17 +210,9 @@ class TensorDictReceiver(Receiver[dict[Any, Any]]):
         peers: Communicators | None = None,
         count: Callable[[Header], int] | None = None,
     ) -> None:
-        """The next message of rank ``src`` to ``dst``.
+        """Receive as `Receiver` does; ``peers`` receive the other slices.
 
-        Args:
-            wire: as for the others.
-            kind: likewise.
-            src: likewise.
-            dst: likewise.
-            routes: of this group.
-            peers: of the group that receives the other slices.
-            count: called when a dict comes in slices: the how manieth that is of ``src`` for these
-                peers, which is alike on all of them.
+        ``count`` returns a sliced dict's sequence number among those of ``src`` for the peers.
         """
         super().__init__(wire, kind, src, dst)
         self._routes = routes
@@ -256,18 +224,15 @@ class TensorDictReceiver(Receiver[dict[Any, Any]]):
         self._number = 0
 
     def header(self) -> Header:
-        """The dict's header, once everything is there.
-
-        Raises:
-            What `result` raises.
-        """
+        """Return the dict's header, once everything has arrived; else raise as `result`."""
         if self._header is None:
-            raise self._error or RuntimeError("a header is read once it is there, not before")
+            raise self._error or RuntimeError("the header has not arrived yet")
         return self._header
 
     def leave(self, error: BaseException) -> None:
-        """End the peers' group if ``error``, maybe a signal handler's, comes before all slices are
-        gathered: they would gather theirs with those of another message.
+        """Abort the peers' group if ``error``, say of a signal handler, comes before the gather.
+
+        Otherwise the peers would gather their slices with those of another message.
         """
         interrupted = self.has_begun and not isinstance(error, CoordinatorError)
         if interrupted and self._may_be_cut and self._peers is not None:
@@ -277,7 +242,7 @@ class TensorDictReceiver(Receiver[dict[Any, Any]]):
         return self._make_room(*from_payload(payload))
 
     def _make_room(self, header: Header, tensors: dict[Any, Tensor]) -> Sequence[Tensor]:
-        """Room for all tensors of the header but those that have come; the rooms on the CPU."""
+        """Allocate the header's missing tensors; return those on the CPU."""
         self._next = _nothing
         self._header, self._tensors = header, tensors
         self._may_be_cut = any(meta.slices for meta in header.tensors.values())
@@ -304,9 +269,9 @@ class TensorDictReceiver(Receiver[dict[Any, Any]]):
             if meta.slices and (
                 peers is None or (peers.cpu.world_size, peers.cpu.rank) != (meta.slices, meta.slice)
             ):
-                self._may_be_cut = False  # as at the peers: nobody gathers
+                self._may_be_cut = False  # as on the peers: no member gathers
                 raise ValueError(
-                    f"{key!r} came as slice {meta.slice} of {meta.slices}: receive it with an "
+                    f"{key!r} arrived as slice {meta.slice} of {meta.slices}: receive it with an "
                     "all_gather_group of that size, at that rank"
                 )
         whole = {}
@@ -318,7 +283,6 @@ class TensorDictReceiver(Receiver[dict[Any, Any]]):
         return unpack(header, whole, self._wire)
 
     def _gathered(self, header: Header, timeout: Timeout) -> dict[Any, Tensor]:
-        """The flat tensors, of those that came in slices all of them."""
         if not self._may_be_cut:
             return self._tensors
         whole, peers = dict(self._tensors), self._peers
@@ -337,9 +301,8 @@ class TensorDictReceiver(Receiver[dict[Any, Any]]):
 
 
 def _require_the_same(number: int, peers: Communicator, timeout: Timeout) -> None:
-    """Require that all peers gather slices of the dict of that number."""
-    ours = torch.tensor([number], device="cpu")
-    for rank, other in enumerate(peers.all_gather(ours, timeout=timeout).tolist()):
+    own_number = torch.tensor([number], device="cpu")
+    for rank, other in enumerate(peers.all_gather(own_number, timeout=timeout).tolist()):
         if other != number:
             error = DivergenceError(rank, _of_slices(number), _of_slices(other))
             peers.abort(error)
@@ -347,7 +310,7 @@ def _require_the_same(number: int, peers: Communicator, timeout: Timeout) -> Non
 
 
 def _of_slices(number: int) -> str:
-    return f"the wait for dict {number} of those that came in slices"
+    return f"the wait for sliced dict {number}"
 
 
 def _nothing() -> Sequence[Tensor]:

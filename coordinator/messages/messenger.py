@@ -1,30 +1,23 @@
 """Send and receive objects, tensors and dicts of tensors between members.
 
-Guarantees
-    - What one member sends to another arrives in the order sent; receives from one peer
-      take effect in the order they were asked for, even if their handles were dropped.
-    - A handle owns everything that its message needs, and may be dropped. A message that was begun
-      proceeds while the caller is busy, or waits for something else.
-    - Blocking sends do not wait for their receives, so members that send to each other
-      first both go on. They wait once `OUTSTANDING_BYTES` to that peer are under way, besides
-      what shared memory takes. `coordinator.messages.transport` says when a handle is done.
-    - A receive that meets a message of another kind or call ends the group with `DivergenceError`;
-      one that has no room for what comes, with `MessageDecodeError`.
-    - What cannot be sent raises `MessageRefusedError` where it was to be sent and where it is to
-      be received: the sender's call counts as a message. The group can be used on. At the sender
-      what the value's own code raises while it is pickled stays what it is, TypeErrors excepted.
+Guarantees, assuming that the members trust each other, with one thread at a time:
 
-A collective over objects is two collectives over tensors, of which the second depends on what
-the first brought. In the background it therefore is messages instead, from each source to each
-member, in order with the others between these two.
+- Messages from one member to another arrive in the order sent. Receives from one peer match in the
+  order of their calls, even if their handles were dropped.
+- A handle owns everything that its message needs, and may be dropped. A message progresses while
+  the caller computes, or waits for something else.
+- Blocking sends return before their receives, so members may send to each other first. They block
+  once `OUTSTANDING_BYTES` to that peer are in flight, besides the contents of shared memory.
+- A receive that meets a message of another kind or call aborts the group with `DivergenceError`;
+  one without memory for the message, with `MessageDecodeError`.
+- A value that cannot be sent raises `MessageRefusedError` at sender and receiver: the sender's call
+  counts as a message, and the group stays usable. At the sender, exceptions of the value's own
+  pickling code are raised unchanged, except TypeErrors.
 
-Assumes: the members trust each other; `coordinator.messages.wire` says when objects are pickled.
-One thread at a time.
-
-The header of a dict goes over the CPU communicator, and small tensors with it; the others over that
-of their device, those on the CPU first, in the header's order. `coordinator.messages.tensor_dict`
-says what is in a header and how tensors are cut, `coordinator.messages.messenger` what is
-guaranteed.
+A collective over objects consists of two collectives over tensors; the second depends on the result
+of the first. With ``async_op`` it consists of messages from each source to each member instead. A
+dict's header and small tensors travel over the CPU communicator; then the other tensors over that
+of their device, those on the CPU first, in the header's order.
 """
 
 from __future__ import annotations
@@ -64,7 +57,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Refused:
-    """Goes through a queue in the place of what cannot: see `Kind.REFUSED`."""
+    """Replaces a refused object in a queue: see `Kind.REFUSED`."""
 
     why: str
 
@@ -73,17 +66,13 @@ class ObjectMessenger(MessageTransport):
     """One member's objects to and from the others."""
 
     def dump(self, obj: Any) -> tuple[bytes, tuple[()]]:
-        """What an object is sent as.
-
-        Raises:
-            TypeError: it cannot be sent this way.
-        """
+        """Encode an object as a payload, or raise TypeError."""
         return self.wire.dump(obj), ()
 
     def broadcast_object(
         self, obj: Any, src: int, timeout: Timeout, *, async_op: bool = False
     ) -> Any:
-        """The object of ``src``, on all members. Collective: yes, every member."""
+        """Return the object of ``src``. Collective: yes, every member."""
         kind = Kind.BROADCAST_OBJECT
         if self._has_others(src):
             if self.cpu.rank == src:
@@ -93,16 +82,15 @@ class ObjectMessenger(MessageTransport):
         return self.cpu.runner.skip("broadcast", obj, async_op)
 
     def broadcast_through(self, queue: MessageQueue, obj: Any, timeout: Timeout) -> Any:
-        """The object of the queue's writer, rank 0, on all members. Collective: yes.
+        """Return the object of the queue's writer, rank 0. Collective: yes, every member.
 
-        Raises:
-            GroupTimeoutError: it took too long; the group has been aborted.
+        A GroupTimeoutError aborts the group.
         """
         self.cpu.begun.add(sign("broadcast"))
-        ours = self.wire.call()
+        own_call = self.wire.call()
         deadline = self._deadline(timeout)
         try:
-            theirs, found = queue.broadcast_object((ours, obj), deadline)
+            call, value = queue.broadcast_object((own_call, obj), deadline)
         except GroupTimeoutError as error:
             self.cpu.abort(error)
             raise
@@ -112,24 +100,24 @@ class ObjectMessenger(MessageTransport):
             if not queue.is_writer:
                 raise
             try:
-                queue.enqueue((ours, _Refused(why_refused(error))), deadline)
-            except GroupTimeoutError as late:
-                self.cpu.abort(late)
+                queue.enqueue((own_call, _Refused(why_refused(error))), deadline)
+            except GroupTimeoutError as timeout_error:
+                self.cpu.abort(timeout_error)
                 raise
             self.refused(error)
-        if theirs != ours:
-            what = Kind.BROADCAST_OBJECT
+        if call != own_call:
+            kind = Kind.BROADCAST_OBJECT
             divergence = DivergenceError(
-                0, naming_call(f"receive of {what}", ours), naming_call(f"send of {what}", theirs)
+                0, naming_call(f"receive of {kind}", own_call), naming_call(f"send of {kind}", call)
             )
             self.cpu.abort(divergence)
             raise divergence
-        if type(found) is _Refused:
-            raise self.wire.refused(0, found.why)
-        return found
+        if type(value) is _Refused:
+            raise self.wire.refused(0, value.why)
+        return value
 
     def all_gather_object(self, obj: Any, timeout: Timeout) -> list[Any]:
-        """Every member's object, by rank. Collective: yes, every member."""
+        """Return all members' objects, by rank. Collective: yes, every member."""
         if self.cpu.world_size == 1:
             return [self.broadcast_object(obj, 0, timeout)]
         deadline = self._deadline(timeout)
@@ -150,7 +138,7 @@ class ObjectMessenger(MessageTransport):
         return [self.wire.load(payload) for payload in payloads]  # type: ignore[arg-type]
 
     def _dumped(self, obj: Any) -> tuple[Kind, bytes, Exception | None]:
-        """What the others are told of an object, and why it cannot be sent, to be raised then."""
+        """Return an object's kind and payload, and the error if it cannot be sent."""
         try:
             return Kind.GATHERED_OBJECT, self.wire.dump(obj), None
         except Exception as error:  # noqa: BLE001 - the caller raises it
@@ -159,18 +147,17 @@ class ObjectMessenger(MessageTransport):
     def _gather(
         self, kind: Kind, own: bytes, deadline: Deadline
     ) -> list[bytes | memoryview | MessageRefusedError]:
-        """What each member has made of its object, or why it could not."""
         sealed = self.wire.close(kind, own, EVERYONE)
-        mine = torch.frombuffer(bytearray([kind]) + sealed, dtype=torch.uint8)
-        length = torch.tensor([mine.numel()], device="cpu")
+        own_message = torch.frombuffer(bytearray([kind]) + sealed, dtype=torch.uint8)
+        length = torch.tensor([own_message.numel()], device="cpu")
         lengths = self.cpu.all_gather(length, timeout=deadline).tolist()
-        everyone = self.cpu.all_gatherv(mine, sizes=lengths, timeout=deadline)
+        everyone = self.cpu.all_gatherv(own_message, sizes=lengths, timeout=deadline)
         parts = [memoryview(part.numpy()) for part in everyone.split(lengths)]  # type: ignore[no-untyped-call]
 
         def opened(src: int) -> memoryview | MessageRefusedError:
             try:
                 return self.wire.open(parts[src][0], parts[src][1:], src, EVERYONE)
-            except MessageRefusedError as refusal:  # raised once all are opened, and so counted
+            except MessageRefusedError as refusal:  # raised once all are opened and counted
                 return refusal
 
         return [own if src == self.cpu.rank else opened(src) for src in range(len(parts))]
@@ -203,22 +190,22 @@ class ObjectMessenger(MessageTransport):
 
 
 class Messenger(ObjectMessenger):
-    """One member's messages, tensors included. The communicators stay the group's."""
+    """One member's messages, tensors included. The group owns the communicators."""
 
     def __init__(self, cpu: Communicator, device: Communicator, wire: MessageCodec) -> None:
-        """Send and receive over these; they are one where the group's device is the CPU."""
+        """Use these communicators: the same object twice if the group's device is the CPU."""
         super().__init__(cpu, device, wire)
         self._n_cut: WeakKeyDictionary[Communicator, Counter[Any]] = WeakKeyDictionary()
 
     # --- tensors -------------------------------------------------------------------------
 
     def send_tensor(self, x: Tensor, dst: int, timeout: Timeout) -> None:
-        """Send a tensor of the group's device, which may be changed after that."""
+        """Send a tensor of the group's device; the caller may change it afterwards."""
         check_tensor("x", x, self.routes.device.device)
         self._outgoing.send(None, (x.detach(),), dst, self._deadline(timeout))
 
     def isend_tensor(self, x: Tensor, dst: int, timeout: Timeout) -> Work[None]:
-        """Begin to send a tensor of the group's device, which must not change until done."""
+        """Begin to send a tensor of the group's device; it must not change until done."""
         check_tensor("x", x, self.routes.device.device)
         return self._sending(self._outgoing.begin(None, (x.detach(),), dst), None, timeout)
 
@@ -230,10 +217,10 @@ class Messenger(ObjectMessenger):
         out: Tensor | None,
         timeout: Timeout,
     ) -> Tensor:
-        """Receive a tensor of the group's device, behind what was asked for before."""
+        """Receive a tensor of the group's device, behind earlier receives."""
         deadline = self._deadline(timeout)
-        with self._receiving[src] as mine:
-            self._require_alone(mine, src)
+        with self._receiving[src] as acquired:
+            self._require_alone(acquired, src)
             self._await_turn(src, deadline)
             tensor = self.routes.device.recv(size, dtype, src, out=out, timeout=deadline)
             self.cpu.begun.count_received(src)
@@ -247,20 +234,20 @@ class Messenger(ObjectMessenger):
         out: Tensor | None,
         timeout: Timeout,
     ) -> Work[Tensor]:
-        """Begin to receive a tensor of the group's device, behind what was asked for before."""
-        asked: list[Work[Tensor]] = []
+        """Begin to receive a tensor of the group's device, behind earlier receives."""
+        works: list[Work[Tensor]] = []
 
-        def ask() -> list[Work[Tensor]]:
-            asked.append(self.routes.device.irecv(size, dtype, src, out=out, timeout=timeout))
-            return asked
+        def post() -> list[Work[Tensor]]:
+            works.append(self.routes.device.irecv(size, dtype, src, out=out, timeout=timeout))
+            return works
 
-        with self._receiving[src] as mine:
-            self._require_alone(mine, src)
+        with self._receiving[src] as acquired:
+            self._require_alone(acquired, src)
             self.cpu.begun.count_received(src)
             if src not in self._turns:
-                return ask()[0]
-            turn = self._in_turn(src, ask)
-        work: Work[Any] = Work(None, turn, lambda: asked[0].wait(), self._allowed(timeout))
+                return post()[0]
+            turn = self._in_turn(src, post)
+        work: Work[Any] = Work(None, turn, lambda: works[0].wait(), self._allowed(timeout))
         return work
 
     # --- dicts of tensors ----------------------------------------------------------------
@@ -268,8 +255,10 @@ class Messenger(ObjectMessenger):
     def incoming_dict(
         self, src: int, peers: Messenger | None, sorted_by: str = ""
     ) -> TensorDictReceiver:
-        """The next message of ``src``, a dict. Those of different values at the key ``sorted_by``
-        may be sent to the peers in different orders.
+        """Return the receiver of the next dict of ``src``.
+
+        Dicts with different values at the key ``sorted_by`` may reach the peers in different
+        orders.
         """
         kind, dst = Kind.TENSOR_DICT, self.cpu.rank
         if peers is None:
@@ -290,11 +279,11 @@ class Messenger(ObjectMessenger):
         *,
         async_op: bool = False,
     ) -> Any:
-        """The dict of ``src``, on all members. Collective: yes, every member."""
+        """Return the dict of ``src``. Collective: yes, every member."""
         kind = Kind.BROADCAST_TENSOR_DICT
         if self._has_others(src):
             if self.cpu.rank == src:
-                own = dict(values) if isinstance(values, Mapping) else {}  # refused, then
+                own = dict(values) if isinstance(values, Mapping) else {}  # `pack` refuses others
                 make = partial(self._pack_source, values)
                 return self._broadcast(kind, make, own, timeout, async_op)
             dst = self.cpu.rank if async_op else EVERYONE
@@ -303,25 +292,21 @@ class Messenger(ObjectMessenger):
         return self.broadcast_object(self._a_dict(values, src), src, timeout, async_op=async_op)
 
     def payload(self, values: Mapping[Any, Any], slicing: Slicing) -> Packed:
-        """What a dict is sent as to one member: the payload of its message, and what follows it.
-
-        Raises:
-            What `pack` raises.
-        """
+        """Return the payload of a dict's message, and the tensors behind it; raise as `pack`."""
         return to_payload(*self.pack(values, slicing))
 
     def slicing(self, overrides: Mapping[Any, bool] | None) -> Slicing:
-        """How to cut tensors that all members of this group hold."""
+        """Return how to slice tensors that all members of this group hold."""
         return Slicing(self.cpu.world_size, self.cpu.rank, overrides or {})
 
     def pack(
         self, values: Mapping[Any, Any] | None, slicing: Slicing
     ) -> tuple[Header, list[Tensor]]:
-        """What a dict is sent as.
+        """Return a dict's header and tensors.
 
         Raises:
-            ValueError: a tensor is elsewhere, or has to be cut and cannot be.
-            TypeError: a key or a value cannot be written, or a tensor is not dense.
+            ValueError: a tensor is on another device, or must be sliced and is not divisible.
+            TypeError: a key or a value cannot be encoded, or a tensor is not dense.
         """
         values = self._a_dict(values, self.cpu.rank)
         for key, value in values.items():
@@ -337,14 +322,14 @@ class Messenger(ObjectMessenger):
 
     def _pack_source(self, values: Mapping[Any, Any] | None) -> tuple[bytes, list[Tensor]]:
         payload, apart = to_payload(*self.pack(values, WHOLE))
-        # A root's tensor is written to, and elements of an expanded one share their memory.
+        # Backends write to a root's tensor; elements of an expanded one share memory.
         dense = [part.contiguous() for part in apart]
         return payload, sorted(dense, key=lambda part: part.device.type != "cpu")
 
     def _a_dict(self, values: Mapping[Any, Any] | None, src: int) -> Mapping[Any, Any]:
         if isinstance(values, Mapping):
             return values
-        wanted = f"rank {self.wire.global_rank(src)} is the source: it needs a dict"
+        problem = f"rank {self.wire.global_rank(src)} is the source: it needs a dict"
         if values is None:
-            raise ValueError(wanted)
-        raise TypeError(f"{wanted}, not {type(values).__name__}")
+            raise ValueError(problem)
+        raise TypeError(f"{problem}, not {type(values).__name__}")

@@ -1,16 +1,15 @@
-"""What travels with the tensors of a dict, and how a dict becomes messages: pure functions.
+"""Convert a dict with tensors to a header and payloads, and back: pure functions.
 
-A dict is sent as a header and the bytes of its tensors, in the dict's order:
+A dict travels as a header and the bytes of its tensors, in the dict's order:
 
     header    keys, scalars, and for each tensor a `TensorMeta`
-    small     tensors on the CPU, one behind the other, in the same message as the header
-    objects   all other values together, of any size, the last in that message
-    others    contiguous tensors, each by itself; empty ones do not travel at all
+    small     small tensors on the CPU, concatenated, in the header's message
+    objects   all other values together, of any size, last in the header's message
+    others    contiguous tensors, each separately; empty ones are not sent
 
-The sender may cut a tensor that its tensor-parallel peers hold as well: peer k of n sends
-the k-th n-th of the elements, and the receivers gather the whole among themselves. Whether
-a tensor is cut is decided by the sender alone and stands in its header; a receiver never
-decides, so the two cannot disagree.
+The sender may slice a tensor that its tensor-parallel peers hold as well: peer k of n sends the
+k-th n-th of the elements, and the receivers gather the whole. Only the sender decides, and the
+header lists the slices, so the two sides cannot disagree.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from shm_broadcast import MessageDecodeError
 from shm_broadcast.codec import UNDECODABLE
 
 INLINE_BYTES: Final = 1536
-"""Of the tensors that travel with their header. A frame then has half a kilobyte for that."""
+"""The most bytes of small tensors. A frame then has half a kilobyte for their header."""
 
 _LENGTH: Final = struct.Struct("<Q")
 _CARRIED: Final = {
@@ -39,20 +38,20 @@ _CARRIED: Final = {
     for name, dtype in DTYPES.items()
     if not name.removeprefix("torch.").startswith(("qint", "quint"))
 }
-"""The dtypes of tensors. Of a quantised one torch may give out less memory than ``nbytes`` says."""
+"""The dtypes that can be sent. Of quantised tensors, torch may allocate less than ``nbytes``."""
 _PICKLING = MessageCodec()
 
 
 class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
-    """What a receiver needs to make room for a tensor and to restore it.
+    """The description with which a receiver allocates and restores a tensor.
 
     Attributes:
         dtype: as ``str(tensor.dtype)``.
-        shape: the whole tensor's.
-        device: the type of the device it was on: where it is received, too.
-        requires_grad: whether the sender's did.
-        slices: into how many equal parts it was cut; 0: it travels whole.
-        slice: which of these parts travels.
+        shape: the whole tensor's shape.
+        device: the sender's device type; the tensor is received on the same type.
+        requires_grad: the sender's ``requires_grad``.
+        slices: the number of equal slices; 0: the tensor is sent whole.
+        slice: the index of the slice that is sent.
     """
 
     dtype: str
@@ -64,11 +63,7 @@ class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype itself.
-
-        Raises:
-            MessageDecodeError: this torch has no such dtype, or it is quantised.
-        """
+        """The torch dtype; raises MessageDecodeError if it is unknown here, or quantised."""
         try:
             return _CARRIED[self.dtype]
         except KeyError:
@@ -76,25 +71,25 @@ class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def numel(self) -> int:
-        """Elements of the whole tensor."""
+        """The number of elements of the whole tensor."""
         return torch.Size(self.shape).numel()
 
     @property
     def numel_sent(self) -> int:
-        """Elements that travel."""
+        """The number of elements that are sent."""
         return self.numel // self.slices if self.slices else self.numel
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
-    """Everything of a dict but its tensors' bytes.
+    """A dict without its tensors' bytes.
 
     Attributes:
         keys: all keys, in the dict's order.
         tensors: by key.
         scalars: values of a type that msgpack has, by key.
-        objects: a dict of the other values, as `Wire.dump` made it; empty if there are none. They
-            travel behind the header, for msgpack takes 4 GiB at most.
-        small: the numbers of the tensors that are small, empty ones not counted.
+        objects: a dict of the other values, encoded by `MessageCodec.dump`; empty if there are
+            none. They travel behind the header, because msgpack is limited to 4 GiB.
+        small: the indices of the small tensors, counted without empty ones.
     """
 
     keys: list[Any]
@@ -106,12 +101,12 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Slicing:
-    """How a sender may cut its tensors.
+    """How a sender slices its tensors.
 
     Attributes:
-        slices: how many peers hold the same tensors.
+        slices: the number of peers with the same tensors.
         slice: this sender's rank among them.
-        overrides: by key: cut this one, or do not. Other keys: cut what divides.
+        overrides: by key: whether to slice that tensor. Others are sliced if divisible.
     """
 
     slices: int = 1
@@ -119,11 +114,7 @@ class Slicing:
     overrides: Mapping[Any, bool] = field(default_factory=dict)
 
     def cuts(self, key: Any, numel: int) -> bool:
-        """Whether the tensor at ``key`` is cut.
-
-        Raises:
-            ValueError: it has to be, but its elements cannot be divided equally.
-        """
+        """Return whether to slice a tensor; raise ValueError if it must be and cannot."""
         divides = numel % self.slices == 0
         wanted = self.overrides.get(key, divides)
         if wanted and not divides:
@@ -132,28 +123,27 @@ class Slicing:
 
 
 WHOLE = Slicing()
-"""No tensor is cut."""
+"""No tensor is sliced."""
 
 
 def pack(
     values: Mapping[Any, Any], slicing: Slicing = WHOLE, wire: MessageCodec = _PICKLING
 ) -> tuple[Header, list[Tensor]]:
-    """The header of a dict, and what travels of its tensors.
+    """Return a dict's header and the parts of its tensors to send.
 
     Args:
-        values: tensors of any dtype, shape and layout in memory, and what ``wire`` can write. Keys
+        values: tensors of any dtype, shape and strides, and values that ``wire`` can encode. Keys
             are text, bytes, numbers, bools, None, or tuples of these.
-        slicing: how tensors may be cut.
-        wire: how values are written.
+        slicing: how to slice tensors.
+        wire: encodes the other values.
 
     Returns:
-        The header, and the parts of the tensors that are not empty: contiguous, of one
-        dimension, in the dict's order. They share memory with the tensors where these are
-        contiguous.
+        The header, and the non-empty parts: one-dimensional, contiguous, in the dict's order. They
+        share memory with contiguous tensors.
 
     Raises:
-        TypeError: a key is of another type, a value cannot be written, a tensor is not dense.
-        ValueError: a tensor has to be cut and cannot be.
+        TypeError: a key has another type, a value cannot be encoded, or a tensor is not dense.
+        ValueError: a tensor must be sliced and is not divisible.
     """
     tensors: dict[Any, TensorMeta] = {}
     scalars: dict[Any, Any] = {}
@@ -176,16 +166,12 @@ def pack(
 
 
 def encode(header: Header) -> bytes:
-    """The header's bytes."""
+    """Encode a header."""
     return _encoder.encode(header)
 
 
 def decode(data: bytes | memoryview) -> Header:
-    """The header that was encoded.
-
-    Raises:
-        MessageDecodeError: the bytes are no header.
-    """
+    """Decode a header, or raise MessageDecodeError."""
     try:
         header = _decoder.decode(data)
         keys = [_as_key(key) if type(key) is list else key for key in header.keys]
@@ -195,7 +181,7 @@ def decode(data: bytes | memoryview) -> Header:
 
 
 def to_payload(header: Header, parts: Sequence[Tensor]) -> tuple[bytes, list[Tensor]]:
-    """What `pack` made, as the payload of a message, and the tensors that travel by themselves."""
+    """Return the message payload of `pack`'s result, and the tensors to send separately."""
     small: list[int] = []
     apart: list[Tensor] = []
     payload, room = [b"", b""], INLINE_BYTES
@@ -214,41 +200,36 @@ def to_payload(header: Header, parts: Sequence[Tensor]) -> tuple[bytes, list[Ten
 
 
 def from_payload(payload: memoryview) -> tuple[Header, dict[Any, Tensor]]:
-    """The header in the payload of a message, and the small tensors behind it, by key.
-
-    Raises:
-        MessageDecodeError: it is no such payload.
-    """
+    """Return a payload's header and small tensors, by key, or raise MessageDecodeError."""
     try:
         (length,) = _LENGTH.unpack_from(payload)
         header = decode(payload[_LENGTH.size : _LENGTH.size + length])
-        place = _LENGTH.size + length
-        travelling = [key for key, meta in header.tensors.items() if 0 not in meta.shape]
+        offset = _LENGTH.size + length
+        sent_keys = [key for key, meta in header.tensors.items() if 0 not in meta.shape]
         tensors = {}
         for number in header.small:
-            meta = header.tensors[travelling[number]]
+            meta = header.tensors[sent_keys[number]]
             room = torch.empty(meta.numel_sent, dtype=meta.torch_dtype, device="cpu")
-            # As bytes: in the payload elements need not lie where those of their type have to.
-            sent = bytes(payload[place : place + room.nbytes])
-            if len(sent) < room.nbytes:
-                raise ValueError(f"{travelling[number]!r} did not come whole")
-            ctypes.memmove(room.data_ptr(), sent, room.nbytes)
-            tensors[travelling[number]] = room
-            place += room.nbytes
+            # As bytes: elements in the payload may be unaligned for their type.
+            raw = bytes(payload[offset : offset + room.nbytes])
+            if len(raw) < room.nbytes:
+                raise ValueError(f"{sent_keys[number]!r} is incomplete")
+            ctypes.memmove(room.data_ptr(), raw, room.nbytes)
+            tensors[sent_keys[number]] = room
+            offset += room.nbytes
     except (struct.error, ValueError, IndexError, RuntimeError) as error:
         raise MessageDecodeError(f"not a tensor dict: {error}") from error
-    if place < len(payload):
-        header = msgspec.structs.replace(header, objects=bytes(payload[place:]))
+    if offset < len(payload):
+        header = msgspec.structs.replace(header, objects=bytes(payload[offset:]))
     return header, tensors
 
 
 def unpack(
     header: Header, tensors: Mapping[Any, Tensor], wire: MessageCodec = _PICKLING
 ) -> dict[Any, Any]:
-    """The dict, in the sender's order, of ``header`` and the whole tensors by key.
+    """Return the dict, in the sender's order, from ``header`` and the whole tensors by key.
 
-    Raises:
-        MessageDecodeError: the other values cannot be restored here.
+    Raises MessageDecodeError if the other values cannot be restored here.
     """
     values = {**header.scalars, **tensors}
     if header.objects:
@@ -256,7 +237,7 @@ def unpack(
     try:
         return {key: values[key] for key in header.keys}
     except (KeyError, TypeError) as error:
-        raise MessageDecodeError(f"the value of a key did not come: {error}") from None
+        raise MessageDecodeError(f"the value of a key is missing: {error}") from None
 
 
 def _describe(key: Any, value: Tensor, slicing: Slicing) -> TensorMeta:
@@ -300,14 +281,14 @@ def _require_writable(key: Any, value: Any, wire: MessageCodec) -> None:
 
 
 def _load(data: bytes, wire: MessageCodec) -> dict[Any, Any]:
-    found = wire.load(data)
-    if type(found) is not dict:
-        raise MessageDecodeError(f"the values of a tensor dict are a {type(found).__name__}")
-    return found
+    values = wire.load(data)
+    if type(values) is not dict:
+        raise MessageDecodeError(f"the values of a tensor dict are a {type(values).__name__}")
+    return values
 
 
 def _as_key(key: Any) -> Any:
-    """msgpack knows no tuples; no list is a key."""
+    # msgpack has no tuples, and no key is a list.
     return tuple(_as_key(each) for each in key) if isinstance(key, list) else key
 
 

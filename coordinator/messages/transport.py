@@ -1,19 +1,15 @@
 """Send and receive messages of any kind between the members of a group.
 
-No send waits for its receive, whatever moves it:
+No send waits for its receive, over any transport:
 
-    blocking        until more than `OUTSTANDING_BYTES` to that peer are under way; what the
-                    transport does not take ahead is copied, and goes on in the background
-    asynchronous    a message whose tensors on the CPU are of `COPIED_BYTES` or less is treated
-                    alike, and is done at once; larger ones are not copied, and done when the
-                    transport has taken them: shared memory ahead of the receive (see
-                    `device_comm.shm.channel`), torch's groups with the receive
+    blocking        blocks only while more than `OUTSTANDING_BYTES` to that peer are in flight; data
+                    that cannot be sent eagerly is copied and sent in the background
+    asynchronous    up to `COPIED_BYTES` of CPU tensors: likewise, and done at once. Larger ones are
+                    not copied, and done when the transport has taken them: shared memory before the
+                    receive (`device_comm.shm.channel`), torch's groups with the receive
 
-One thread at a time: another one that sends meanwhile is refused, for what it sends could come
-between the parts of a message.
-
-The sender encodes the message; if that fails, the receivers get a notice in its
-place. `coordinator.messages.transport` and `coordinator.messages.incoming` are the two ends.
+One thread at a time: the data of a second one could land between the parts of a message. The sender
+encodes the message; if that fails, the receivers get an error frame instead.
 """
 
 from __future__ import annotations
@@ -49,14 +45,14 @@ if TYPE_CHECKING:
     MakeMessage: TypeAlias = Callable[[], Message]
 
 OUTSTANDING_BYTES: Final = 64 << 20
-"""What may be under way to one peer before a blocking send waits; one message always may."""
+"""The most bytes in flight to one peer before a blocking send blocks; one message may exceed it."""
 
 COPIED_BYTES: Final = 1 << 20
-"""The largest asynchronous message that is copied where it cannot be sent ahead of its receive."""
+"""The largest asynchronous message that is copied if it cannot be sent eagerly."""
 
 
 class AnotherThreadError(RuntimeError):
-    """Another thread does the same over the group at this moment; nothing was moved."""
+    """Another thread sends or receives over the group now; nothing was moved."""
 
     def __init__(self, does: str) -> None:
         super().__init__(
@@ -69,7 +65,7 @@ class Sender:
     """The sends of one member."""
 
     def __init__(self, routes: Communicators, *, numbered: bool) -> None:
-        """Send over the communicators ``routes``, messages that are numbered or not."""
+        """Send over ``routes``; ``numbered``: messages have numbers."""
         self._routes = routes
         self._numbered = numbered
         self._under_way: dict[int, deque[tuple[int, Work[None]]]] = {}
@@ -78,22 +74,18 @@ class Sender:
     def send(
         self, make: MakeMessage | None, parts: Sequence[Tensor], dst: int, deadline: Deadline
     ) -> None:
-        """Send a message, if there is one, and the tensors behind it; all may then be changed.
+        """Send a message, if any, and the tensors behind it; the caller may change them afterwards.
 
-        Args:
-            make: makes the message, which takes its number, once no other thread sends.
-            parts: the tensors.
-            dst: the peer.
-            deadline: when to give up.
+        ``make`` makes the message, which takes its number, once no other thread sends.
 
         Raises:
-            GroupTimeoutError: too much is under way, and the peer has not received it in time; the
-                group has been aborted.
-            CoordinatorError: this send or an older one failed.
+            GroupTimeoutError: too much is in flight, and the peer did not receive it in time; the
+                group is aborted.
+            CoordinatorError: this send or an earlier one failed.
             RuntimeError: another thread is sending.
         """
-        with self._turn as mine:
-            self._require(mine)
+        with self._turn as acquired:
+            self._require(acquired)
 
             def send_part(part: Tensor) -> None:
                 self._send_eagerly(self._routes.of(part.device.type), part, dst)
@@ -110,22 +102,18 @@ class Sender:
     def begin(
         self, make: MakeMessage | None, parts: Sequence[Tensor], dst: int
     ) -> list[Work[None]]:
-        """As `send`, without waiting; the tensors must not change until these works are done.
-
-        Raises:
-            RuntimeError: another thread is sending.
-        """
-        with self._turn as mine:
-            self._require(mine)
+        """As `send`, without blocking; the tensors must not change until the works are done."""
+        with self._turn as acquired:
+            self._require(acquired)
             return self._begin(make, parts, dst)
 
     def _begin(
         self, make: MakeMessage | None, parts: Sequence[Tensor], dst: int
     ) -> list[Work[None]]:
         works = []
-        wanted = sum(part.nbytes for part in parts if part.device.type == "cpu")
-        copies = wanted <= COPIED_BYTES and (
-            wanted + _bytes_of(self._under_way.get(dst, ())) <= OUTSTANDING_BYTES
+        cpu_bytes = sum(part.nbytes for part in parts if part.device.type == "cpu")
+        copies = cpu_bytes <= COPIED_BYTES and (
+            cpu_bytes + _bytes_of(self._under_way.get(dst, ())) <= OUTSTANDING_BYTES
         )
 
         def begin_part(part: Tensor) -> None:
@@ -145,13 +133,10 @@ class Sender:
         dst: int,
         pass_on: Callable[[Tensor], None],
     ) -> None:
-        """Send the message that ``make`` makes, if any, and pass on each of ``parts``."""
-
         def send(frames: Sequence[Tensor]) -> None:
             for frame in frames:
-                self._send_eagerly(
-                    self._routes.cpu, frame, dst, copy=False
-                )  # nobody else changes it
+                # No other code changes a frame.
+                self._send_eagerly(self._routes.cpu, frame, dst, copy=False)
             for part in self._in_order(parts):
                 pass_on(part)
 
@@ -165,9 +150,7 @@ class Sender:
         n_parts: int,
         send: Callable[[Sequence[Tensor]], None],
     ) -> None:
-        """Have ``send`` send the frames of the message that ``make`` makes, if any, and ``n_parts``
-        tensors behind them; end the group where an error leaves it half sent.
-        """
+        """Send a message's frames and ``n_parts`` tensors; abort if only a part is sent."""
         n_pieces = 2 if self._numbered and make is not None else 0  # its number, and itself
         try:
             frames = () if make is None else make().frames()
@@ -178,37 +161,33 @@ class Sender:
             raise
 
     def abort_if_partial(self, error: BaseException, n_parts: int) -> None:
-        """End the group if ``error`` may have come between so many parts of a message: its receiver
-        would take the next one for the rest. What the communicator has raised, that has judged.
+        """Abort the group if ``error`` may have interrupted a message of several parts.
+
+        The communicator has already handled its own errors.
         """
         if n_parts > 1 and not isinstance(error, CoordinatorError):
             self._routes.cpu.abort(error)
 
     def flush(self, deadline: Deadline) -> None:
-        """Wait until nothing is under way.
-
-        Raises:
-            What `send` raises.
-        """
+        """Wait until nothing is in flight; raises as `send`."""
         for under_way in self._under_way.values():
             while under_way:
                 self._finish_first(under_way, deadline)
         for comm in dict.fromkeys(self._routes):
             comm.flush(deadline)
 
-    def _require(self, mine: bool) -> None:
-        if not mine:
+    def _require(self, acquired: bool) -> None:
+        if not acquired:
             raise AnotherThreadError(f"is sending over {self._routes.cpu.name}")
 
     def _send_eagerly(self, comm: Communicator, x: Tensor, dst: int, *, copy: bool = True) -> None:
-        """Send a tensor, which may then be changed, ahead of its receive. Never blocks."""
+        """Send a tensor before its receive; the caller may change it. Never blocks."""
         if comm.sends_eagerly(dst, x.nbytes):
             comm.send(x, dst)
         else:
             self._keep(comm.isend(x.clone() if copy else x, dst), x.nbytes, dst)
 
     def _keep(self, work: Work[None], size: int, dst: int) -> Work[None]:
-        """Keep a send of ``size`` bytes; forget those that are done."""
         under_way = self._under_way.setdefault(dst, deque())
         under_way.append((size, work))
         while under_way and under_way[0][1].is_completed():
@@ -220,7 +199,7 @@ class Sender:
         under_way.popleft()
 
     def _in_order(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-        """As they are received: those on the CPU first."""
+        """Return ``parts`` in the order of their receives: those on the CPU first."""
         if self._routes.device is self._routes.cpu:
             return parts
         return sorted(parts, key=lambda part: part.device.type != "cpu")
@@ -240,16 +219,13 @@ T = TypeVar("T")
 
 
 class MessageTransport:
-    """One member's messages to and from the others. The communicators stay the group's.
+    """One member's messages to and from the others. The group owns the communicators.
 
-    Attributes:
-        cpu: moves messages.
-        wire: how they are written.
-        routes: the communicators of the tensors behind them.
+    ``cpu`` moves messages, ``routes`` the tensors behind them; ``wire`` encodes and seals.
     """
 
     def __init__(self, cpu: Communicator, device: Communicator, wire: MessageCodec) -> None:
-        """Send and receive over these; they are one where the group's device is the CPU."""
+        """Use these communicators: the same object twice if the group's device is the CPU."""
         self.cpu = cpu
         self.wire = wire
         self.routes = Communicators(cpu, device)
@@ -262,12 +238,12 @@ class MessageTransport:
         self._others = [rank for rank in range(cpu.world_size) if rank != cpu.rank]
 
     def flush(self, linger: float) -> None:
-        """Let messages that are under way arrive; give up after ``linger`` seconds."""
+        """Wait for messages in flight, at most ``linger`` seconds."""
         with suppress(CoordinatorError):
             self._outgoing.flush(Deadline.after(linger))
 
     def send(self, kind: Kind, dst: int, make: Make, timeout: Timeout) -> None:
-        """Send what ``make`` makes; if it cannot, say so in its place."""
+        """Send the result of ``make``; if it raises, send an error frame instead."""
         deadline = self._deadline(timeout)
         with self._or_refuse(dst):
             payload, parts = make()
@@ -277,7 +253,7 @@ class MessageTransport:
     def isend(
         self, kind: Kind, dsts: Sequence[int], make: Make, result: T, timeout: Timeout
     ) -> Work[T]:
-        """Begin to send what ``make`` makes; the work has a ``result``."""
+        """Begin to send the result of ``make``; the work returns ``result``."""
         with self._or_refuse(*dsts):
             payload, parts = make()
         works = self._begin_to_each(partial(self.wire.message, kind, payload), parts, dsts)
@@ -302,7 +278,7 @@ class MessageTransport:
         return Work(result, AllPending(works) if works else None, timeout=self._allowed(timeout))
 
     def receive(self, incoming: Receiver[T], src: int, timeout: Timeout) -> T:
-        """The next message of ``src``. Collective: no."""
+        """Receive the next message of ``src`` and return its value."""
         deadline = self._deadline(timeout)
         check_peer("src", src, self.cpu.rank, self.cpu.world_size)
         try:
@@ -313,8 +289,8 @@ class MessageTransport:
             raise
 
     def _receive(self, incoming: Receiver[Any], src: int, deadline: Deadline) -> None:
-        with self._receiving[src] as mine:
-            self._require_alone(mine, src)
+        with self._receiving[src] as acquired:
+            self._require_alone(acquired, src)
             self._await_turn(src, deadline)
             self.cpu.begun.count_received(src)
             try:
@@ -326,18 +302,18 @@ class MessageTransport:
                 raise
 
     def ireceive(self, incoming: Receiver[T], src: int, timeout: Timeout) -> Work[T]:
-        """Begin to receive the next message of ``src``. Collective: no."""
+        """Begin to receive the next message of ``src``."""
         pending = self.begin(incoming, src)
         allowed = self._allowed(timeout)
         work: Work[Any] = Work(None, pending, lambda: incoming.result(allowed), allowed)
         return work
 
     def begin(self, incoming: Receiver[Any], src: int) -> Pending:
-        """Begin to receive a message, behind what was asked for before. Never blocks."""
+        """Begin to receive a message, behind earlier receives. Never blocks."""
         cpu, device = self.routes
         check_peer("src", src, self.cpu.rank, self.cpu.world_size)
-        with self._receiving[src] as mine:
-            self._require_alone(mine, src)
+        with self._receiving[src] as acquired:
+            self._require_alone(acquired, src)
             cpu.begun.count_received(src)
             if device is cpu:
                 return cpu.irecv_series(incoming.following, src)
@@ -347,13 +323,11 @@ class MessageTransport:
                 lambda: cpu.irecv_series(incoming.following, src),
             )
 
-    def _require_alone(self, mine: bool, src: int) -> None:
-        """Refuse a second thread that receives from ``src``: each could get parts of a message."""
-        if not mine:
+    def _require_alone(self, acquired: bool, src: int) -> None:
+        if not acquired:
             raise AnotherThreadError(f"is receiving from rank {src} over {self.cpu.name}")
 
     def _await_turn(self, src: int, deadline: Deadline) -> None:
-        """Wait until the receives that were begun before have asked for all their tensors."""
         if src in self._turns:
             self._turns[src].has_asked(deadline)
 
@@ -369,7 +343,7 @@ class MessageTransport:
     def _broadcast(
         self, kind: Kind, make: Make, result: Any, timeout: Timeout, async_op: bool
     ) -> Any:
-        """Broadcast what ``make`` makes on this member. Collective: yes, every member."""
+        """Broadcast the result of ``make``. Collective: yes, every member."""
         if async_op:
             return self.isend(kind, self._others, make, result, timeout)
         deadline = self._deadline(timeout)
@@ -392,7 +366,7 @@ class MessageTransport:
     def _receive_broadcast(
         self, incoming: Receiver[Any], src: int, timeout: Timeout, async_op: bool
     ) -> Any:
-        """What ``src`` broadcasts. Collective: yes, every member."""
+        """Receive a broadcast of ``src``. Collective: yes, every member."""
         if async_op:
             return self.ireceive(incoming, src, timeout)
         deadline = self._deadline(timeout)
@@ -406,9 +380,7 @@ class MessageTransport:
         return incoming.result(deadline)
 
     def _abort_if_partial(self, error: BaseException, incoming: Receiver[Any]) -> None:
-        """End the group if ``error`` may leave a message half received: nobody knows any more where
-        the next one begins.
-        """
+        """Abort if a message may be half received: the start of the next one is then unknown."""
         if isinstance(error, CoordinatorError):
             torn = isinstance(error, (DivergenceError, MessageDecodeError, MessageSealError))
         else:
@@ -419,7 +391,6 @@ class MessageTransport:
     def _broadcast_parts(
         self, parts: Sequence[Tensor], deadline: Deadline, src: int | None = None
     ) -> None:
-        """Broadcast tensors, from this member or from ``src``."""
         root = self.cpu.rank if src is None else src
         works: list[Work[Tensor]] = []
         for part in parts:
@@ -432,11 +403,7 @@ class MessageTransport:
             self.finish(work, deadline)
 
     def finish(self, work: Work[T], timeout: Timeout = None) -> T:
-        """The end of a blocking call; what cannot be taken back ends the group.
-
-        Raises:
-            GroupTimeoutError: not done in time; the group has been aborted.
-        """
+        """Wait for a blocking call's work; a GroupTimeoutError aborts the group."""
         try:
             return work.wait(timeout)
         except GroupTimeoutError as error:
@@ -446,25 +413,19 @@ class MessageTransport:
     def object_of(
         self, src: int, kind: Kind = Kind.OBJECT, dst: int | None = None
     ) -> ObjectReceiver:
-        """The next message of ``src``, an object; ``dst`` as of `Receiver`, None: this member."""
+        """Return the receiver of the next object of ``src`` to ``dst``; None: this member."""
         return ObjectReceiver(self.wire, kind, src, self.cpu.rank if dst is None else dst)
 
     def _has_others(self, src: int) -> bool:
-        """Whether the group has more than one member; ``src`` has to be one of them."""
         check_rank("src", src, self.cpu.world_size)
         return self.cpu.world_size > 1
 
     @contextmanager
     def _or_refuse(self, *dsts: int, deadline: Deadline = NEVER) -> Iterator[None]:
-        """Make what is sent to ``dsts``; if that fails, tell them so in its place.
+        """Enclose the making of a message to ``dsts``; if it raises, send an error frame instead.
 
-        Args:
-            dsts: ranks, or `EVERYONE`: who takes part in a broadcast of this one's.
-            deadline: of the broadcast.
-
-        Raises:
-            ValueError: one of ``dsts`` is not another rank of the group.
-            What `refused` raises.
+        ``dsts`` are ranks, or `EVERYONE` for a broadcast, with its ``deadline``. Raises as
+        `refused`.
         """
         for dst in dsts:
             if dst != EVERYONE:
@@ -481,12 +442,7 @@ class MessageTransport:
             self.refused(error)
 
     def refused(self, error: Exception) -> NoReturn:
-        """Raise what the sender of a message gets whose making has raised ``error``.
-
-        Raises:
-            MessageRefusedError: in the place of a TypeError: a value cannot be sent.
-            Exception: any other ``error`` itself.
-        """
+        """Raise MessageRefusedError for a TypeError, else ``error`` itself."""
         if isinstance(error, TypeError):
             raise self.wire.refused(self.cpu.rank, str(error)) from error
         raise error

@@ -1,9 +1,9 @@
-"""Encode the messages of a group: plain data or pickle, frames of bytes, and seals.
+"""Encode the messages of a group: plain data or pickle, seals, frames.
 
-None, bools, ints, floats, text, bytes, dtypes, `torch.Size`, and lists, tuples and dicts of them,
-each exactly of its type: an instance of a subclass is not plain, nor is text with a lone surrogate,
-which UTF-8 cannot write, nor text or bytes of more than `LONGEST`. On the wire it is msgpack, in
-which an array is a tag and what it is about:
+Plain data: None, bools, ints, floats, text, bytes, dtypes, `torch.Size`, and lists, tuples and
+dicts of them, each of exactly its type. Instances of subclasses are not plain, nor is text with a
+lone surrogate, nor text or bytes longer than `LONGEST`. It is msgpack; an array is a tag and its
+contents:
 
     ["list", [...]]   ["tuple", [...]]   ["dict", [[key, value], ...]]
     ["size", [...]]   ["dtype", "torch.float32"]   ["int", "-1f..."]   (beyond 64 bits)
@@ -12,16 +12,13 @@ which an array is a tag and what it is about:
     │ number │ HMAC-SHA256  │ payload │      8 bytes, little-endian; 32 bytes
     └────────┴──────────────┴─────────┘
 
-The HMAC is over kind, sender, receiver, number and payload. Its key belongs to one group, and is
-made of something that only the members know (the launcher's secret, or random bytes in the memory
-of their host) and of random bytes of each member, so a later group does not accept messages sealed
-for an earlier one. Messages from one member to another are numbered; one that is not the next is
-refused, so none is repeated, left out, or put before another.
+The HMAC of a sealed message covers kind, sender, receiver, number and payload. Its key derives from
+a secret of the members (the launcher's, or random bytes in the memory of their host) and random
+bytes of each member: a later group rejects messages of an earlier one. Messages from one member to
+another are numbered, and only the next is accepted: none is repeated, omitted or reordered. A seal
+does not encrypt.
 
-Assumes: the members trust each other. A seal hides nothing: anybody who listens can read the
-payload.
-
-The receiver does not know the length. Every message begins with a frame of one size:
+A receiver does not have the length in advance. Each message begins with a frame of fixed size:
 
     0        7      8      12                             2048
     ┌────────┬──────┬──────┬───────────────────────────────┐ ┌─────────────────────┐
@@ -29,17 +26,17 @@ The receiver does not know the length. Every message begins with a frame of one 
     └────────┴──────┴──────┴───────────────────────────────┘ └─────────────────────┘
       little-endian
 
-so a short message, with small tensors, takes one transfer. A receiver that asks for another kind
-than the next message has, or in another call (`device_comm.call_number`), gets an error instead of
-the message. A sender that cannot send its value sends a notice instead, so that no receiver waits.
+A receiver of another kind, or in another call (`device_comm.call_number`), gets an error instead of
+the message. A sender that cannot encode its value sends an error frame, so that no receiver waits.
 
-    way                                        values            seal
-    shared memory of one host                  pickled           none: it reaches members only
+    transport                                  values            seal
+    shared memory of one host                  pickled           none: only members can write
     sockets, where members share a key         pickled           yes
     other sockets                              plain data only   none
 
-Torch's sockets authenticate nobody, not even on loopback. Nothing that came over one without a seal
-is ever unpickled, whatever the message says: this is decided when the group is built.
+Torch's sockets do not authenticate, not even on loopback. Data from a socket without a seal is
+never unpickled, whatever the message contains: this is decided when the group is built. Members
+trust each other.
 """
 
 from __future__ import annotations
@@ -75,7 +72,7 @@ WHAT_IS_PLAIN = (
 )
 
 LONGEST = (1 << 30) - 1
-"""Characters of a text, and bytes, at most: msgpack takes 4 GiB, and a character up to four."""
+"""The most characters of a text, and bytes: msgpack takes 4 GiB, and a character up to 4 bytes."""
 
 _OTHER_SCALARS = frozenset({type(None), bool, float})
 _INTEGERS = range(-(1 << 63), 1 << 64)
@@ -84,7 +81,7 @@ DTYPES = {str(value): value for value in vars(torch).values() if isinstance(valu
 
 
 def is_scalar(value: Any) -> bool:
-    """Whether msgpack has the type of ``value`` itself, and room for it."""
+    """Return whether msgpack has the type of ``value`` and the value is within its limits."""
     kind = type(value)
     if kind is str:
         return len(value) <= LONGEST and (value.isascii() or not _has_surrogate(value))
@@ -94,18 +91,14 @@ def is_scalar(value: Any) -> bool:
 
 
 def is_key(key: Any) -> bool:
-    """Whether ``key`` is a scalar, or a tuple of keys, that a dict finds again."""
+    """Return whether ``key`` is a scalar or a tuple of keys, and equal to itself."""
     if type(key) is tuple:
         return all(is_key(each) for each in key)
-    return is_scalar(key) and key == key  # NaN is not
+    return is_scalar(key) and key == key  # false for NaN
 
 
 def encode_plain(value: Any) -> bytes:
-    """The bytes of a plain value.
-
-    Raises:
-        TypeError: it is not plain, or nested too deeply.
-    """
+    """Encode a plain value; raise TypeError if it is not plain, or nested too deeply."""
     try:
         return _encoder.encode(_to_wire(value))
     except RecursionError:
@@ -113,11 +106,7 @@ def encode_plain(value: Any) -> bytes:
 
 
 def decode_plain(data: bytes | memoryview) -> Any:
-    """The plain value of these bytes.
-
-    Raises:
-        MessageDecodeError: they are none.
-    """
+    """Decode a plain value, or raise MessageDecodeError."""
     try:
         return _from_wire(_decoder.decode(data))
     except (msgspec.MsgspecError, RecursionError, ValueError, TypeError, KeyError) as error:
@@ -161,7 +150,7 @@ def _from_wire(value: Any) -> Any:
         return {_from_wire(key): _from_wire(each) for key, each in body}
     if tag == "size":
         if any(each >= 1 << 63 for each in body):
-            raise ValueError("a size beyond 63 bits, which torch takes but cannot show")
+            raise ValueError("a size beyond 63 bits, which torch accepts but cannot print")
         return torch.Size(body)
     if tag == "dtype":
         return DTYPES[body]
@@ -182,7 +171,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder()
 
 EVERYONE: Final = 0xFFFFFFFF
-"""The receiver of what goes to all members at once."""
+"""The receiver of messages to all members."""
 
 NONCE_BYTES: Final = 16
 """Random bytes that each member adds to the key."""
@@ -195,16 +184,13 @@ _CONTEXT: Final = b"group-coordinator messages 1: "
 
 
 class Seal:
-    """One member's seals on what it sends, and its checks of what it receives."""
+    """One member's seals on its messages, and its checks of received ones."""
 
     def __init__(self, secret: bytes, group: str, nonces: Sequence[bytes], rank: int) -> None:
-        """Begin with the first message.
+        """Derive the group's key; the first message is next.
 
-        Args:
-            secret: what the members know and nobody else: 16 bytes or more.
-            group: the group's name.
-            nonces: random bytes of each member, by rank, this one's among them.
-            rank: this member's.
+        ``secret``, 16 bytes or more, is known to the members only; ``nonces`` are random bytes of
+        each member.
         """
         self._key = derive_key(secret, b"".join(nonces), _CONTEXT + group.encode())
         self._rank = rank
@@ -212,18 +198,14 @@ class Seal:
         self._due: Counter[tuple[int, int]] = Counter()
 
     def close(self, kind: int, payload: bytes, dst: int) -> bytes:
-        """``payload``, sealed as the next message to ``dst``."""
+        """Seal ``payload`` as the next message to ``dst``."""
         number = self._sent[dst]
         self._sent[dst] += 1
         tag = self._tag(kind, self._rank, dst, number, payload)
         return _NUMBER.pack(number) + tag + payload
 
     def open(self, kind: int, sealed: memoryview, src: int, dst: int) -> memoryview:
-        """The payload of a message of ``src``; call it in the order of the messages, once for each.
-
-        Raises:
-            MessageSealError: it is not the next message of ``src`` to ``dst``.
-        """
+        """Return the payload or raise MessageSealError; call once per message, in their order."""
         due = self._due[src, dst]
         self._due[src, dst] += 1
         if len(sealed) < _HEAD:
@@ -231,7 +213,9 @@ class Seal:
         (number,) = _NUMBER.unpack_from(sealed)
         tag, payload = bytes(sealed[_NUMBER.size : _HEAD]), sealed[_HEAD:]
         if not hmac.compare_digest(tag, self._tag(kind, src, dst, number, payload)):
-            raise MessageSealError(src, "its seal does not fit: it was changed, or not sent by it")
+            raise MessageSealError(
+                src, "its seal does not fit: it was changed, or another process sent it"
+            )
         if number != due:
             raise MessageSealError(src, f"it is message {number} where message {due} is due")
         return payload
@@ -250,7 +234,7 @@ _LENGTH_BITS: Final = 56
 
 
 class Kind(IntEnum):
-    """What a message is: what both ends have called."""
+    """The kind of a message: the operation that both ends call."""
 
     OBJECT = 1
     TENSOR_DICT = 2
@@ -264,22 +248,19 @@ class Kind(IntEnum):
 
 
 class Message:
-    """Bytes to send, or room for bytes to receive, framed.
+    """A framed message: bytes to send, or a buffer to receive into.
 
     Attributes:
-        kind: what it is; of one that is received, as `check` has found it.
+        kind: its kind; of a received message, the kind that `check` read.
         first: the frame, (2048,) uint8.
     """
 
     __slots__ = ("_call", "_data", "_length", "first", "kind")
 
     def __init__(self, kind: Kind, payload: bytes | None = None, call: int = 0) -> None:
-        """Frame ``payload``; None makes room for a message of that kind that is to come.
+        """Frame ``payload``; None: allocate a message to receive.
 
-        Args:
-            kind: what it is.
-            payload: what it holds.
-            call: the number of the call that it is part of; 0: none.
+        ``call`` is the number of the pool's call that it is part of; 0: none.
         """
         self.kind: int = kind
         self._call = call
@@ -292,52 +273,49 @@ class Message:
 
     @property
     def has_arrived(self) -> bool:
-        """Of one that is received: whether its frame is there."""
-        return any(self._data[: _FRAME_HEAD.size])  # the kind, at least, is not 0
+        """Whether the frame of a received message has arrived."""
+        return any(self._data[: _FRAME_HEAD.size])  # no kind is 0
 
     def check(self, src: int) -> None:
-        """Read the frame that has come from ``src``: of this kind, or a refusal, in this call.
-
-        Raises:
-            DivergenceError: it is another.
-        """
+        """Read the received frame; raise DivergenceError if it has another kind or call."""
         word, call = _FRAME_HEAD.unpack_from(self._data)
-        found, self._length = word >> _LENGTH_BITS, word & (1 << _LENGTH_BITS) - 1
-        if found not in (self.kind, Kind.REFUSED) or call != self._call:
-            names = {int(kind): str(kind) for kind in Kind}
-            name = names.get(found, f"message of kind {found}")
+        kind, self._length = word >> _LENGTH_BITS, word & (1 << _LENGTH_BITS) - 1
+        if kind not in (self.kind, Kind.REFUSED) or call != self._call:
+            names = {int(each): str(each) for each in Kind}
+            name = names.get(kind, f"message of kind {kind}")
             raise DivergenceError(
                 src,
                 naming_call(f"receive of {Kind(self.kind)}", self._call),
                 naming_call(f"send of {name}", call),
             )
-        self.kind = found
+        self.kind = kind
 
     def rest(self) -> Tensor | None:
-        """What does not fit into the frame, (n,) uint8.
+        """Return the bytes beyond the frame, (n,) uint8; None: there are none.
 
-        Raises:
-            MessageDecodeError: it is larger than this host's memory.
+        Raises MessageDecodeError if the message does not fit into memory.
         """
         total = _FRAME_HEAD.size + self._length
         if total <= FRAME:
             return None
         if len(self._data) < total:
-            # The frame's tensor keeps the old bytes, which cannot grow under it.
+            # The frame's tensor exports the old buffer, so that cannot be resized.
             try:
                 self._data = self._data + bytearray(total - FRAME)
             except MemoryError as error:
-                raise MessageDecodeError(f"a message that says it has {total} bytes") from error
+                raise MessageDecodeError(
+                    f"a message of {total} bytes exceeds the memory"
+                ) from error
         return torch.frombuffer(self._data, dtype=torch.uint8)[FRAME:total]
 
     def frames(self) -> list[Tensor]:
-        """What is sent, one after the other."""
+        """Return the tensors to send, in order."""
         rest = self.rest()
         return [self.first] if rest is None else [self.first, rest]
 
     @property
     def payload(self) -> memoryview:
-        """The bytes, once everything is there."""
+        """The contents, once everything has arrived. Shares the message's memory."""
         return memoryview(self._data)[_FRAME_HEAD.size : _FRAME_HEAD.size + self._length]
 
 
@@ -346,15 +324,16 @@ _TOKEN_BYTES = 16
 
 
 class MessageCodec:
-    """One member's way of writing and reading messages.
+    """One member's encoding and decoding of messages.
 
     Attributes:
-        numbers: whether messages are numbered, as they are sealed: what has its number has to be
-            sent, or nothing that follows is taken.
-        pickles: whether values are pickled; otherwise they have to be plain.
-        token: the same on all members, and on those of no other group; b"" for a group of one.
-        in_calls: whether all members carry out the calls of one pool, or none does.
-        call: the number of the call that the next message is part of; 0: none.
+        numbers: whether messages are sealed and numbered. A message that has taken its number must
+            be sent, or the receiver rejects all later ones.
+        pickles: whether values are pickled; otherwise they must be plain.
+        token: bytes that are the same on all members and differ between groups; b"" for a group of
+            one.
+        in_calls: whether all members serve the calls of one pool, or none does.
+        call: returns the number of the call that the next message is part of; 0: none.
     """
 
     def __init__(
@@ -366,14 +345,10 @@ class MessageCodec:
         token: bytes = b"",
         in_calls: bool = True,
     ) -> None:
-        """Write and read so.
+        """Store how to encode and decode; the arguments are those of the attributes.
 
-        Args:
-            seal: of all messages; None: they have none.
-            pickles: only with a seal, or where nobody but the members can write.
-            called: the members' global ranks, for errors; empty: the same as those in the group.
-            token: as the attribute.
-            in_calls: as the attribute.
+        Without a ``seal``, ``pickles`` must be False unless only members can write. ``called`` has
+        the members' global ranks, for errors.
         """
         self._seal = seal
         self._called = called
@@ -384,11 +359,9 @@ class MessageCodec:
         self.call = numbering(in_calls)
 
     def dump(self, value: Any) -> bytes:
-        """The bytes of a value.
+        """Encode a value; exceptions of its own pickling code are raised unchanged.
 
-        Raises:
-            TypeError: it cannot be sent this way; says why, and the cure.
-            Exception: pickling it has raised this, as it is.
+        Raises TypeError, with the reason and the remedy, if it cannot be encoded.
         """
         if not self.pickles:
             try:
@@ -401,11 +374,7 @@ class MessageCodec:
             raise TypeError(f"cannot pickle a {type(value).__name__}: {error}") from error
 
     def load(self, data: bytes | memoryview) -> Any:
-        """The value of these bytes.
-
-        Raises:
-            MessageDecodeError: it cannot be restored here.
-        """
+        """Decode a value, or raise MessageDecodeError."""
         if not self.pickles:
             return decode_plain(data)
         try:
@@ -415,31 +384,31 @@ class MessageCodec:
             raise MessageDecodeError(f"cannot restore an object: {why}") from error
 
     def message(self, kind: Kind, payload: bytes, dst: int) -> Message:
-        """The next message to ``dst``, a rank or `EVERYONE`."""
+        """Return the next message to ``dst``, a rank or `EVERYONE`."""
         return Message(kind, self.close(kind, payload, dst), self.call())
 
     def error_frame(self, error: Exception, dst: int) -> Message:
-        """The next message to ``dst``, which says that there is none. It fits a frame."""
+        """Return an error as the next message to ``dst``. It fits into one frame."""
         return self.message(Kind.REFUSED, why_refused(error).encode(), dst)
 
     def refused(self, src: int, why: str) -> MessageRefusedError:
-        """The error where rank ``src`` of the group cannot send something."""
+        """Return the error for a message that rank ``src`` of the group cannot send."""
         return MessageRefusedError(self.global_rank(src), why)
 
     def global_rank(self, rank: int) -> int:
-        """What errors call that rank of the group."""
+        """Return the global rank of that rank of the group."""
         return self._called[rank] if self._called else rank
 
     def close(self, kind: Kind, payload: bytes, dst: int) -> bytes:
-        """What is sent of ``payload``."""
+        """Return ``payload``, sealed if messages are."""
         return payload if self._seal is None else self._seal.close(kind, payload, dst)
 
     def open(self, kind: int, data: memoryview, src: int, dst: int) -> memoryview:
-        """The payload of what has come; call it in the order of the messages, once for each.
+        """Return the payload of a received message; call once per message, in their order.
 
         Raises:
-            MessageSealError: it is not the message that is due.
-            MessageRefusedError: its sender says that it cannot send it.
+            MessageSealError: it is not the next message.
+            MessageRefusedError: it is an error frame of the sender.
         """
         try:
             payload = data if self._seal is None else self._seal.open(kind, data, src, dst)
@@ -453,19 +422,16 @@ class MessageCodec:
 def negotiate_codec(
     exchange: Rendezvous, secret: bytes | None, *, only_members_write: bool
 ) -> MessageCodec:
-    """The wire of a new group.
+    """Return the message codec of a new group. Collective: yes, every member.
 
-    Args:
-        exchange: of the members.
-        secret: what only the members know; None: there is nothing.
-        only_members_write: where messages travel.
-
-    Collective: yes, every member.
+    ``secret`` is known to the members only. ``only_members_write``: only they can write to the
+    transport.
 
     Raises:
-        GroupTimeoutError: some members did not come in time.
-        SecretError: some say that they have no secret. `agree` has compared that before, but in a
-            store that anybody may write; whoever forged it there gets no plain messages here.
+        GroupTimeoutError: some members did not arrive in time.
+        SecretError: only some members have a secret. `config_handshake` has compared that before,
+            but in a store that any process may write: a forged entry there must not cause plain
+            messages here.
     """
     caller = caller_of(exchange.global_rank(exchange.rank))
     nonces = exchange.all_gather(
@@ -482,7 +448,7 @@ def negotiate_codec(
     ]
     if without and len(without) < len(nonces):
         raise SecretError(
-            f"{exchange.name}: ranks {without} were given no secret, the others were: give the "
+            f"{exchange.name}: ranks {without} have no secret, the others have one: give the "
             "launcher's secret to all ranks, or to none"
         )
     if secret is None:
@@ -492,14 +458,14 @@ def negotiate_codec(
 
 
 def why_refused(error: Exception) -> str:
-    """Why a message is refused whose making has raised ``error``, as much as fits a frame."""
+    """Return the text of an error frame: the reason, cut to fit into one frame."""
     plain = isinstance(error, (TypeError, ValueError))
     why = str(error) if plain else f"{type(error).__name__}: {error}"
     return why.encode(errors="replace")[:_REFUSAL_BYTES].decode(errors="ignore")
 
 
 _NOT_PLAIN = (
-    "would have to be pickled, and nothing proves who sends what arrives over this group's "
-    "sockets: give all ranks one secret (a 0600 file that GROUP_COORDINATOR_SECRET_FILE names, or "
+    "would have to be pickled, and this group's sockets do not authenticate senders: "
+    "give all ranks one secret (a 0600 file that GROUP_COORDINATOR_SECRET_FILE names, or "
     f"secret=), or send only {WHAT_IS_PLAIN}"
 )

@@ -1,4 +1,4 @@
-"""Pipeline stages, and what they send each other."""
+"""Pipeline stages and their messages."""
 
 from coordinator.pipeline.pipeline_end import Exchanged
 from coordinator.pipeline.stage import Stage

@@ -1,26 +1,28 @@
-"""Exchange trees of tensors with the neighbours in a pipeline: one operation that all others use.
+"""Exchange trees of tensors with the neighbours in a pipeline, by one operation.
 
-    "way"     which way the message goes: "next" or "previous"
-    "tree"    the nesting, as plain data; where named tuples or keys are not plain, itself
+The tensor dict of a message:
+
+    "way"     the direction: "next" or "previous"
+    "tree"    the nesting, as plain data; itself if named tuples or keys are not plain
     "0" …     the leaves, in order
 
-or, where it cannot be sent, "way" and
+or, for a tree that cannot be sent, "way" and
 
-    "refused"   why
+    "refused"   the reason
 
-The header of the dict therefore says everything that a receiver has to know: the nesting, and
-shape, dtype, device and requires_grad of every tensor.
+The header of the dict describes everything that a receiver needs: the nesting, and shape, dtype,
+device and requires_grad of every tensor.
 
-In a ring of two stages the next stage is the previous one: activations and gradients come from
-the same peer, in the order in which it sent them, which need not be the order in which they are
-asked for. A message therefore says which way it goes, and is kept until that way is asked for.
+In a ring of two stages the next stage is also the previous stage: activations and gradients come
+from one peer, in its order of sending, which may differ from the order of requests. A message
+therefore has a direction, and is stored until a request for that direction.
 
-    want(NEXT) ──┐   ┌── coming: receives that were begun, not there or not looked at yet
-    want(PREV) ──┤   ├── arrived[way]: there, and nobody asked for it yet
-                 └───┴── a `Request` has its message once one of its way is there
+    request(NEXT) ──┐   ┌── pending: begun receives, not completed or not sorted
+    request(PREV) ──┤   ├── arrived[way]: completed messages without a request
+                    └───┴── a `Request` gets its message when one of its direction arrives
 
-Only `Request.finish` communicates with other peers (it gathers slices), so that order is the
-caller's. One thread at a time.
+Only `Request.finish` communicates with other peers (it gathers slices); the caller decides that
+order. One thread at a time.
 """
 
 from __future__ import annotations
@@ -46,36 +48,34 @@ if TYPE_CHECKING:
 
 
 NEXT, PREV = "next", "previous"
-"""Which way a message goes: to the next stage (activations) or to the previous one (gradients)."""
+"""Directions: to the next stage (activations) or to the previous stage (gradients)."""
 
 DIRECTION = "way"
-"""The key at which a message says that."""
+"""The key of a message's direction."""
 
 
 def to_dict(tree: Any, way: str) -> dict[str, Any]:
-    """The tensor dict of a tree."""
+    """Return the tensor dict of a tree."""
     leaves, structure = flatten(tree)
     numbered = {str(number): leaf for number, leaf in enumerate(leaves)}
     return {DIRECTION: way, "tree": _describe(structure), **numbered}
 
 
 def refused_tree(error: Exception, way: str) -> dict[str, Any]:
-    """The tensor dict in the place of a tree that cannot be sent for ``error``."""
+    """Return the tensor dict that replaces a tree that cannot be sent because of ``error``."""
     return {DIRECTION: way, "refused": why_refused(error)}
 
 
 def by_place(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree, by their places in it."""
+    """Return the leaves of a tree, by their places in it."""
     leaves, structure = flatten(tree)
     return dict(zip(places(structure, "tree"), leaves, strict=True))
 
 
 def from_dict(values: dict[str, Any], refused: Callable[[str], MessageRefusedError]) -> Any:
-    """The tree of a tensor dict; ``refused`` makes the error of one in the place of a tree.
+    """Return the tree of a tensor dict; raise ``refused`` for a refused tree.
 
-    Raises:
-        MessageRefusedError: its sender could not send it.
-        MessageDecodeError: it cannot be restored here.
+    Raises MessageDecodeError if the tree cannot be restored.
     """
     if "refused" in values:
         raise refused(values["refused"])
@@ -84,23 +84,19 @@ def from_dict(values: dict[str, Any], refused: Callable[[str], MessageRefusedErr
 
 
 def direction_of(header: Header) -> str:
-    """Which way the message of a header goes.
-
-    Raises:
-        MessageDecodeError: a `Stage` did not send it.
-    """
+    """Return a message's direction; raise MessageDecodeError if no `Stage` sent it."""
     way = header.scalars.get(DIRECTION)
     if way not in (NEXT, PREV):
-        raise MessageDecodeError("a message arrived that no pipeline stage sent")
+        raise MessageDecodeError("received a message that no pipeline stage sent")
     return str(way)
 
 
 def _describe(structure: Structure) -> bytes | Structure:
-    return _remembered(structure) if _has_text_keys(structure) else _encode(structure)
+    return _cached_encode(structure) if _has_text_keys(structure) else _encode(structure)
 
 
 def _has_text_keys(structure: Structure) -> bool:
-    """Whether equal structures are the same: other keys may be equal and differ, as 1 and True."""
+    """Return whether equal keys are identical, unlike 1 and True: such structures are cached."""
     return structure is None or (
         _TEXT.issuperset(map(type, structure.keys)) and all(map(_has_text_keys, structure.children))
     )
@@ -116,7 +112,7 @@ def _encode(structure: Structure) -> bytes | Structure:
         return structure
 
 
-_remembered = lru_cache(maxsize=256)(_encode)
+_cached_encode = lru_cache(maxsize=256)(_encode)
 
 
 def _restore(described: bytes | Structure) -> Structure:
@@ -155,128 +151,105 @@ def _from_plain(value: Any) -> Structure:
 
 
 class Request:
-    """A message that was asked for; a `device_comm.Pending`. Made by `TaggedReceive.request`."""
+    """A requested message; a `device_comm.Pending`. Made by `TaggedReceive.request`."""
 
-    def __init__(self, inflow: TaggedReceive) -> None:
-        """Wait for a message of ``inflow``."""
-        self._inflow = inflow
+    def __init__(self, receive: TaggedReceive) -> None:
+        self._receive = receive
         self.message: TensorDictReceiver | None = None
 
     def ready(self) -> bool:
-        """Whether `wait` would return or raise at once. Never blocks."""
+        """Return whether `wait` would return or raise at once. Never blocks."""
         try:
-            while self.message is None and self._inflow.has_arrived():
-                self._inflow.settle(Deadline.after(0))
-        except CoordinatorError:  # a receive has failed, as `wait` says
+            while self.message is None and self._receive.has_arrived():
+                self._receive.settle(Deadline.after(0))
+        except CoordinatorError:  # `wait` raises it
             return True
         return self.message is not None
 
     def wait(self, deadline: Deadline) -> None:
-        """Return once the message is there.
-
-        Raises:
-            GroupTimeoutError: not yet; it is still under way.
-        """
+        """Return when the message has arrived; a receive stays pending after GroupTimeoutError."""
         while self.message is None:
-            self._inflow.settle(deadline)
+            self._receive.settle(deadline)
 
     def finish(self, timeout: Timeout) -> Any:
-        """The tree. Collective: yes over the peers' group, if it came in slices.
-
-        Raises:
-            MessageRefusedError: its sender could not send it.
-        """
+        """Return the tree, or raise MessageRefusedError. Collective: yes over ``tp`` for slices."""
         if self.message is None:
-            raise RuntimeError("a message is finished once it is ready, not before")
+            raise RuntimeError("finish() was called before the message arrived")
         direction_of(self.message.header())
         return from_dict(self.message.result(timeout), self.message.refused)
 
     def leave(self, error: BaseException) -> None:
-        """As `Incoming.leave`, of a message that is there."""
+        """As `Incoming.leave`, if the message has arrived."""
         if self.message is not None:
             self.message.leave(error)
 
 
 class TaggedReceive:
-    """What one peer sends to this stage.
-
-    Attributes:
-        src: the peer, a rank in the pipeline group.
-    """
+    """The receives from one peer: ``src``, a rank in the pipeline group."""
 
     def __init__(self, messenger: Messenger, src: int, peers: Messenger | None) -> None:
-        """Sort the messages of ``src``.
-
-        Args:
-            messenger: the pipeline group's.
-            src: a rank in it.
-            peers: of the group that receives the other slices.
-        """
+        """Receive over ``messenger``; ``peers`` is of the group that receives the other slices."""
         self._messenger = messenger
         self.src = src
         self._peers = peers
-        self._coming: deque[tuple[TensorDictReceiver, Pending]] = deque()
+        self._pending: deque[tuple[TensorDictReceiver, Pending]] = deque()
         self._arrived: dict[str, deque[TensorDictReceiver]] = {NEXT: deque(), PREV: deque()}
-        self._wanting: list[tuple[str, Request]] = []
+        self._requested: list[tuple[str, Request]] = []
 
     def request(self, way: str) -> Request:
-        """Ask for the next message that goes ``way``. Never blocks."""
+        """Request the next message with direction ``way``. Never blocks."""
         request = Request(self)
         if self._arrived[way]:
             request.message = self._arrived[way].popleft()
         else:
-            self._begin(len(self._wanting) + 1)
-            self._wanting.append((way, request))
+            self._begin(len(self._requested) + 1)
+            self._requested.append((way, request))
         return request
 
     def has_arrived(self) -> bool:
-        """Whether a message is there that was not sorted, or failed. Never blocks."""
-        return bool(self._coming) and self._coming[0][1].ready()
+        """Return whether a receive has completed or failed, unsorted. Never blocks."""
+        return bool(self._pending) and self._pending[0][1].ready()
 
     def settle(self, deadline: Deadline) -> None:
-        """Wait until one more message is there, and sort it.
-
-        Raises:
-            GroupTimeoutError: none is; it is still under way.
-        """
-        if not self._coming:  # a signal handler has raised while it was sorted
+        """Wait for one more message and sort it; it stays pending after GroupTimeoutError."""
+        if not self._pending:  # a signal handler raised in `_sort`, which aborted the group
             self._messenger.cpu.check()
-        self._coming[0][1].wait(deadline)
+        self._pending[0][1].wait(deadline)
         try:
-            message, _ = self._coming.popleft()
+            message, _ = self._pending.popleft()
             self._sort(message)
-        except BaseException as error:  # a signal handler's
+        except BaseException as error:  # raised by a signal handler
             self._messenger.cpu.abort(error)
             raise
 
     def _sort(self, message: TensorDictReceiver) -> None:
         try:
             way = direction_of(message.header())
-            wanted = [each for each in self._wanting if each[0] == way]
-        except CoordinatorError:  # who has waited longest gets it, and the error
-            wanted = self._wanting
-        if wanted:
-            first = wanted[0]
-            self._wanting.remove(first)
+            matching = [each for each in self._requested if each[0] == way]
+        except CoordinatorError:  # the oldest request gets the message, and raises
+            matching = self._requested
+        if matching:
+            first = matching[0]
+            self._requested.remove(first)
             first[1].message = message
         else:
             self._arrived[way].append(message)
-            self._begin(len(self._wanting))
+            self._begin(len(self._requested))
 
-    def _begin(self, n_wanted: int) -> None:
-        """Have so many receives begun, one for every request without a message. Never blocks."""
-        while len(self._coming) < n_wanted:
+    def _begin(self, n_receives: int) -> None:
+        """Begin receives up to ``n_receives``, one per open request. Never blocks."""
+        while len(self._pending) < n_receives:
             message = self._messenger.incoming_dict(self.src, self._peers, DIRECTION)
-            self._coming.append((message, self._messenger.begin(message, self.src)))
+            self._pending.append((message, self._messenger.begin(message, self.src)))
 
 
 if TYPE_CHECKING:
     Send = tuple[Any, str, int]
-    """A tree, the way that it goes, and the rank that gets it."""
+    """A tree, its direction, and the receiving rank."""
 
 
 class Exchanged(NamedTuple):
-    """What an exchange received; None where nothing was asked for."""
+    """The received trees of an exchange; None where none was requested."""
 
     from_prev: Any
     from_next: Any
@@ -286,23 +259,18 @@ class PipelineEnd:
     """One stage of a pipeline.
 
     Attributes:
-        pp: the stages, in order; those of one tensor-parallel rank.
-        tp: the ranks of this stage that hold the same activations; None: nothing is sliced.
+        pp: the stages, in order, with the same tensor-parallel rank.
+        tp: the ranks of this stage, all with the same activations and gradients. They send one
+            slice each of a tensor that divides; the next stage's ranks gather the slices. None: no
+            slices.
     """
 
     def __init__(self, pp: GroupCoordinator, tp: GroupCoordinator | None = None) -> None:
-        """Be a stage. Collective: no.
-
-        Args:
-            pp: the stages, in order.
-            tp: the ranks of this stage, which all hold the same activations and gradients: of
-                each tensor that divides they send a slice each, and the next stage's gather them.
-        """
         self.pp = pp
         self.tp = tp
         self._messenger = pp._messenger
         self._peers = None if tp is None else tp._messenger
-        self._inflows: dict[int, TaggedReceive] = {}
+        self._receives: dict[int, TaggedReceive] = {}
 
     @overload
     def exchange(
@@ -356,39 +324,37 @@ class PipelineEnd:
         async_op: bool = False,
         timeout: Timeout = None,
     ) -> Any:
-        """Send and receive at once, in a ring: after the last stage comes the first.
+        """Send and receive at once, in a ring: the first stage follows the last.
 
-        Whatever is sent is a tensor, or dicts, lists and tuples of tensors and picklable values,
-        nested. Tensors may have any dtype, shape and layout in memory, and need not be the same
-        every time. Two stages that send to each other first do not wait for each other.
+        A tree is a tensor, or dicts, lists and tuples of tensors and picklable values, nested.
+        Tensors may have any dtype, shape and memory layout, different in each call. Two stages that
+        both send first do not wait for each other.
 
         Args:
-            send_next: goes to the next stage; None: nothing does.
-            send_prev: goes to the previous stage; None: nothing does.
+            send_next: the tree for the next stage; None: send none.
+            send_prev: the tree for the previous stage; None: send none.
             recv_prev: receive what the previous stage sends to its next one.
             recv_next: receive what the next stage sends to its previous one.
-            next_rank: instead of the next stage, a rank in ``pp``.
-            prev_rank: instead of the previous stage, a rank in ``pp``.
-            scatter_gather_tensors: whether tensors that divide are sent in slices; None: if there
-                is a ``tp``. The sender alone decides.
-            async_op: return a `Work`. Tensors that are sent must not change until it is done.
-            timeout: seconds; None: what ``pp`` allows.
+            next_rank: a rank in ``pp`` instead of the next stage.
+            prev_rank: a rank in ``pp`` instead of the previous stage.
+            scatter_gather_tensors: send tensors that divide in slices; None: if there is a ``tp``.
+                The sender alone decides.
+            async_op: return a `Work`. Sent tensors must not change until it is done.
+            timeout: seconds; None: the timeout of ``pp``.
 
         Returns:
-            `Exchanged`: new tensors; those that required a gradient do, where gradients are
+            `Exchanged`: new tensors, which require a gradient as those sent, where gradients are
             enabled.
 
-        Collective: no, with the neighbours; yes over ``tp`` if slices are received, in ``wait()``
-        if asynchronous.
+        Collective: yes over ``tp`` if slices are received, in ``wait()`` if asynchronous.
 
         Raises:
-            ValueError: a rank is this one or not in ``pp``, or slices are wanted without ``tp``:
+            ValueError: a rank is this one or not in ``pp``, or slices are requested without ``tp``:
                 nothing was sent. Or a tensor is on another device: as `MessageRefusedError`.
-            MessageRefusedError: something cannot be sent, or is no dense tensor; names its place in
-                the tree. Nothing of the call is sent, and who was to receive it is told so in its
-                place; what the call was to receive is dropped. It is a `TypeError`. Or a peer
-                cannot send what it was given.
-            GroupTimeoutError: it took too long; without ``async_op`` the group is aborted.
+            MessageRefusedError: a leaf cannot be sent, or is not a dense tensor; names its place in
+                the tree. No tree of the call is sent; its receivers get the refusal instead, and
+                the call's receives are dropped. A `TypeError`. Or a peer's tree cannot be sent.
+            GroupTimeoutError: the timeout passed; without ``async_op`` the group is aborted.
         """
         return self._swap(
             Exchanged._make,
@@ -416,22 +382,22 @@ class PipelineEnd:
         scatter_gather_tensors: bool | None = None,
         **how: Unpack[Maybe],
     ) -> Any:
-        """`exchange`, of which ``pick`` chooses the result: it is given both trees."""
+        """As `exchange`; ``pick`` makes the result from both trees."""
         to_next, to_prev = self._neighbour(next_rank, 1), self._neighbour(prev_rank, -1)
         trees = ((send_next, NEXT, to_next), (send_prev, PREV, to_prev))
         sends = [each for each in trees if each[0] is not None]
-        # what the previous stage sends goes to its next one
-        inflows = [
-            (NEXT, self._inflow_of(to_prev)) if recv_prev else None,
-            (PREV, self._inflow_of(to_next)) if recv_next else None,
+        # A message from the previous stage has the direction NEXT.
+        receives = [
+            (NEXT, self._receive_from(to_prev)) if recv_prev else None,
+            (PREV, self._receive_from(to_next)) if recv_next else None,
         ]
-        return self._carry_out(pick, sends, inflows, self._slicing(scatter_gather_tensors), **how)
+        return self._carry_out(pick, sends, receives, self._slicing(scatter_gather_tensors), **how)
 
     def _carry_out(
         self,
         pick: Callable[[list[Any]], Any],
         sends: Sequence[Send],
-        inflows: Sequence[tuple[str, TaggedReceive] | None],
+        receives: Sequence[tuple[str, TaggedReceive] | None],
         slicing: Slicing,
         *,
         async_op: bool = False,
@@ -441,19 +407,19 @@ class PipelineEnd:
         if not async_op:
             allowed = Deadline.after(allowed)
         packed, refused = self._packed(sends, slicing)
-        sends_only = not (async_op or refused or any(inflows))
+        sends_only = not (async_op or refused or any(receives))
         sending: list[Work[None]] = []
         requests: list[Request | None] = []
         n_sent = 0
         try:
             for (_, _, dst), each in zip(sends, packed, strict=True):
-                kind, make = Kind.TENSOR_DICT, _giving(each)
+                kind, make = Kind.TENSOR_DICT, _constant(each)
                 if sends_only:
                     self._messenger.send(kind, dst, make, allowed)
                 else:
                     sending.append(self._messenger.isend(kind, (dst,), make, None, allowed))
                 n_sent += 1
-            requests += (each and each[1].request(each[0]) for each in inflows)
+            requests += (each and each[1].request(each[0]) for each in receives)
             if sends_only:
                 return pick(requests)
             under_way: list[Pending] = [request for request in requests if request is not None]
@@ -466,7 +432,8 @@ class PipelineEnd:
             if refused is None:
                 return work if async_op else self._messenger.finish(work)
         except BaseException as error:
-            is_message = len(sends) <= 1 and not any(inflows)  # whole, or the messenger's affair
+            # The messenger handles errors of a single send.
+            is_message = len(sends) <= 1 and not any(receives)
             begun = n_sent or any(requests) or not isinstance(error, AnotherThreadError)
             if begun and not is_message:
                 self._abort_if_partial(error, requests)
@@ -474,12 +441,10 @@ class PipelineEnd:
         return self._messenger.refused(refused)
 
     def _abort_if_partial(self, error: BaseException, requests: Sequence[Request | None]) -> None:
-        """End the groups if ``error``, maybe a signal handler's, leaves an exchange half done: the
-        next one would get its trees, or gather their slices.
-        """
-        asked = [request for request in requests if request is not None]
-        if len(requests) == len(Exchanged._fields) and all(each.message for each in asked):
-            for each in asked:
+        """Abort the groups if ``error`` leaves trees or slices for the next exchange."""
+        issued = [request for request in requests if request is not None]
+        if len(requests) == len(Exchanged._fields) and all(each.message for each in issued):
+            for each in issued:
                 each.leave(error)
             return
         self._messenger.cpu.abort(error)
@@ -489,47 +454,46 @@ class PipelineEnd:
     def _packed(
         self, sends: Sequence[Send], slicing: Slicing
     ) -> tuple[list[Packed], Exception | None]:
-        """What is sent; if a tree cannot be, refusals in the place of all, and why."""
+        """Return the packed trees; if one cannot be sent, refusals of all, and the error."""
         pack = self._messenger.payload
         for _, _, dst in sends:
             self._check_peer(dst)
         try:
             return [pack(to_dict(tree, way), slicing) for tree, way, _ in sends], None
         except Exception as error:  # noqa: BLE001 - `_carry_out` raises it
-            refused = self._naming_the_leaf([tree for tree, _, _ in sends], slicing) or error
+            refused = self._leaf_error([tree for tree, _, _ in sends], slicing) or error
             return [pack(refused_tree(refused, way), WHOLE) for _, way, _ in sends], refused
 
-    def _naming_the_leaf(self, trees: Sequence[Any], slicing: Slicing) -> Exception | None:
-        """What sending the leaves raises, which names the first one's place; None: nothing."""
+    def _leaf_error(self, trees: Sequence[Any], slicing: Slicing) -> Exception | None:
+        """Return the error of sending the leaves, which names the place; None if there is none."""
         try:
             for tree in trees:
                 self._messenger.payload(by_place(tree), slicing)
-        except Exception as error:  # noqa: BLE001 - it is what was asked for
+        except Exception as error:  # noqa: BLE001 - returned
             return error
         return None
 
-    def _slicing(self, wanted: bool | None) -> Slicing:
+    def _slicing(self, scatter_gather: bool | None) -> Slicing:
         if self._peers is None:
-            if wanted:
-                raise ValueError("tensors are sent in slices only where the stage has a tp group")
+            if scatter_gather:
+                raise ValueError("scatter_gather_tensors=True requires a stage with a tp group")
             return WHOLE
-        return WHOLE if wanted is False else self._peers.slicing(None)
+        return WHOLE if scatter_gather is False else self._peers.slicing(None)
 
-    def _inflow_of(self, src: int) -> TaggedReceive:
+    def _receive_from(self, src: int) -> TaggedReceive:
         self._check_peer(src)
-        if src not in self._inflows:
-            self._inflows[src] = TaggedReceive(self._messenger, src, self._peers)
-        return self._inflows[src]
+        if src not in self._receives:
+            self._receives[src] = TaggedReceive(self._messenger, src, self._peers)
+        return self._receives[src]
 
     def _neighbour(self, rank: int | None, step: int) -> int:
-        """``rank`` itself, or the one ``step`` further, in a ring."""
         return (self.pp.rank_in_group + step) % self.pp.world_size if rank is None else rank
 
     def _check_peer(self, rank: int) -> None:
         check_rank("the peer's rank", rank, self.pp.world_size)
         if rank == self.pp.rank_in_group:
-            raise ValueError(f"rank {rank} is this stage itself")
+            raise ValueError(f"rank {rank} is this stage")
 
 
-def _giving(packed: Packed) -> Make:
+def _constant(packed: Packed) -> Make:
     return lambda: packed

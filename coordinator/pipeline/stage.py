@@ -1,15 +1,18 @@
-"""Offer the named exchanges of a pipeline stage, as ColossalAI has them.
+"""Provide the named exchanges of a pipeline stage, as ColossalAI has them.
 
-Forward goes from the first stage to the last, backward the other way. The first five do nothing
-and return None at the ends of the pipeline; the last three go round in a ring, for stages that
-hold several parts of the model: leave out by ``None`` and ``recv_*=False`` what is not there.
+Forward goes from the first stage to the last, backward the other way. The first five do nothing and
+return None at the ends of the pipeline. The last three go round in a ring, for stages that hold
+several parts of the model; ``None`` and ``recv_*=False`` leave out a part.
 
 All of them:
-    - send and receive trees, as `PipelineEnd.exchange`, and raise what that raises;
-    - take ranks in ``pp`` instead of the neighbours;
-    - check what arrives, where shapes or a dtype are given, and raise `ValueError` then. Shapes:
-      one tensor's, as ``(4, 4)``, or a list of them, one for each tensor of a tree;
-    - with ``async_op=True`` return a `Work` of what they would have returned.
+    - send and receive trees, with the arguments and errors of `PipelineEnd.exchange`;
+    - accept ranks in ``pp`` instead of the neighbours;
+    - check received trees against a given dtype and given shapes (one tensor's, as ``(4, 4)``, or a
+      list with one shape per tensor of a tree), and raise `ValueError`;
+    - with ``async_op=True`` return a `Work` of the result.
+
+A send without ``async_op`` does not wait for its receive; the sent tensors may change afterwards:
+see `MessageVerbs`.
 """
 
 from __future__ import annotations
@@ -26,27 +29,23 @@ from device_comm import Work
 from device_comm.verbs.checks import Later, Maybe, Now
 
 Shapes = Sequence[int] | Sequence[Sequence[int]]
-"""One tensor's shape; or one for each tensor of a tree, in order."""
+"""One tensor's shape, or one shape per tensor of a tree, in order."""
 
 
 def check(tree: Any, shapes: Shapes | None, dtype: torch.dtype | None) -> None:
-    """Require that the tensors of ``tree`` have these shapes and this dtype; None: any will do.
-
-    Raises:
-        ValueError: they have not.
-    """
+    """Raise ValueError unless the tensors of ``tree`` have the given shapes and dtype."""
     if tree is None:
         return
     tensors = [leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor)]
     if shapes is not None:
         many = any(isinstance(each, Sequence) for each in shapes)
-        wanted = [tuple(each) for each in shapes] if many else [tuple(shapes)]  # type: ignore[arg-type]
-        found = [tuple(tensor.shape) for tensor in tensors]
-        if found != wanted:
-            raise ValueError(f"tensors of shapes {found} arrived where {wanted} were expected")
+        expected = [tuple(each) for each in shapes] if many else [tuple(shapes)]  # type: ignore[arg-type]
+        received = [tuple(tensor.shape) for tensor in tensors]
+        if received != expected:
+            raise ValueError(f"received tensors of shapes {received}; expected {expected}")
     others = {tensor.dtype for tensor in tensors} - {dtype}
     if dtype is not None and others:
-        raise ValueError(f"tensors of {others} arrived where {dtype} was expected")
+        raise ValueError(f"received tensors of {others}; expected {dtype}")
 
 
 class Stage(PipelineEnd):
@@ -54,12 +53,12 @@ class Stage(PipelineEnd):
 
     @property
     def is_first(self) -> bool:
-        """Whether nothing comes before this stage."""
+        """Return whether this stage has no previous stage."""
         return self.pp.is_first_rank
 
     @property
     def is_last(self) -> bool:
-        """Whether nothing comes after this stage."""
+        """Return whether this stage has no next stage."""
         return self.pp.is_last_rank
 
     def recv_forward(
@@ -69,7 +68,7 @@ class Stage(PipelineEnd):
         dtype: torch.dtype | None = None,
         **options: Unpack[Maybe],
     ) -> Any:
-        """The previous stage's output; None on the first. Collective: no, with that stage."""
+        """Return the previous stage's output; None on the first."""
         return self._do(
             recv_prev=not self.is_first,
             prev_rank=prev_rank,
@@ -84,7 +83,7 @@ class Stage(PipelineEnd):
         dtype: torch.dtype | None = None,
         **options: Unpack[Maybe],
     ) -> Any:
-        """The gradient of this stage's output; None on the last. Collective: no."""
+        """Return the gradient of this stage's output; None on the last."""
         return self._do(
             recv_next=not self.is_last,
             next_rank=next_rank,
@@ -123,10 +122,7 @@ class Stage(PipelineEnd):
         scatter_gather_tensors: bool | None = None,
         **options: Unpack[Maybe],
     ) -> Any:
-        """Send an output to the next stage; nothing on the last. Collective: no.
-
-        It may be changed afterwards; its receive is not waited for, as `MessageVerbs` says.
-        """
+        """Send an output to the next stage; do nothing on the last."""
         return self._do(
             send_next=None if self.is_last else output_tensor,
             next_rank=next_rank,
@@ -165,11 +161,7 @@ class Stage(PipelineEnd):
         scatter_gather_tensors: bool | None = None,
         **options: Unpack[Maybe],
     ) -> Any:
-        """Send the gradient of an input to the previous stage; nothing on the first.
-
-        It may be changed afterwards; its receive is not waited for, as `MessageVerbs` says.
-        Collective: no.
-        """
+        """Send the gradient of an input to the previous stage; do nothing on the first."""
         return self._do(
             send_prev=None if self.is_first else input_tensor_grad,
             prev_rank=prev_rank,
@@ -187,7 +179,7 @@ class Stage(PipelineEnd):
         scatter_gather_tensors: bool | None = None,
         **options: Unpack[Maybe],
     ) -> Any:
-        """Send an output, receive the gradient of one; None on the last. Collective: no."""
+        """Send an output, return the gradient of one; None on the last."""
         return self._do(
             send_next=None if self.is_last else output_tensor,
             recv_next=recv_next and not self.is_last,
@@ -207,7 +199,7 @@ class Stage(PipelineEnd):
         scatter_gather_tensors: bool | None = None,
         **options: Unpack[Maybe],
     ) -> Any:
-        """Send the gradient of an input, receive an input; None on the first. Collective: no."""
+        """Send the gradient of an input, return an input; None on the first."""
         return self._do(
             send_prev=None if self.is_first else input_tensor_grad,
             recv_prev=recv_prev and not self.is_first,
@@ -228,7 +220,7 @@ class Stage(PipelineEnd):
         scatter_gather_tensors: bool | None = None,
         **options: Unpack[Maybe],
     ) -> Any:
-        """Send an output to the next stage, receive one from the previous. Collective: no."""
+        """Send an output to the next stage, return one from the previous."""
         return self._do(
             send_next=output_tensor,
             recv_prev=recv_prev,
@@ -250,7 +242,7 @@ class Stage(PipelineEnd):
         scatter_gather_tensors: bool | None = None,
         **options: Unpack[Maybe],
     ) -> Any:
-        """Send a gradient to the previous stage, receive one from the next. Collective: no."""
+        """Send a gradient to the previous stage, return one from the next."""
         return self._do(
             send_prev=input_tensor_grad,
             recv_next=recv_next,
@@ -275,7 +267,7 @@ class Stage(PipelineEnd):
         scatter_gather_tensors: bool | None = None,
         **options: Unpack[Maybe],
     ) -> Any:
-        """Send both ways and receive both ways: (input, gradient). Collective: no."""
+        """Send both ways and receive both ways: return (input, gradient)."""
         return self._do(
             send_next=output_tensor,
             send_prev=input_tensor_grad,
@@ -298,7 +290,7 @@ class Stage(PipelineEnd):
         both: bool = False,
         **others: Any,
     ) -> Any:
-        """An exchange whose result is one tree, or with ``both`` two."""
+        """Run an exchange; its result is one tree, or with ``both`` two."""
         inputs, grads, dtype = expected
 
         def pick(received: list[Any]) -> Any:

@@ -1,9 +1,7 @@
-"""What puts this layer inside other engines as they are, without a change to their code.
-
-Each package is for one engine:
+"""Install this library in other engines, without a change to their code.
 
     coordinator.plugins.vllm      for  vLLM      by an entry point of its plug-ins
     coordinator.plugins.sglang    for  SGLang    by an entry point of its plug-ins
 
-Both do nothing until the environment variable ``GROUP_COORDINATOR`` is set.
+Both do nothing unless the environment variable ``GROUP_COORDINATOR`` is set.
 """

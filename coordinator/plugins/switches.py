@@ -1,4 +1,4 @@
-"""What the environment variable ``GROUP_COORDINATOR`` switches on."""
+"""Parse the environment variable ``GROUP_COORDINATOR``."""
 
 from __future__ import annotations
 
@@ -8,37 +8,32 @@ from dataclasses import dataclass
 
 SWITCH_VARIABLE = "GROUP_COORDINATOR"
 PARTS = ("communicator", "queue", "status")
-"""What can take the place of something of an engine's; not every engine's plug-in has all."""
+"""The replaceable parts of an engine; a plug-in may have fewer."""
 
 _ALL = ("1", "force")
 
 
 class UntestedVersionError(RuntimeError):
-    """The engine is of a version that this has not been tested with."""
+    """The plug-in is not tested with this version of the engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Switches:
-    """Which parts are on.
-
-    Attributes:
-        parts: their names.
-        force: go on with a version of the engine that was not tested.
-    """
+    """The names of the enabled parts; ``force`` accepts untested versions of the engine."""
 
     parts: frozenset[str]
     force: bool = False
 
     @classmethod
     def of(cls, text: str) -> Switches:
-        """What a value of the variable means.
+        """Return the switches of a value of the variable.
 
         Args:
-            text: ``""`` or ``"0"``: nothing; ``"1"``: all parts; else names of parts with commas
-                between; ``"force"``, alone or among them: also on a version not tested.
+            text: ``""`` or ``"0"``: none; ``"1"``: all parts; else names of parts, separated by
+                commas; ``"force"``, alone or among them: also on an untested version.
 
         Raises:
-            ValueError: one of the names is none of a part.
+            ValueError: a name is not a part.
         """
         words = [word for each in text.split(",") if (word := each.strip())]
         if not words or words == ["0"]:
@@ -54,22 +49,14 @@ class Switches:
 
     @classmethod
     def from_environment(cls) -> Switches:
-        """What the variable says now.
-
-        Raises:
-            ValueError: it names an unknown part.
-        """
+        """Return the switches of the variable's value; raise ValueError for an unknown part."""
         return cls.of(os.environ.get(SWITCH_VARIABLE, ""))
 
     def check_version(self, engine: str, version: str, tested: Collection[str]) -> None:
-        """Accept a version that was tested; any, with ``force``.
-
-        Raises:
-            UntestedVersionError: it was not.
-        """
+        """Raise UntestedVersionError for an untested version, unless forced."""
         if self.parts and not self.force and version.partition("+")[0] not in tested:
             raise UntestedVersionError(
-                f"{SWITCH_VARIABLE} is set, but {engine} is {version}, and what takes the place of "
-                f"its parts was tested with {', '.join(tested)}: unset {SWITCH_VARIABLE}, or try "
-                f"all the same with {SWITCH_VARIABLE}=force"
+                f"{SWITCH_VARIABLE} is set, but {engine} is {version}; its replacement parts are "
+                f"tested with {', '.join(tested)}: unset {SWITCH_VARIABLE}, or try with "
+                f"{SWITCH_VARIABLE}=force"
             )

@@ -1,4 +1,4 @@
-"""Swaps bytes between ranks, and carries out a step of set-up on all ranks or on none."""
+"""All-gather bytes, and run a step of set-up on all ranks or none."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from device_comm.communicator import Communicator
 
     AllGatherBytes = Callable[[bytes], list[bytes]]
-    """Gives this rank's bytes to all ranks; returns all ranks' bytes, by rank. Collective."""
+    """Sends this rank's bytes to all ranks; returns all ranks' bytes, by rank. Collective."""
 
 
 class _Outcome(msgspec.Struct, frozen=True, array_like=True):
-    """The outcome of a step on a rank: why it failed, or the bytes that it made."""
+    """A step's outcome on a rank: the reason of its failure, or its bytes."""
 
     reason: str
     made: bytes
@@ -31,7 +31,7 @@ _DECODER = msgspec.msgpack.Decoder(_Outcome)
 def all_gather_bytes_over(
     comm: Communicator, timeout: float | Deadline | None = None
 ) -> AllGatherBytes:
-    """A `AllGatherBytes` over a CPU communicator; ``timeout`` as for its calls. Collective: no."""
+    """Return an `AllGatherBytes` over a CPU communicator, with its ``timeout``."""
 
     def swap(payload: bytes) -> list[bytes]:
         size = torch.tensor([len(payload)], device="cpu")
@@ -45,7 +45,7 @@ def all_gather_bytes_over(
 
 
 def unanimous(swap: AllGatherBytes, attempt: Callable[[], bytes]) -> list[bytes]:
-    """Call ``attempt`` on every rank; return the results, by rank. Collective: yes, every member.
+    """Return ``attempt()`` of every rank, by rank. Collective: yes, every member.
 
     Raises:
         IpcUnavailableError: it failed on a rank; all ranks raise this.

@@ -1,11 +1,11 @@
-"""Implement the device interface with CuPy, and with CUDA's driver through the C extension.
+"""Implement `Driver` with CuPy, and with CUDA's driver API through the C extension.
 
-The functions' addresses are taken from the library that is loaded anyway; nothing is linked. Each
-call is made in the device's context, and the thread's own context is put back after it.
+The functions' addresses come from the loaded library; nothing is linked. Each call runs in the
+device's context and restores the thread's own.
 
-Memory comes from cudaMalloc itself, not from CuPy's pool: an IPC handle names a whole allocation,
-and the pool would hand parts of shared memory to other users. Nothing runs on the default stream,
-which would wait for all other streams.
+Memory comes from cudaMalloc, not from CuPy's pool: an IPC handle names a whole allocation, and the
+pool would give parts of shared memory to other users. No work uses the default stream, which
+synchronises with all other streams.
 """
 
 from __future__ import annotations
@@ -32,17 +32,13 @@ _CALLED = ("cuCtxGetCurrent", "cuCtxSetCurrent", "cuStreamIsCapturing", "cuLaunc
 
 
 def driver_calls(libcuda: ctypes.CDLL) -> Cuda:
-    """Calls in the thread's current context.
+    """Return calls in the thread's current context.
 
-    Args:
-        libcuda: the driver's library, with a context of the device as the current one.
-
-    Raises:
-        DeviceError: there is no current context.
+    ``libcuda`` must have a context of the device as the current one, else it raises `DeviceError`.
     """
 
     def failed(call: str, result: int) -> None:
-        raise DeviceError(call, _said(libcuda, result))
+        raise DeviceError(call, _error_name(libcuda, result))
 
     context = ctypes.c_void_p()
     result = libcuda.cuCtxGetCurrent(ctypes.byref(context))
@@ -56,7 +52,7 @@ def driver_calls(libcuda: ctypes.CDLL) -> Cuda:
     return Cuda(context.value, get_current, set_current, is_capturing, launch, failed)
 
 
-def _said(libcuda: ctypes.CDLL, result: int) -> str:
+def _error_name(libcuda: ctypes.CDLL, result: int) -> str:
     name = ctypes.c_char_p()
     libcuda.cuGetErrorName(result, ctypes.byref(name))
     return f"error {result}" if name.value is None else name.value.decode()
@@ -81,13 +77,13 @@ LIBCUDA = "libcuda.so.1"
 
 
 class CupyDriver:
-    """A CUDA device, for one thread of this process. Close it after its communicators."""
+    """A CUDA device, for one thread. Close it after its communicators."""
 
     def __init__(self, device: torch.device | str | int) -> None:
         """Use ``device``, as torch numbers it.
 
         Raises:
-            DeviceError: there is no CuPy, or it does not work with this device.
+            DeviceError: CuPy is missing, or does not support this device.
         """
         if _missing:
             raise DeviceError("import cupy", _missing)
@@ -122,7 +118,7 @@ class CupyDriver:
     # --- memory --------------------------------------------------------------------------
 
     def allocate(self, nbytes: int) -> int:
-        """cudaMalloc, and zero it."""
+        """Call cudaMalloc, and zero the memory."""
         with self._on("cudaMalloc"):
             pointer = int(cupy.cuda.runtime.malloc(nbytes))
             cupy.cuda.runtime.memsetAsync(pointer, 0, nbytes, self._stream)
@@ -130,25 +126,25 @@ class CupyDriver:
         return pointer
 
     def free(self, pointer: int) -> None:
-        """cudaFree."""
+        """Call cudaFree."""
         with self._on("cudaFree"):
             cupy.cuda.runtime.free(pointer)
 
     def write(self, pointer: int, data: bytes) -> None:
-        """Copy from the host, and wait for it."""
+        """Copy from the host and synchronise."""
         host = ctypes.create_string_buffer(data, len(data))
         kind = cupy.cuda.runtime.memcpyHostToDevice
         self._copy(pointer, ctypes.addressof(host), len(data), kind)
 
     def read(self, pointer: int, nbytes: int) -> bytes:
-        """Copy to the host, and wait for it."""
+        """Copy to the host and synchronise."""
         host = ctypes.create_string_buffer(nbytes)
         kind = cupy.cuda.runtime.memcpyDeviceToHost
         self._copy(ctypes.addressof(host), pointer, nbytes, kind)
         return host.raw
 
     def why_not_shareable(self, pointer: int) -> str:
-        """As `Driver.why_not_shareable`: whether cudaIpcGetMemHandle accepts the address."""
+        """See `Driver.why_not_shareable`; tests if cudaIpcGetMemHandle accepts the address."""
         capable = self._attribute(_IPC_CAPABLE, pointer)
         if capable is None:
             return "it is not the memory of a CUDA device"
@@ -157,17 +153,17 @@ class CupyDriver:
         return ""
 
     def why_pool_not_shareable(self) -> str:
-        """As `Driver.why_pool_not_shareable`: tries a new tensor."""
+        """See `Driver.why_pool_not_shareable`; tests a new tensor."""
         return self.why_not_shareable(
             torch.empty(1, dtype=torch.uint8, device=self.device).data_ptr()
         )
 
     def allocation(self, pointer: int) -> int:
-        """CUDA's buffer id."""
+        """Return CUDA's buffer id."""
         return self._attribute(_BUFFER_ID, pointer) or 0
 
     def export(self, pointer: int) -> Exported:
-        """The handle of the allocation around ``pointer``."""
+        """Return the handle of the allocation around ``pointer``."""
         reason = self.why_not_shareable(pointer)
         if reason:
             raise NotShareableError(pointer, reason)
@@ -180,7 +176,7 @@ class CupyDriver:
         return Exported(handle, pointer - base, self.allocation(pointer))
 
     def map(self, handle: bytes) -> int:
-        """cudaIpcOpenMemHandle; enables access to the peer's device."""
+        """Call cudaIpcOpenMemHandle, with access to the peer's device."""
         with self._on("cudaIpcOpenMemHandle"):
             return int(
                 cupy.cuda.runtime.ipcOpenMemHandle(
@@ -189,22 +185,20 @@ class CupyDriver:
             )
 
     def unmap(self, base: int) -> None:
-        """cudaIpcCloseMemHandle."""
+        """Call cudaIpcCloseMemHandle."""
         with self._on("cudaIpcCloseMemHandle"):
             cupy.cuda.runtime.ipcCloseMemHandle(base)
 
     def reach(self, identity: str) -> None:
-        """cudaDeviceEnablePeerAccess."""
+        """Call cudaDeviceEnablePeerAccess."""
         with self._on("cudaDeviceEnablePeerAccess"):
             count = cupy.cuda.runtime.getDeviceCount()
-            known = [cupy.cuda.runtime.deviceGetPCIBusId(index) for index in range(count)]
-            if identity not in known:
-                raise DeviceError(
-                    "cudaDeviceEnablePeerAccess", f"device {identity} is not seen here"
-                )
-            other = known.index(identity)
+            visible = [cupy.cuda.runtime.deviceGetPCIBusId(index) for index in range(count)]
+            if identity not in visible:
+                raise DeviceError("cudaDeviceEnablePeerAccess", f"device {identity} is not visible")
+            other = visible.index(identity)
             if not cupy.cuda.runtime.deviceCanAccessPeer(self._index, other):
-                raise DeviceError("cudaDeviceEnablePeerAccess", f"no way to device {identity}")
+                raise DeviceError("cudaDeviceEnablePeerAccess", f"no peer access to {identity}")
             try:
                 cupy.cuda.runtime.deviceEnablePeerAccess(other)
             except cupy.cuda.runtime.CUDARuntimeError as error:
@@ -212,7 +206,7 @@ class CupyDriver:
                     raise
 
     def host_allocate(self, nbytes: int) -> HostBlock:
-        """Pinned memory, at the same address on host and device."""
+        """Allocate pinned memory, at the same address on host and device."""
         flags = cupy.cuda.runtime.hostAllocMapped | cupy.cuda.runtime.hostAllocPortable
         with self._on("cudaHostAlloc"):
             pointer = int(cupy.cuda.runtime.hostAlloc(nbytes, flags))
@@ -222,7 +216,7 @@ class CupyDriver:
         )
 
     def host_free(self, block: HostBlock) -> None:
-        """cudaFreeHost."""
+        """Call cudaFreeHost."""
         with self._on("cudaFreeHost"):
             cupy.cuda.runtime.freeHost(block.pointer)
 
@@ -242,43 +236,43 @@ class CupyDriver:
                 raise DeviceError("compile kernels", str(error)) from error
 
     def prepare(self, kernel: str, grid: int, block: int, args: Sequence[bytes]) -> PreparedLaunch:
-        """cuLaunchKernel, by the C extension."""
+        """Prepare a cuLaunchKernel, in the C extension."""
         (job,) = args
         return self._calls.prepare(kernel, self._functions[kernel], grid, block, job).on
 
     # --- streams -------------------------------------------------------------------------
 
     def current_stream(self) -> int:
-        """torch's current stream, without making an object of it."""
+        """Return torch's current stream, without creating an object."""
         return int(torch._C._cuda_getCurrentRawStream(self._index))
 
     def is_capturing(self, stream: int) -> bool:
-        """cudaStreamIsCapturing."""
+        """Call cudaStreamIsCapturing."""
         return self._calls.is_capturing(stream)
 
     def make_stream(self) -> int:
-        """A stream that does not wait for the default stream."""
+        """Create a stream that does not synchronise with the default stream."""
         with self._on("cudaStreamCreate"):
             return int(cupy.cuda.runtime.streamCreateWithFlags(cupy.cuda.runtime.streamNonBlocking))
 
     def free_stream(self, stream: int) -> None:
-        """cudaStreamDestroy."""
+        """Call cudaStreamDestroy."""
         with self._on("cudaStreamDestroy"):
             cupy.cuda.runtime.streamDestroy(stream)
 
     def order(self, before: int, after: int) -> None:
-        """As `Driver.order`, by an event."""
+        """See `Driver.order`; uses an event."""
         with device_errors("cudaStreamWaitEvent"):
             self._external(after).wait_stream(self._external(before))
 
     def mark(self, stream: int) -> CudaEvent:
-        """As `Driver.mark`, by an event."""
+        """See `Driver.mark`; uses an event."""
         return CudaEvent(self._external(stream))
 
     # --- common --------------------------------------------------------------------------
 
     def _external(self, stream: int) -> torch.cuda.Stream:
-        # Not ExternalStream: given 0, the default stream, it makes a new stream.
+        # Not ExternalStream: for 0, the default stream, it creates a new stream.
         return torch.cuda.get_stream_from_external(stream, self.device)
 
     def _copy(self, target: int, source: int, nbytes: int, kind: int) -> None:
@@ -287,7 +281,7 @@ class CupyDriver:
             cupy.cuda.runtime.streamSynchronize(self._stream)
 
     def _attribute(self, number: int, pointer: int) -> int | None:
-        """An attribute of a device address; None if the driver does not know the address."""
+        """Return an attribute of a device address; None if the driver rejects the address."""
         value = ctypes.c_uint64(0)
         status = self._libcuda.cuPointerGetAttribute(
             ctypes.byref(value), ctypes.c_int(number), ctypes.c_uint64(pointer)
@@ -299,10 +293,9 @@ class CupyDriver:
 
 
 class _OnDevice:
-    """Makes a device the current one; translates CuPy's errors to `DeviceError`.
+    """Makes a device current, and translates CuPy's errors to `DeviceError`.
 
-    A class, because a generator would cost a microsecond of each launch. It may be entered again
-    after it was left.
+    A reusable context manager. A generator would cost a microsecond per launch.
     """
 
     __slots__ = ("_before", "_call", "_index")
@@ -323,6 +316,6 @@ class _OnDevice:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._before != self._index:
             cupy.cuda.runtime.setDevice(self._before)
-        # CuPy's errors are subclasses of it; that of an invalid capture is a plain one.
+        # CuPy's errors are subclasses; for an invalid capture it is a plain RuntimeError.
         if isinstance(error, RuntimeError):
             raise DeviceError(self._call, str(error)) from error

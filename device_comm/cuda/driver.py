@@ -1,18 +1,13 @@
-"""Define what backends need of a CUDA device: errors, streams, memory, launches, kernel source.
+"""Define the interface to a CUDA device: errors, streams, memory, launches, kernel source.
 
 CoordinatorError
 ├── DeviceError               a call of the device's driver failed
 ├── NotShareableError         other processes cannot map this device memory
 └── IpcUnavailableError       the ranks of a group cannot use each other's device memory
 
-`device_comm.cuda.cupy_driver.CupyDriver` implements it for CUDA; the tests have one that
-emulates a device on the CPU. Addresses and streams are plain integers.
-
-A driver is used by one thread, the communicator's; other threads only read the memory of a
-`HostBlock`. Methods raise `DeviceError` unless noted otherwise.
-
-CuPy caches compiled kernels by their source text. Included files must be part of that text: if only
-an included file changed, the old kernels would run.
+`device_comm.cuda.cupy_driver.CupyDriver` implements it; a test double emulates a device on the CPU.
+Addresses and streams are integers. The communicator's thread uses the driver; other threads only
+read `HostBlock`s. Methods raise `DeviceError` unless noted otherwise.
 """
 
 from __future__ import annotations
@@ -34,12 +29,7 @@ from shm_broadcast.errors import CoordinatorError
 
 
 class DeviceError(CoordinatorError):
-    """A call of the device's driver failed.
-
-    Attributes:
-        call: the function that was called.
-        detail: the driver's error text.
-    """
+    """``call``, a call of the device's driver, failed; ``detail`` is the driver's text."""
 
     def __init__(self, call: str, detail: str) -> None:
         self.call = call
@@ -48,12 +38,7 @@ class DeviceError(CoordinatorError):
 
 
 class NotShareableError(CoordinatorError):
-    """Other processes cannot map this device memory.
-
-    Attributes:
-        pointer: an address in the memory.
-        reason: why it cannot be mapped.
-    """
+    """Other processes cannot map this device memory, at ``pointer``, for ``reason``."""
 
     def __init__(self, pointer: int, reason: str) -> None:
         self.pointer = pointer
@@ -64,9 +49,7 @@ class NotShareableError(CoordinatorError):
 class IpcUnavailableError(CoordinatorError):
     """The ranks of a group cannot use each other's device memory; all of them raise this.
 
-    Attributes:
-        rank: the lowest rank on which it failed.
-        reason: why it failed there.
+    ``rank`` is the lowest rank that failed, for ``reason``.
     """
 
     def __init__(self, rank: int, reason: str) -> None:
@@ -82,56 +65,55 @@ _POLL_SECONDS = 0.001
 
 
 class StreamEvent(Protocol):
-    """A point in a stream: an event."""
+    """An event: a point in a stream."""
 
     def query(self) -> bool:
-        """Whether the device has reached it. Never blocks, and ends no capture of other threads."""
+        """Return True if the device has reached it. Never blocks, and invalidates no capture."""
 
     def stream_wait(self) -> None:
-        """Have the current stream wait for it."""
+        """Make the current stream wait for the event."""
 
 
 class Stream(Protocol):
-    """One stream, identified by its address."""
+    """A stream, identified by its address."""
 
     @property
     def address(self) -> int:
-        """The stream's handle (cudaStream_t) as an integer."""
+        """Return the stream's handle (cudaStream_t) as an integer."""
 
     def mark(self) -> StreamEvent:
-        """The end of the work that is on it now. Not in a capture. Any thread may call."""
+        """Record an event now, on any thread; not in a capture."""
 
 
 class Streams(Protocol):
-    """The streams of one device, as the calling thread sees them."""
+    """The streams of one device in the calling thread."""
 
     def current(self) -> Stream:
-        """The current stream."""
+        """Return the current stream."""
 
     def capturing(self) -> bool:
-        """Whether the current stream is being captured into a graph."""
+        """Return True while the current stream is captured into a graph."""
 
     def device(self) -> AbstractContextManager[object]:
-        """Make the device the current one, inside this context."""
+        """Return a context in which the device is the current one."""
 
 
 class CudaStreams:
-    """torch's streams of a CUDA device."""
+    """torch's streams of a CUDA device, which must have an index."""
 
     def __init__(self, device: torch.device) -> None:
-        """For ``device``, which must have an index."""
         self._device = device
 
     def current(self) -> Stream:
-        """torch's current stream."""
+        """Return torch's current stream."""
         return _CudaStream(torch.cuda.current_stream(self._device))
 
     def capturing(self) -> bool:
-        """Whether the current stream is being captured."""
+        """Return True while torch's current stream is captured."""
         return torch.cuda.is_current_stream_capturing()
 
     def device(self) -> AbstractContextManager[object]:
-        """torch's context for the device."""
+        """Return torch's context of the device."""
         return torch.cuda.device(self._device)
 
 
@@ -145,52 +127,45 @@ class _CudaStream:
 
 
 class CudaEvent:
-    """The end of the work that is on a stream now: torch's event, whose failing query leaves no
-    CUDA error behind that a later call would raise.
-
-    Methods raise `DeviceError`.
-    """
+    """torch's event, whose failed query leaves no sticky CUDA error. Raises `DeviceError`."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        """Record the event. Not in a capture of the stream."""
+        """Record the event; not in a capture of the stream."""
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._device = stream.device
         with device_errors("cudaEventRecord"):
             self._event.record(stream)
 
     def query(self) -> bool:
-        """Whether the device has reached it. Allowed while other threads capture."""
+        """Return True if the device has reached it. Allowed while other threads capture."""
         with device_errors("cudaEventQuery"), _beside_captures():
             return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def stream_wait(self) -> None:
-        """Have the current stream wait for it, if the device has not reached it yet: a stream that
-        is captured cannot wait for what is outside the graph.
-        """
-        if self.query():
+        """Make the current stream wait for the event, unless the device has reached it."""
+        if self.query():  # a captured stream cannot wait for an event outside the graph
             return
         with device_errors("cudaStreamWaitEvent"):
             torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
 class StreamEventPending:
-    """Operations on a stream; a `device_comm.work.Pending`."""
+    """A `device_comm.work.Pending` for the operations before ``mark``."""
 
     def __init__(self, mark: StreamEvent) -> None:
-        """For those before ``mark``."""
         self._mark = mark
 
     def ready(self) -> bool:
-        """Whether the device has done them."""
+        """Return True if the device is done."""
         return self._mark.query()
 
     def wait(self, deadline: Deadline) -> None:  # noqa: ARG002 - the host does not wait
-        """Have the current stream wait for them, and for nothing that follows on theirs."""
+        """Make the current stream wait for the event."""
         self._mark.stream_wait()
 
 
 def pass_within(seconds: float, marks: Sequence[StreamEvent]) -> bool:
-    """Wait until the device has reached all ``marks``; False after ``seconds``."""
+    """Wait until the device has reached all ``marks``; return False after ``seconds``."""
     deadline = Deadline.after(seconds)
     while not all(mark.query() for mark in marks):
         if deadline.expired:
@@ -201,7 +176,7 @@ def pass_within(seconds: float, marks: Sequence[StreamEvent]) -> bool:
 
 @contextmanager
 def device_errors(call: str) -> Iterator[None]:
-    """Translate torch's errors to `DeviceError`; they may be about an earlier kernel."""
+    """Translate torch's errors, possibly of an earlier kernel, to `DeviceError`."""
     try:
         yield
     except RuntimeError as error:
@@ -210,10 +185,7 @@ def device_errors(call: str) -> Iterator[None]:
 
 @contextmanager
 def _beside_captures() -> Iterator[None]:
-    """Allow this thread to query events while another one captures.
-
-    By default such a query is forbidden during any capture in the process, and invalidates it.
-    """
+    """Allow event queries during captures of other threads, which they would invalidate."""
     exchange = _driver().cuThreadExchangeStreamCaptureMode
     mode = ctypes.c_int(_RELAXED)
     exchange(ctypes.byref(mode))
@@ -229,17 +201,15 @@ def _driver() -> ctypes.CDLL:
 
 
 PreparedLaunch: TypeAlias = Callable[[int], None]
-"""Launches a kernel on a stream; in a capture, adds it to the graph. Any number of times."""
+"""Launches a kernel on a stream; a capture adds it to the graph. Reusable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """Names device memory to other processes on the host.
+    """The name of device memory for other processes on the host.
 
-    Attributes:
-        handle: the handle of the whole allocation; the same for all addresses in it.
-        offset: the address's offset from the allocation's start, in bytes.
-        allocation: the allocation's number; see `Driver.allocation`.
+    ``handle`` is that of the whole allocation, ``offset`` in bytes from its start, and
+    ``allocation`` its `Driver.allocation`.
     """
 
     handle: bytes
@@ -249,12 +219,7 @@ class Exported:
 
 @dataclass(frozen=True, slots=True)
 class HostBlock:
-    """Host memory that kernels can access too; host and kernels see each other's stores.
-
-    Attributes:
-        view: the bytes, writable.
-        pointer: the address for kernels.
-    """
+    """Host memory that kernels access as well, coherently: at ``pointer``."""
 
     view: memoryview
     pointer: int
@@ -265,19 +230,19 @@ class Driver(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """The torch device of its memory."""
+        """Return the torch device of its memory."""
 
     @property
     def identity(self) -> str:
-        """A name of the physical device, the same in all processes of the host."""
+        """Return the name of the physical device, the same in all processes of the host."""
 
-    # --- memory: not to be called in a capture; complete on return ------------------------
+    # --- memory: not in a capture; synchronous --------------------------------------------
 
     def allocate(self, nbytes: int) -> int:
-        """The address of new memory, zeroed and 256-byte aligned, that can be exported."""
+        """Return the address of new memory, zeroed, 256-byte aligned and exportable."""
 
     def free(self, pointer: int) -> None:
-        """Free memory from `allocate`. No peer may have it mapped."""
+        """Free memory from `allocate`, which no peer has mapped."""
 
     def write(self, pointer: int, data: bytes) -> None:
         """Copy ``data`` from the host to the device."""
@@ -286,76 +251,71 @@ class Driver(Protocol):
         """Copy ``nbytes`` from the device to the host."""
 
     def why_not_shareable(self, pointer: int) -> str:
-        """Why `export` of this address would fail; ``""`` if it would not. Allowed in a capture."""
+        """Return why `export` of this address would fail, or ``""``. Allowed in a capture."""
 
     def why_pool_not_shareable(self) -> str:
-        """Why no memory of torch's own allocator can be shared; ``""`` if it can."""
+        """Return why memory of torch's allocator cannot be shared, or ``""``."""
 
     def allocation(self, pointer: int) -> int:
-        """The number of the allocation around an address; 0 if there is none. No other allocation
-        of this process ever has that number, even at the same address.
-        """
+        """Return the allocation's number, never reused in this process; 0 if there is none."""
 
     def export(self, pointer: int) -> Exported:
-        """Name a device address to other processes; valid while its allocation lives.
+        """Return a name of the address for other processes, valid during its allocation.
 
         Raises:
-            NotShareableError: this memory cannot be shared; says why.
+            NotShareableError: this memory cannot be shared.
         """
 
     def map(self, handle: bytes) -> int:
-        """Map another process's allocation; returns its start address here. Once per handle."""
+        """Map another process's allocation, once per handle; return its address."""
 
     def unmap(self, base: int) -> None:
         """Undo the `map` that returned ``base``."""
 
     def reach(self, identity: str) -> None:
-        """Let kernels access this process's memory on another device (peer access)."""
+        """Enable kernels' access to this process's memory on another device (peer access)."""
 
     def host_allocate(self, nbytes: int) -> HostBlock:
-        """New host memory, zeroed, that kernels can access."""
+        """Return new host memory, zeroed, that kernels can access."""
 
     def host_free(self, block: HostBlock) -> None:
-        """Free host memory; its view must not be used any more."""
+        """Free host memory; its view becomes invalid."""
 
     # --- kernels -------------------------------------------------------------------------
 
     def load(self, kernels: Iterable[str]) -> None:
-        """Compile these kernels and load them onto the device.
+        """Compile kernels and load them onto the device.
 
-        Before the first launch: loading a kernel waits for running ones, and a kernel that spins
+        Call it before the first launch: loading waits for running kernels, and a kernel that waits
         for a peer might never end.
         """
 
     def prepare(self, kernel: str, grid: int, block: int, args: Sequence[bytes]) -> PreparedLaunch:
-        """A launch that costs little to repeat, of a kernel that was loaded.
+        """Return a repeatable launch of a loaded kernel.
 
-        Args:
-            kernel: the kernel's name.
-            grid: the number of blocks.
-            block: the number of threads per block.
-            args: the bytes of each parameter.
+        ``grid`` is the number of blocks, ``block`` the threads per block; ``args`` has the bytes of
+        each parameter.
         """
 
     # --- streams -------------------------------------------------------------------------
 
     def current_stream(self) -> int:
-        """torch's current stream in this thread."""
+        """Return torch's current stream in this thread."""
 
     def is_capturing(self, stream: int) -> bool:
-        """Whether the stream is being captured into a graph."""
+        """Return True while the stream is captured into a graph."""
 
     def make_stream(self) -> int:
-        """A new stream that does not wait for any other."""
+        """Return a new stream, independent of all others."""
 
     def free_stream(self, stream: int) -> None:
         """Destroy a stream from `make_stream`."""
 
     def order(self, before: int, after: int) -> None:
-        """Have later work on stream ``after`` wait for all work that is on ``before`` now."""
+        """Make later work on stream ``after`` wait for current work on ``before``."""
 
     def mark(self, stream: int) -> StreamEvent:
-        """The end of the work that is on the stream now. Must not be called in a capture."""
+        """Record an event on the stream now; not in a capture."""
 
 
 _FOLDER = Path(__file__).parent / "kernels"
@@ -363,13 +323,14 @@ _INCLUDE = re.compile(r"^#include <(\w+\.cuh)>$", re.MULTILINE)
 
 
 def kernel_source() -> str:
-    """The source of all kernels; each of our files stands where it is included first."""
+    """Return the source of all kernels as one text, with our includes expanded once."""
+    # CuPy caches by source text: a change of an included file must change the text.
     seen: set[str] = set()
 
     def expand(name: str) -> str:
         seen.add(name)
         return _INCLUDE.sub(
-            lambda found: "" if found[1] in seen else expand(found[1]),
+            lambda match: "" if match[1] in seen else expand(match[1]),
             (_FOLDER / name).read_text(),
         )
 

@@ -1,11 +1,8 @@
-"""All-reduce through torch's symmetric memory, and copy tensors to memory that all devices reach.
+"""All-reduce through torch's symmetric memory, for large sums over an NVLink switch.
 
-The algorithm is NVLink SHARP in two shots: each device has the switch add up one part of all
-tensors, and send the sum to all devices.
-
-A candidate for large sums on machines whose devices share an NVLink switch with multicast. It only
-does all_reduce, with SUM of float32 and bfloat16. Tensors are copied into memory that all devices
-share, and back.
+The algorithm is two-shot NVLink SHARP: for each device, the switch sums one part of all tensors and
+multicasts the sum. It supports SUM of float32 and bfloat16. Tensors are copied into memory that all
+devices share, and back.
 """
 
 from __future__ import annotations
@@ -24,25 +21,18 @@ from device_comm.operation import Operation, ReduceOp
 from device_comm.watch import Watch
 
 LIMIT: Final = 16 << 20
-"""Bytes of the largest tensor, if nothing else is said."""
+"""The default size of the largest tensor, in bytes."""
 _ALIGN: Final = 16
 
 
 class Staging:
-    """The memory that inputs are copied into, and results out of, one all-reduce after the other.
+    """The memory for inputs and results of consecutive all-reduces.
 
-    Attributes:
-        limit: the size in bytes of the largest tensor.
+    ``limit`` is the largest tensor's size in bytes.
     """
 
     def __init__(self, given: Tensor, taken: Tensor, streams: Streams) -> None:
-        """Use memory of equal size; may be the same.
-
-        Args:
-            given: bytes, for inputs.
-            taken: bytes, for results.
-            streams: of their device.
-        """
+        """Use byte tensors of equal size, possibly the same, for inputs and results."""
         self.limit = given.nbytes
         self._given = given
         self._taken = taken
@@ -55,16 +45,11 @@ class Staging:
         capabilities: Capabilities,
         step: Callable[[Tensor, Tensor], object],
     ) -> None:
-        """Carry out an all-reduce, in order on the current stream.
+        """Run an all-reduce in order on the current stream.
 
-        Args:
-            operation: the all-reduce.
-            capabilities: of the backend that carries it out.
-            step: reduces its first argument into its second one. Both are as long as the
-                operation's tensors, rounded up to whole 16 bytes.
-
-        Raises:
-            NotImplementedError: the tensor is too large, or the backend does not reduce it so.
+        ``step`` reduces its first argument into its second. Both are as long as the operation's
+        tensors, rounded up to 16 bytes. Raises `NotImplementedError` if the tensor is too large, or
+        ``capabilities`` lack the reduction.
         """
         source, output, op = operation.source, operation.output, operation.op
         if not capabilities.reduces(op, source.dtype) or source.nbytes > self.limit:
@@ -79,7 +64,7 @@ class Staging:
         output.view(-1).copy_(taken[: output.numel()])
 
     def _follow(self) -> None:
-        """Have the current stream wait for the last use of the memory; a graph orders its own."""
+        """Make the current stream wait for the last use, except in a capture."""
         if self._streams.capturing():
             return
         stream, last = self._streams.current(), self._last
@@ -92,12 +77,10 @@ _REDUCTIONS: Final = frozenset({(ReduceOp.SUM, torch.float32), (ReduceOp.SUM, to
 
 
 class SymmetricBackend(Backend):
-    """One rank's end of a group whose devices share a switch. Calls can be captured into graphs.
+    """One rank's end of a group whose devices share a switch. CUDA graphs may capture its calls.
 
-    It does not notice lost peers: use it only beside another backend of the group, which does.
-
-    Attributes:
-        limit: the size in bytes of the largest tensor that it takes.
+    It does not detect lost peers: use it only beside another backend of the group that does.
+    ``limit`` is the largest tensor's size in bytes.
     """
 
     def __init__(
@@ -112,13 +95,8 @@ class SymmetricBackend(Backend):
     ) -> None:
         """Share memory with the other ranks. Collective: yes, every member.
 
-        Args:
-            group: a torch process group of the ranks, with NCCL.
-            shared: this rank's, from `allocate`; as large on all ranks.
-            name: the group's name, for errors and status.
-            timeout: default seconds that a call may take; None: for ever.
-            watch: the group's board; None: deadlines only.
-            members: each rank's member number on the board; None: the rank itself.
+        ``group`` is a torch process group of the ranks, with NCCL; ``shared`` is from `allocate`,
+        of the same size on all ranks. Other arguments are as for `Identity.of`.
 
         Raises:
             DeviceError: torch cannot share memory between these devices.
@@ -148,14 +126,14 @@ class SymmetricBackend(Backend):
 
             handle = _symmetric_memory.rendezvous(shared, group)
         if not handle.multicast_ptr:
-            raise DeviceError("symmetric memory rendezvous", "it has no multicast address")
+            raise DeviceError("symmetric memory rendezvous", "no multicast address")
 
     @staticmethod
     def allocate(device: torch.device, limit: int = LIMIT) -> Tensor:
-        """Memory of ``limit`` bytes for a backend. Collective: no.
+        """Return shared memory of ``limit`` bytes.
 
         Raises:
-            DeviceError: the device does not support multicast, or torch cannot tell; says why.
+            DeviceError: the device has no multicast, or torch cannot detect it.
         """
         with _set_up("symmetric memory"):
             from torch._C._autograd import DeviceType  # noqa: PLC0415
@@ -167,7 +145,7 @@ class SymmetricBackend(Backend):
             return _symmetric_memory.empty(limit, dtype=torch.uint8, device=device)
 
     def start(self, operation: Operation) -> None:
-        """Copy the tensor into the shared memory, reduce in the switch, and copy the result out."""
+        """Copy the tensor into shared memory, reduce in the switch, and copy it back."""
 
         def step(shared: Tensor, _: Tensor) -> None:
             torch.ops.symm_mem.multimem_all_reduce_(shared, "sum", self._group)
@@ -177,13 +155,12 @@ class SymmetricBackend(Backend):
 
 @contextmanager
 def _set_up(step: str) -> Iterator[None]:
-    """Translate whatever torch says: its interface is private, and differs between versions. An
-    error that is not the project's would end this rank alone, and leave the others waiting.
-    """
+    """Translate all errors of torch's private, changing interface to `DeviceError`."""
+    # Any other error would end this rank alone, while the others wait.
     try:
         yield
     except DeviceError:
         raise
     except Exception as error:
-        said = str(error).partition("\n")[0]
-        raise DeviceError(step, f"{type(error).__name__}: {said}") from error
+        detail = str(error).partition("\n")[0]
+        raise DeviceError(step, f"{type(error).__name__}: {detail}") from error

@@ -1,13 +1,13 @@
-"""A watchdog for operations on a stream, after whose launch the host goes on without waiting.
+"""Watch stream-ordered operations, whose launch returns before they are done.
 
-Each communicator has one thread that watches the operations which the device has not finished, and
-the one that is being launched, as that may block. When an operation's deadline passes, a peer is
-lost, or the group is aborted, it tells the communicator, which ends the work on the device: threads
-that synchronise with the device go on, and the communicator's next call raises.
+One thread per communicator watches unfinished operations, and the operation that is being launched,
+since a launch may block. If a deadline passes, a peer is lost, or the group is aborted, the
+communicator ends the work on the device: threads that synchronise with the device continue, and its
+next call raises.
 
-It keeps only the oldest and the newest of the unfinished operations: they end in order. That costs
-one event per operation. Replays of a graph cannot be seen; once something was captured the thread
-watches the group for as long as the communicator lives.
+Operations end in order, so only the oldest and the newest unfinished ones are kept, with one event
+per operation. Replays of a graph are not observable: after a capture the thread watches the group
+until the communicator is closed.
 """
 
 from __future__ import annotations
@@ -26,22 +26,19 @@ if TYPE_CHECKING:
 
 
 _TICK = 0.02
-"""Seconds between two looks at unfinished work."""
+"""Seconds between two polls of unfinished work."""
 
 _REPLAY_TICK = 0.1
-"""Seconds between two looks at the group, on behalf of graphs that may be replaying."""
+"""Seconds between two polls of the group, for graphs that may be replaying."""
 
 
 @dataclass(eq=False, slots=True)
 class Issued:
-    """One operation that is being put, or was put, on a stream.
+    """An operation on a stream, which needs the members ``peers``.
 
     Attributes:
-        operation: its name, for errors.
-        deadline: when it must be done.
-        peers: the member numbers of the ranks that it needs.
-        mark: the point in the stream right after it; None while it is being put there.
-        over: whether it needs no watching any more.
+        mark: the event after it; None during its launch.
+        over: it needs no more watching.
     """
 
     operation: str
@@ -51,12 +48,12 @@ class Issued:
     over: bool = False
 
     def done(self) -> bool:
-        """Whether the device has done it, or it is over. Never blocks."""
+        """Return True if the device is done, or it is over. Never blocks."""
         return self.over or (self.mark is not None and self.mark.query())
 
 
 class StreamWatchdog:
-    """Watches over the operations of one communicator. Any thread may call."""
+    """Watches the operations of one communicator. Any thread may call."""
 
     def __init__(
         self,
@@ -69,11 +66,9 @@ class StreamWatchdog:
         """Start no thread yet.
 
         Args:
-            name: the thread's name, also for replays in errors.
-            boundary: waits while watching the group.
             peers: the member numbers of the ranks that a replayed graph needs.
-            check: called now and then; raises if operations under way have failed.
-            failed: called once, in the thread, with the error; the guard ends afterwards.
+            check: polled; raises if current operations have failed.
+            failed: called once in the thread with the error, before the thread exits.
         """
         self._name = name
         self._errors = boundary
@@ -88,7 +83,7 @@ class StreamWatchdog:
         self._thread: threading.Thread | None = None
 
     def follow(self, issued: Issued) -> None:
-        """Watch one more operation, which is put on the stream next."""
+        """Watch an operation, which is launched next."""
         with self._changed:
             if self._oldest is None:
                 self._oldest = issued
@@ -97,13 +92,13 @@ class StreamWatchdog:
             self._wake()
 
     def follow_replays(self) -> None:
-        """From now on, watch the group because captured graphs may be replayed."""
+        """Watch the group from now on, since captured graphs may be replayed."""
         with self._changed:
             self._replays = True
             self._wake()
 
     def close(self, timeout: float = 1.0) -> None:
-        """End the thread; wait for it up to ``timeout`` s, unless called in it. Idempotent."""
+        """End the thread; wait up to ``timeout`` s, except in the thread itself. Idempotent."""
         with self._changed:
             self._over = True
             self._changed.notify()
@@ -136,7 +131,7 @@ class StreamWatchdog:
                     self._oldest, self._newest = self._newest, None
 
     def _mark_over(self) -> bool:
-        """Mark the guard as ended; False if it had ended already, for example by `close`."""
+        """Mark the watchdog as ended; return False if it was, for example by `close`."""
         with self._changed:
             before, self._over = self._over, True
         return not before
@@ -145,11 +140,7 @@ class StreamWatchdog:
         return self._over or self._replays or self._oldest is not None
 
     def _look_at(self, issued: Issued) -> bool:
-        """Wait up to `_TICK` for one operation; whether it is done.
-
-        Raises:
-            CoordinatorError: its deadline passed, a peer is lost, or the group was aborted.
-        """
+        """Wait up to `_TICK` for an operation; return True if it is done."""
         self._check()
         tick = Deadline.after(issued.deadline.remaining(at_most=_TICK))
         try:
@@ -164,8 +155,8 @@ class StreamWatchdog:
         except GroupTimeoutError as error:
             if not issued.deadline.expired:
                 return False
-            late = issued.deadline.timeout
-            raise GroupTimeoutError(issued.operation, late, error.waiting_for) from error
+            timeout = issued.deadline.timeout
+            raise GroupTimeoutError(issued.operation, timeout, error.waiting_for) from error
         return True
 
     def _look_at_replays(self) -> bool:

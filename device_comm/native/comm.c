@@ -6,7 +6,7 @@
 #include "atomics.h"
 #include "reduce.h"
 
-/* Below this, looking for arrivals a microsecond with the GIL held beats giving it up. */
+/* Up to this size, polling for a microsecond with the GIL held costs less than releasing it. */
 #define BRIEF_BYTES 32768
 
 steps_status comm_run(Comm *self, uint64_t bytes, uint64_t spin_ns) {
@@ -30,7 +30,7 @@ static int read_u64(PyObject *object, uint64_t *value) {
     return *value == UINT64_MAX && PyErr_Occurred() ? -1 : 0;
 }
 
-/* Reads a tuple of (address, size) pairs, at most `most`; returns how many, or -1. */
+/* Reads a tuple of at most `most` (address, size) pairs; returns their number, or -1. */
 static Py_ssize_t read_spans(PyObject *tuple, span *spans, size_t most) {
     Py_ssize_t count = PyTuple_Size(tuple);
     if (count < 0) return -1;
@@ -51,7 +51,7 @@ static Py_ssize_t read_spans(PyObject *tuple, span *spans, size_t most) {
     return count;
 }
 
-/* The fields of device_comm.shm.collectives.SlotPlan, in that order. */
+/* Reads a device_comm.shm.collectives.SlotPlan: its fields in their order. */
 static int read_plan(Comm *self, PyObject *object) {
     steps *s = &self->steps;
     const char *signature, *awaits;
@@ -169,7 +169,7 @@ static int wrong_memory(const char *what) {
     return -1;
 }
 
-/* Reads the group's layout and sees that all of it is there. */
+/* Reads the group's layout, and checks that the segment holds all of it. */
 static int read_group(Comm *self, size_t rank) {
     steps *s = &self->steps;
     size_t size = (size_t)self->group.len;
@@ -197,11 +197,11 @@ static int read_group(Comm *self, size_t rank) {
 static int read_doorbells(Comm *self, PyObject *offsets, Py_ssize_t slot) {
     steps *s = &self->steps;
     s->board = self->board.buf;
-    if (PyTuple_Size(offsets) != (Py_ssize_t)s->n) return wrong_memory("a eventcount");
+    if (PyTuple_Size(offsets) != (Py_ssize_t)s->n) return wrong_memory("an eventcount");
     for (size_t rank = 0; rank < s->n; rank++) {
         uint64_t offset;
         if (read_u64(PyTuple_GetItem(offsets, (Py_ssize_t)rank), &offset) < 0) return -1;
-        if (offset % 8 || offset + 8 > (uint64_t)self->board.len) return wrong_memory("a eventcount");
+        if (offset % 8 || offset + 8 > (uint64_t)self->board.len) return wrong_memory("an eventcount");
         s->eventcounts[rank] = offset;
     }
     if (slot < 0 || slot % 8 || slot > self->board.len - MEMBER_OPERATION - OPERATION_BYTES)
@@ -309,22 +309,23 @@ static PyObject *get_way(PyObject *self, void *Py_UNUSED(closure)) {
 
 static PyGetSetDef properties[] = {
     {"under_way", get_under_way, NULL,
-     "Whether a call has begun that is not done, or whose result nobody has.", NULL},
-    {"halfway", get_halfway, NULL, "Whether the last send or recv has moved but a part.", NULL},
+     "True while a plan is not done, or a result was not fetched by `finish`.", NULL},
+    {"halfway", get_halfway, NULL, "True if the last send or recv moved only a part.", NULL},
     {"way", get_way, NULL,
-     "(past, plain, past): whether payloads are written past the caches; ticks for a MiB.", NULL},
+     "(past, plain cost, past cost): True if payloads are written past the caches; ticks per MiB.",
+     NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 #define FAST(name, function, doc) {name, (PyCFunction)(void (*)(void))function, METH_FASTCALL, doc}
 
 static PyMethodDef methods[] = {
-    {"begin", begin, METH_VARARGS, "begin(plan, call): take on a plan, in a call of that number."},
-    {"advance", advance, METH_O, "advance(spin_ns) -> status: go on with it as far as possible."},
-    {"ready", ready, METH_NOARGS, "ready() -> bool: whether advance would get further."},
-    {"missing", missing, METH_NOARGS, "missing() -> list of the ranks that are waited for."},
+    {"begin", begin, METH_VARARGS, "begin(plan, call): start a plan as part of call number `call`."},
+    {"advance", advance, METH_O, "advance(spin_ns) -> status: run the plan as far as possible."},
+    {"ready", ready, METH_NOARGS, "ready() -> bool: return True if advance would make progress."},
+    {"missing", missing, METH_NOARGS, "missing() -> list of the awaited ranks."},
     {"divergent", divergent, METH_NOARGS,
-     "divergent() -> None, or the first rank that diverges, our signature, and its."},
+     "divergent() -> None, or (first rank that diverges, own signature, that rank's signature)."},
     FAST("all_reduce", direct_all_reduce, "all_reduce(x, op, out) -> result; see direct.c."),
     FAST("all_gather", direct_all_gather, "all_gather(x, dim, out) -> result; see direct.c."),
     FAST("reduce_scatter", direct_reduce_scatter,
@@ -335,10 +336,10 @@ static PyMethodDef methods[] = {
     FAST("gather", direct_gather, "gather(x, dst, dim, out) -> result or None; see direct.c."),
     FAST("scatter", direct_scatter, "scatter(x, src, dim, out) -> result; see direct.c."),
     FAST("send", direct_send, "send(x, pipe, peer) -> None or bytes sent; see direct_messages.c."),
-    FAST("recv", direct_recv, "recv(out, pipe, peer) -> None or bytes received; see the same."),
+    FAST("recv", direct_recv, "recv(out, pipe, peer) -> None or bytes received; see direct_messages.c."),
     FAST("barrier", direct_barrier, "barrier() -> None; see direct.c."),
-    {"finish", direct_finish, METH_NOARGS, "finish() -> the result of a call that was blocked."},
-    {"give_up", direct_give_up, METH_O, "give_up(outcome): say how a call that was blocked ended."},
+    {"finish", direct_finish, METH_NOARGS, "finish() -> result of the call that was blocked."},
+    {"give_up", direct_give_up, METH_O, "give_up(outcome): record how the blocked call failed."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,5 +1,5 @@
-/* The verbs between two ranks. They return None when all is done, or else how many bytes are; the
- * caller then goes on with the rest, and says so on the board. */
+/* Fast path of send and recv. They return None when all bytes are moved, else the number of bytes
+ * moved so far; the caller then moves the rest, and publishes the operation on the board. */
 #include "direct.h"
 
 #include "pipe_object.h"

@@ -1,4 +1,4 @@
-/* The verbs in which one rank, the root, gives or gets. */
+/* Fast path of the verbs with a root. */
 #include "direct.h"
 
 #include <string.h>
@@ -23,7 +23,7 @@ PyObject *direct_broadcast(PyObject *object, PyObject *const *args, Py_ssize_t n
     return direct_run(self, args[0], filled, bytes);
 }
 
-/* What a rank that is not the root does in reduce and gather: puts `x`, and gets None. */
+/* Reduce and gather at a rank other than the root: puts `x`, returns None. */
 static PyObject *give_to_root(Comm *self, int verb, PyObject *object, const tensor *x, int op,
                               size_t root) {
     direct_give(direct_plan(self, verb, shape_of(x), op, root, tensor_bytes(x)), x);
@@ -75,7 +75,7 @@ PyObject *direct_gather(PyObject *object, PyObject *const *args, Py_ssize_t n) {
     return direct_run(self, args[0], filled, bytes * s->n);
 }
 
-/* What the root does in scatter. */
+/* Scatter at the root. */
 static PyObject *scatter_parts(Comm *self, PyObject *const *args) {
     steps *s = &self->steps;
     tensor x, result;

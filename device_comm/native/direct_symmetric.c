@@ -1,4 +1,4 @@
-/* The verbs in which all ranks do the same. */
+/* Fast path of the verbs without a root. */
 #include "direct.h"
 
 #include "atomics.h"
@@ -13,7 +13,7 @@ PyObject *direct_all_reduce(PyObject *object, PyObject *const *args, Py_ssize_t 
         Py_RETURN_NOTIMPLEMENTED;
     uint64_t bytes = tensor_bytes(&x);
     plan *p = direct_plan(self, VERB_ALL_REDUCE, shape_of(&x), op, 0, bytes);
-    /* Read each time: a rank may have changed it when it joined. */
+    /* Load it each time: a rank may store it when it joins. */
     uint64_t whole = gc_load64(self->steps.group, GROUP_WHOLE_BYTES);
     p->kind = bytes <= whole ? KIND_REDUCE : KIND_ALL_REDUCE;
     direct_give(p, &x);

@@ -1,5 +1,5 @@
-/* Offsets and codes shared with device_comm/shm/layout.py and signature.py, where they are drawn
- * and explained. A test compares the two. */
+/* Offsets and codes. device_comm/shm/layout.py and signature.py draw and explain them; a test
+ * compares both. */
 #ifndef GC_GROUP_LAYOUT_H
 #define GC_GROUP_LAYOUT_H
 

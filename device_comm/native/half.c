@@ -7,7 +7,7 @@ typedef union {
     float value;
 } word;
 
-/* Two neighbours in one word, anywhere that halves may lie. */
+/* Two adjacent halves in one word, aligned like a half. */
 typedef uint32_t __attribute__((aligned(2), may_alias)) two_halves;
 
 static inline uint32_t round_bfloat16(float value) {
@@ -15,7 +15,7 @@ static inline uint32_t round_bfloat16(float value) {
     return value != value ? 0x7fc00000u : bits + 0x7fffu + ((bits >> 16) & 1u);
 }
 
-/* Even ones first, then the odd ones: both are words of their own that way, nothing is shuffled. */
+/* Stores the even elements first, then the odd ones: vector code then needs no shuffles. */
 VERSIONED void load_bfloat16(const uint16_t *from, float *to, size_t n) {
     const two_halves *pairs = (const two_halves *)from;
     float *odd = to + n / 2;
@@ -36,7 +36,7 @@ VERSIONED void store_bfloat16(const float *from, uint16_t *to, size_t n) {
     if (n % 2) to[n - 1] = (uint16_t)(round_bfloat16(from[n - 1]) >> 16);
 }
 
-/* What loading both, adding and storing would give, without a way through memory. */
+/* Equals load, add and store, without intermediate results in memory. */
 VERSIONED void add_bfloat16(const uint16_t *a, const uint16_t *b, uint16_t *to, size_t n) {
     const two_halves *left = (const two_halves *)a, *right = (const two_halves *)b;
     two_halves *pairs = (two_halves *)to;
@@ -54,8 +54,8 @@ VERSIONED void add_bfloat16(const uint16_t *a, const uint16_t *b, uint16_t *to, 
     }
 }
 
-/* Subnormal halves are converted as integers: where a thread flushes subnormal floats, no
- * intermediate value may be one, or its elements would differ from those that vectors convert. */
+/* Subnormal halves are converted as integers: a thread may flush subnormal floats to zero, so no
+ * intermediate value may be one; otherwise the result would differ from the vector instructions'. */
 static inline float from_float16(uint16_t half) {
     uint32_t magnitude = half & 0x7fffu;
     uint32_t subnormal = (word){.value = (float)(int32_t)magnitude * 0x1p-24f}.bits;
@@ -66,8 +66,8 @@ static inline float from_float16(uint16_t half) {
     return (word){.bits = bits | ((uint32_t)(half & 0x8000u) << 16)}.value;
 }
 
-/* A subnormal half is rounded by adding a number whose last bit weighs as much as the half's. A NaN
- * keeps what fits of its payload, as in vectors. */
+/* Rounds a subnormal half by adding a number whose last bit has the weight of the half's last bit. A
+ * NaN keeps the upper bits of its payload, as in the vector instructions. */
 static inline uint16_t to_float16(float value) {
     uint32_t bits = (word){.value = value}.bits;
     uint32_t sign = bits >> 31;

@@ -5,7 +5,7 @@
 #define CAPTURE_INVALIDATED 2
 #define ERROR_STREAM_CAPTURE_INVALIDATED 901
 
-/* Of cuda.h. Nothing is linked: the driver's library is found when there is one. */
+/* Signatures of cuda.h. Nothing is linked: the addresses come from the driver's library, if any. */
 typedef int (*get_current)(void **context);
 typedef int (*set_current)(void *context);
 typedef int (*is_capturing)(void *stream, int *status);
@@ -32,7 +32,7 @@ typedef struct {
     unsigned grid, block;
 } Launch;
 
-/* Makes the context the current one of this thread; `before` is for leave. */
+/* Makes the context current in this thread; stores the previous one in `before`, for leave. */
 static int enter(const Cuda *cuda, void **before) {
     int result = cuda->get_current(before);
     if (result || *before == cuda->context) return result;
@@ -52,7 +52,8 @@ static PyObject *report(const Cuda *cuda, PyObject *call, int result) {
 
 /* --- Launch ------------------------------------------------------------------------------- */
 
-/* Lets the GIL go: a full queue holds the caller up, and this process may have to empty it. */
+/* Releases the GIL: cuLaunchKernel blocks while the stream's queue is full, and a thread of this
+ * process may have to drain it. */
 static PyObject *launch_on(PyObject *object, PyObject *address) {
     const Launch *self = (const Launch *)object;
     void *stream = PyLong_AsVoidPtr(address);
@@ -84,14 +85,14 @@ static void launch_dealloc(PyObject *object) {
 }
 
 static PyMethodDef launch_methods[] = {
-    {"on", launch_on, METH_O, "on(stream): launch the kernel; in a capture, add it to the graph."},
+    {"on", launch_on, METH_O, "on(stream): launch the kernel; during capture, add it to the graph."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyType_Slot launch_slots[] = {
     {Py_tp_dealloc, launch_dealloc},
     {Py_tp_methods, launch_methods},
-    {Py_tp_doc, "A kernel with its argument, which CUDA copies at each launch."},
+    {Py_tp_doc, "A kernel with its argument; CUDA copies the argument at each launch."},
     {0, NULL},
 };
 
@@ -185,9 +186,9 @@ static void cuda_dealloc(PyObject *object) {
 
 static PyMethodDef cuda_methods[] = {
     {"prepare", cuda_prepare, METH_VARARGS,
-     "prepare(name, function, grid, block, job) -> Launch; the kernel's one argument is job."},
+     "prepare(name, function, grid, block, job) -> Launch; the kernel's only argument is job."},
     {"is_capturing", cuda_is_capturing, METH_O,
-     "is_capturing(stream) -> whether it is being captured into a graph."},
+     "is_capturing(stream) -> bool: return True if the stream is captured into a graph."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -195,7 +196,7 @@ static PyType_Slot cuda_slots[] = {
     {Py_tp_new, cuda_new},
     {Py_tp_dealloc, cuda_dealloc},
     {Py_tp_methods, cuda_methods},
-    {Py_tp_doc, "The driver's functions, called in one context."},
+    {Py_tp_doc, "The CUDA driver's functions, called in one context."},
     {0, NULL},
 };
 

@@ -1,5 +1,5 @@
-/* device_comm._native: collectives through shared memory, and the reductions that they do; launches
- * of CUDA kernels. */
+/* device_comm._native: collectives and messages through shared memory, reductions, and launches of
+ * CUDA kernels. */
 #include <Python.h>
 
 #include "comm.h"
@@ -58,15 +58,15 @@ static PyObject *weigh_ways(PyObject *Py_UNUSED(module), PyObject *args) {
 }
 
 static PyMethodDef functions[] = {
-    {"call_number", call_number, METH_NOARGS, "call_number() -> that of this thread; 0: none."},
-    {"set_call_number", set_call_number, METH_O, "set_call_number(number): that of this thread."},
+    {"call_number", call_number, METH_NOARGS, "call_number() -> this thread's call number; 0: none."},
+    {"set_call_number", set_call_number, METH_O, "set_call_number(number): set this thread's."},
     {"tried_way", tried_way, METH_VARARGS,
-     "tried_way(number, size) -> how that piece is tried: 0, plainly; 1, past the caches; 2, not."},
+     "tried_way(number, size) -> how the piece is timed: 0 plain, 1 past the caches, 2 not."},
     {"weigh_ways", weigh_ways, METH_VARARGS,
-     "weigh_ways(past, [(way, write, read), ...]) -> whether it is past the caches after each; see "
-     "way_weigh."},
+     "weigh_ways(past, [(way, write, read), ...]) -> list of bools: past the caches after each "
+     "sample; see way_weigh."},
     {"write_past_caches", write_past_caches, METH_VARARGS,
-     "write_past_caches(past, always=False): how new ends begin to write what others read next."},
+     "write_past_caches(past, always=False): set how new ends write: past the caches or through them."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -127,7 +127,7 @@ static PyModuleDef_Slot slots[] = {{Py_mod_exec, (void *)execute}, {0, NULL}};
 static PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
     .m_name = "device_comm._native",
-    .m_doc = "Collectives through shared memory, and the reductions that they do.",
+    .m_doc = "Collectives and messages through shared memory, reductions, and kernel launches.",
     .m_methods = functions,
     .m_slots = slots,
 };

@@ -1,6 +1,6 @@
-/* The monotonic clock in half of what clock_gettime takes: by the processor's time stamp counter,
- * whose pace is measured now and then. It is compared with the clock itself every millisecond, so it
- * is never far from it, and never goes back. */
+/* The monotonic clock from the processor's time stamp counter (TSC), in half the time of
+ * clock_gettime. The counter's rate is measured repeatedly, and the result is set to clock_gettime
+ * every millisecond, so it stays close to it. It never goes back. */
 #ifndef GC_PACE_H
 #define GC_PACE_H
 
@@ -11,16 +11,16 @@
 #define PACE_MEASURED_NS 10000000u
 #define PACE_FORGOTTEN_NS 2000000000u
 #define PACE_TRUSTED_NS 1000000u
-#define PACE_MOST_TICKS 10u /* in a ns: the counter has jumped, as after a machine's suspension */
-#define PACE_CLOSE_TICKS 1000u /* between two looks at the counter, with the clock in the middle */
-#define PACE_LOOKS 3 /* the first one after a switch of processes is slow before or after the clock */
+#define PACE_MOST_TICKS 10u /* per ns; above, the counter has jumped, as after a suspension */
+#define PACE_CLOSE_TICKS 1000u /* at most, between two reads of the counter around clock_gettime */
+#define PACE_LOOKS 3 /* the first read after a context switch is slow */
 
 typedef struct {
     uint64_t ns, ticks;           /* the clock and the counter at one moment */
-    uint64_t base_ns, base_ticks; /* the same, where the measuring of the pace began */
-    uint64_t scale;               /* ns in 2^32 ticks; 0 before it is known */
-    uint64_t trusted;             /* ticks after that moment */
-    uint64_t latest;              /* what was told last */
+    uint64_t base_ns, base_ticks; /* the same, at the begin of the rate measurement */
+    uint64_t scale;               /* ns per 2^32 ticks; 0: not measured yet */
+    uint64_t trusted;             /* ticks after `ticks` for which the scale is used */
+    uint64_t latest;              /* the last returned value */
 } gc_pace;
 
 static inline uint64_t gc_pace_look(gc_pace *pace) {
@@ -29,7 +29,7 @@ static inline uint64_t gc_pace_look(gc_pace *pace) {
         uint64_t before = __builtin_ia32_rdtsc();
         last = gc_now_ns();
         uint64_t between = __builtin_ia32_rdtsc() - before;
-        if (between >= PACE_CLOSE_TICKS) break; /* another process ran meanwhile */
+        if (between >= PACE_CLOSE_TICKS) break; /* this thread was preempted */
         if (between >= closest) continue;
         closest = between;
         pace->ns = last;

@@ -5,8 +5,8 @@
 #include "atomics.h"
 #include "stream.h"
 
-/* Messages from this size on are written past the caches where they are received: smaller ones are
- * still there when they are read. */
+/* The receiver copies messages of this size or more past the caches; smaller ones are still cached
+ * when the caller reads them. */
 #define LARGE_BYTES (32 << 20)
 
 typedef struct {
@@ -32,7 +32,7 @@ static char *at(const shm_pipe *m, uint64_t position) {
     return m->memory + PIPE_RING + position % PIPE_RING_BYTES;
 }
 
-/* Bytes from `position` on before the ring begins anew. */
+/* Returns the bytes from `position` to the wrap of the ring. */
 static uint64_t before_end(uint64_t position) {
     return PIPE_RING_BYTES - position % PIPE_RING_BYTES;
 }
@@ -42,7 +42,7 @@ static void ring(const shm_pipe *m) {
     gc_notify_after_fence(m->board, m->eventcount);
 }
 
-/* How the data of the chunk at `position` is tried, at both ends. */
+/* Returns how the chunk at `position` is timed (way.h), alike at both ends. */
 static way_kind tried(uint64_t position, uint64_t used) {
     return way_tried(position / PIPE_HEADER_BYTES, used);
 }
@@ -89,7 +89,7 @@ uint64_t pipe_push(shm_pipe *m, message x, uint64_t sent, uint64_t patience_ns) 
     return sent;
 }
 
-/* Whether the chunk at `taken` brings what comes next; how much that is. */
+/* Returns the bytes in the chunk at `taken`; 0 if it does not continue the message inside the ring. */
 static uint64_t read_chunk(const shm_pipe *m, uint64_t taken, const message *x, uint64_t received) {
     chunk said;
     memcpy(&said, at(m, taken), sizeof said);

@@ -1,4 +1,4 @@
-/* Bytes through a pipe between two ranks: the protocol of device_comm/shm/channel.py. */
+/* Copies bytes through a channel between two ranks: the protocol of device_comm/shm/channel.py. */
 #ifndef GC_PIPE_H
 #define GC_PIPE_H
 
@@ -7,7 +7,7 @@
 
 #include "way.h"
 
-/* As in device_comm/shm/channel.py. A test compares the two. */
+/* As in device_comm/shm/channel.py; a test compares both. */
 #define PIPE_POSTED 64
 #define PIPE_TAKEN 128
 #define PIPE_READS 136
@@ -20,7 +20,7 @@
 #define PIPE_HEADER_BYTES 64
 #define PIPE_INSIDE 1
 
-/* One end of a pipe, and the eventcount of the other. */
+/* One end of a channel, and the eventcount of the other. */
 typedef struct {
     char *memory, *board;
     size_t eventcount;
@@ -30,22 +30,20 @@ typedef struct {
 typedef struct {
     char *data;
     uint64_t total;
-    int dtype; /* as in reduce.h, or the code of one that is only moved */
-    uint32_t call; /* of the sender and of the receiver, which agree */
+    int dtype; /* as in reduce.h, or the code of a dtype that is not reduced */
+    uint32_t call; /* call number; sender's and receiver's must be equal */
 } message;
 
-/* One of the two below. */
+/* pipe_push or pipe_pull. Both return after PIPE_AT_ONCE_BYTES: between two calls Python checks
+ * deadlines and aborts, and runs signal handlers. */
 typedef uint64_t (*mover)(shm_pipe *m, message x, uint64_t done, uint64_t wait_ns);
 
-/* Both below return after PIPE_AT_ONCE_BYTES: between two calls Python looks at deadlines and aborts,
- * and runs signal handlers. */
-
-/* Posts what there is room for, from byte `sent` on; gives up when there is none and the receiver
- * has taken nothing for `patience_ns`. Returns how many bytes are sent. */
+/* Posts chunks from byte `sent` on, until the receiver has freed no room for `patience_ns`. Returns
+ * the number of bytes sent so far. */
 uint64_t pipe_push(shm_pipe *m, message x, uint64_t sent, uint64_t patience_ns);
 
-/* Takes what has come, from byte `received` on; gives up when nothing has for `spin_ns`, or what
- * has is of another message or in a spill. Returns how many bytes are received. */
+/* Takes chunks from byte `received` on, until none has arrived for `spin_ns`, or the next one belongs
+ * to another message or lies in an overflow buffer. Returns the number of bytes received so far. */
 uint64_t pipe_pull(shm_pipe *m, message x, uint64_t received, uint64_t spin_ns);
 
 #endif

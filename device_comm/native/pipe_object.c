@@ -1,7 +1,7 @@
 #define PY_SSIZE_T_CLEAN
 #include "pipe_object.h"
 
-/* Up to this size, copying with the GIL held beats giving it up. */
+/* Up to this size, copying with the GIL held costs less than releasing it. */
 #define BRIEF_BYTES 32768
 
 uint64_t pipe_move(Pipe *self, mover step, message x, uint64_t done, uint64_t wait_ns) {
@@ -76,7 +76,7 @@ static PyType_Slot slots[] = {
     {Py_tp_new, pipe_new},
     {Py_tp_dealloc, pipe_dealloc},
     {Py_tp_methods, methods},
-    {Py_tp_doc, "One end of a pipe between two ranks; one thread at a time."},
+    {Py_tp_doc, "One end of a channel between two ranks; one thread at a time."},
     {0, NULL},
 };
 

@@ -1,4 +1,4 @@
-/* One end of a pipe between two ranks, as a Python type. */
+/* One end of a channel between two ranks, as a Python type. */
 #ifndef GC_PIPE_OBJECT_H
 #define GC_PIPE_OBJECT_H
 
@@ -15,7 +15,7 @@ typedef struct {
 /* Creates the type; returns a new reference, or NULL with an error set. */
 PyObject *pipe_type(PyObject *module);
 
-/* As `step`, one of the functions of pipe.h; lets the GIL go if it takes long. */
+/* Calls `step` (pipe_push or pipe_pull); releases the GIL if that takes long. */
 uint64_t pipe_move(Pipe *self, mover step, message x, uint64_t done, uint64_t wait_ns);
 
 #endif

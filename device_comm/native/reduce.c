@@ -1,5 +1,6 @@
-/* All ranks of a host run the same version of a kernel, and no version contracts or reorders
- * floating point (the build says so), so results are the same bits everywhere. Integers wrap. */
+/* All ranks of a host run the same version of a loop, and no version contracts or reorders floating
+ * point (compiler flags of pyproject.toml), so results are bit-identical on all ranks. Integers
+ * wrap. */
 #include "reduce.h"
 
 #include <stdint.h>
@@ -8,8 +9,8 @@
 #include "half.h"
 #include "versions.h"
 
-/* Bytes that are reduced at a time: with accumulators, they stay in the first-level cache. No power
- * of two: accumulators 4 KiB apart would be taken for one another by the processor. */
+/* Bytes that are reduced at a time: with accumulators, they fit into the L1 cache. Not a power of
+ * two: accumulators at a distance of 4 KiB suffer from 4K aliasing. */
 #define BLOCK 1536
 
 #define ADD(a, b) ((a) + (b))
@@ -113,7 +114,7 @@ static const half_precision bfloat16 = {load_bfloat16, store_bfloat16, add_bfloa
 
 typedef struct {
     size_t itemsize;
-    size_t numbers; /* that an element consists of */
+    size_t numbers; /* per element: 2 if complex */
     unsigned operations;
     void (*fold)(void *to, const void *a, const void *b, size_t count, int op);
     void (*divide)(void *numbers, size_t count, size_t ranks);
@@ -146,7 +147,7 @@ bool reduce_defined(int dtype, int op) {
     return reduce_itemsize(dtype) != 0 && op >= 0 && op < 32 && (dtypes[dtype].operations & BIT(op));
 }
 
-/* One block of half precision: everything is accumulated in single precision. */
+/* Reduces a block of half precision; accumulates in single precision. */
 static void reduce_halves(const arithmetic *type, const char *const *parts, size_t n, size_t offset,
                           int op, size_t count, char *output) {
     float total[BLOCK / 2], next[BLOCK / 2];
@@ -164,7 +165,8 @@ static void reduce_halves(const arithmetic *type, const char *const *parts, size
     type->half->store(total, (uint16_t *)(output + offset), count);
 }
 
-/* One block of any other type. Only an output that is a later part needs a block of its own. */
+/* Reduces a block of any other type. If the output aliases a part after the first two, it is reduced
+ * in a temporary block. */
 static void reduce_block(const arithmetic *type, const char *const *parts, size_t n, size_t offset,
                          int op, size_t bytes, char *output) {
     _Alignas(64) char block[BLOCK];

@@ -8,7 +8,7 @@
 #include "reduce.h"
 #include "stream.h"
 
-/* After so many bytes steps_run returns: between its calls Python looks at deadlines and aborts, and
+/* steps_run returns after this many bytes: between its calls Python checks deadlines and aborts, and
  * runs signal handlers. */
 #define AT_ONCE (16 << 20)
 
@@ -23,7 +23,8 @@ static char *slot(const steps *s, uint64_t step, size_t rank) {
 
 static bool in_rings(const steps *s) { return s->stride > s->inside_bytes; }
 
-/* Where a payload of this plan, or of the next one that goes through the rings, begins in each. */
+/* Returns the offset in each ring of the payload of a step of this plan, or of the next plan that
+ * uses the rings. */
 static uint64_t place_of(const steps *s, uint64_t step) {
     uint64_t index = step - s->first;
     if (index < s->straight) return s->place + index * s->stride;
@@ -47,7 +48,7 @@ static void ring_others(const steps *s) {
         if (rank != s->rank) gc_notify_after_fence(s->board, s->eventcounts[rank]);
 }
 
-/* Rule 1: whether everyone is done with what `step` would overwrite. */
+/* Rule 1: returns true if all other ranks are done with the slot that `step` overwrites. */
 static bool may_write(steps *s, uint64_t step) {
     if (s->all_done + BUFFERS >= step) return true;
     uint64_t least = UINT64_MAX;
@@ -57,7 +58,7 @@ static bool may_write(steps *s, uint64_t step) {
     return least + BUFFERS >= step;
 }
 
-/* Rule 2: what was written into the slot becomes visible with the arrival. */
+/* Rule 2: the release store of `arrived` publishes payload and signature. */
 static void publish(steps *s, uint64_t step, uint64_t chunk) {
     char *header = slot(s, step, s->rank);
     if (s->tried != WAYS)
@@ -70,7 +71,7 @@ static void publish(steps *s, uint64_t step, uint64_t chunk) {
     ring_others(s);
 }
 
-/* Rule 4: this rank reads nothing of `step` any more. */
+/* Rule 4: this rank reads nothing more of `step`. */
 static void finish(steps *s, uint64_t step) {
     gc_store64(s->group, done_word(s->rank), step);
     ring_others(s);
@@ -90,7 +91,7 @@ static steps_status block(steps *s, uint64_t step, bool at_gate) {
     return STEPS_BLOCKED;
 }
 
-/* Rule 3: all that this rank needs has arrived, and all that has is of the same operation. */
+/* Rule 3: all awaited ranks have arrived, and all arrived ranks have the same signature. */
 static steps_status meet(steps *s, uint64_t step) {
     size_t others = 0;
     for (; s->met < s->n; s->met++) {
@@ -105,7 +106,7 @@ static steps_status meet(steps *s, uint64_t step) {
     s->met = 0;
     if (step != s->first) return STEPS_DONE;
     for (size_t rank = 0; rank < s->n; rank++) others += s->plan.awaits[rank];
-    /* Whoever has begun this operation is done with the one before. */
+    /* A rank that has begun this operation is done with all steps before it. */
     if (others == s->n - 1 && s->all_done + 1 < step) s->all_done = step - 1;
     return STEPS_DONE;
 }
@@ -114,7 +115,7 @@ static uint64_t part_of(uint64_t size, uint64_t begin, uint64_t piece) {
     return begin < size ? smaller(size - begin, piece) : 0;
 }
 
-/* How the payloads of a step are tried, at all ranks. */
+/* Returns how the payloads of a step are timed (way.h), alike at all ranks. */
 static way_kind tried(const steps *s, uint64_t step) { return way_tried(step, s->piece); }
 
 static void put(steps *s, uint64_t chunk) {
@@ -131,7 +132,7 @@ static void put(steps *s, uint64_t chunk) {
     publish(s, step, chunk);
 }
 
-/* What `rank` has put for this one, from `begin` on. */
+/* Returns the address of the piece of `rank` for this rank in a chunk. */
 static const char *piece_from(const steps *s, uint64_t chunk, size_t rank) {
     if (rank == s->rank) return s->plan.own + chunk * s->piece;
     return payload(s, s->first + chunk, rank) + (s->plan.addressed ? s->rank * s->piece : 0);
@@ -144,8 +145,8 @@ static void deliver(const steps *s, char *to, const char *from, uint64_t size) {
         memcpy(to, from, size);
 }
 
-/* Reduces `size` bytes of the parts; leaves the result in the output, and for a moment longer in
- * the memory that is returned. At most SCRATCH_BYTES if the result is large. */
+/* Reduces `size` bytes of the parts into the output; at most SCRATCH_BYTES if the result is large.
+ * Returns the address of the result where it is still cached: the scratch memory, or the output. */
 static const char *reduce_parts(steps *s, char *output, uint64_t size) {
     char *reduced = s->large ? s->scratch : output;
     reduce(s->parts, s->n, s->plan.dtype, s->plan.op, size / reduce_itemsize(s->plan.dtype), reduced);
@@ -176,7 +177,7 @@ static char *own_words(const steps *s) {
     return s->group + RANK_LINES + s->rank * RANK_STRIDE + RANK_READS;
 }
 
-/* Fetches what the others have put for this rank, where that is tried. */
+/* Fetches the other ranks' pieces for this rank, if the step is timed. */
 static void fetch(steps *s, uint64_t chunk) {
     way_kind kind = tried(s, s->first + chunk);
     uint64_t begin = chunk * s->piece;
@@ -199,7 +200,7 @@ static void take(steps *s, uint64_t chunk) {
     finish(s, s->first + chunk);
 }
 
-/* Every chunk is put one step ahead of being taken, so that ranks need not run in lockstep. */
+/* Puts each chunk one step ahead of taking it, so that ranks need not run in lockstep. */
 static steps_status run_exchange(steps *s) {
     while (s->taken < s->chunks) {
         if (s->put < s->chunks && s->put <= s->taken + 1 && may_write(s, s->first + s->put)) {
@@ -220,7 +221,7 @@ typedef struct {
     uint64_t begin, size;
 } range;
 
-/* Part `rank` of a chunk of an all-reduce, within the whole: each rank reduces one. */
+/* Returns the part of a chunk of an all-reduce that `rank` reduces, within the whole. */
 static range part_of_chunk(const steps *s, uint64_t chunk, size_t rank) {
     uint64_t most = s->piece * s->n, begin = chunk * most;
     uint64_t size = part_of(s->plan.length, begin, most);
@@ -246,7 +247,7 @@ static void fetch_parts(steps *s, uint64_t chunk, uint64_t size) {
     way_fetched(&s->way, kind, own_words(s));
 }
 
-/* Reduces this rank's part into the output, and into the next step's payload for the others. */
+/* Reduces this rank's part into the output, and into the next step's payload. */
 static void reduce_part(steps *s, uint64_t chunk) {
     range part = part_of_chunk(s, chunk, s->rank);
     size_t place = s->rank * s->piece;
@@ -271,8 +272,8 @@ static void collect_parts(steps *s, uint64_t chunk) {
     }
 }
 
-/* In its step i, a rank puts its parts of chunk i, reduces its own part of chunk i - 1, and
- * collects the reduced parts of chunk i - 2. The last step puts nothing new. */
+/* In step i, a rank puts its parts of chunk i, reduces its own part of chunk i - 1, and collects the
+ * reduced parts of chunk i - 2. The last step puts no new parts. */
 static steps_status run_all_reduce(steps *s) {
     for (; s->put <= s->chunks + 1; s->put++, s->taken = 0) {
         uint64_t i = s->put, step = s->first + i;
@@ -280,7 +281,7 @@ static steps_status run_all_reduce(steps *s) {
             if (moved_enough(s)) return block(s, step - 1, false);
             steps_status status = meet(s, step - 1);
             if (status != STEPS_DONE) return status;
-            s->taken = 1; /* met; what is left of this step cannot be blocked by an arrival */
+            s->taken = 1; /* met: the rest of this step waits for no arrival */
         }
         if (i <= s->chunks) {
             if (!may_write(s, step)) return block(s, step, true);
@@ -296,8 +297,8 @@ static steps_status run_all_reduce(steps *s) {
     return STEPS_DONE;
 }
 
-/* Results from this size on are written past the caches: that spares reading what was there before,
- * unless it was read anyway. */
+/* Results of this size or more are written past the caches: a plain store would first read the old
+ * content of the line. In place, that was read anyway. */
 #define LARGE_BYTES (8 << 20)
 
 static bool is_large(const steps *s) {
@@ -316,7 +317,7 @@ static bool unblocked(steps *s) {
     return s->at_gate ? may_write(s, s->blocked_step) : arrived(s, s->blocked_step, s->met);
 }
 
-/* Says how much room a step takes: what the longest piece needs, or all if it is shared out. */
+/* Sets the bytes of a step: room for the longest piece, or step_bytes for KIND_ALL_REDUCE. */
 static void cut(steps *s) {
     bool shared_out = s->plan.kind == KIND_ALL_REDUCE;
     uint64_t pieces = shared_out || s->plan.addressed ? s->n : 1;

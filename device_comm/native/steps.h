@@ -1,4 +1,4 @@
-/* Collectives in steps over the memory of a group: the protocol of device_comm/shm/layout.py. */
+/* Collectives in steps over the segment of a group: the protocol of device_comm/shm/layout.py. */
 #ifndef GC_STEPS_H
 #define GC_STEPS_H
 
@@ -14,17 +14,17 @@ typedef struct {
     uint64_t size;
 } span;
 
-/* What this rank does in one collective; device_comm/shm/collectives.py says it in full. */
+/* One rank's part in one collective: device_comm.shm.collectives.SlotPlan. */
 typedef struct {
     unsigned char signature[SIGNATURE_BYTES];
     int kind, dtype, op;
-    bool puts;             /* this rank puts something */
-    bool addressed;        /* one piece for each rank, instead of one for all */
+    bool puts;             /* this rank puts a payload */
+    bool addressed;        /* a piece for each rank, instead of one for all */
     uint64_t length;       /* bytes of the longest piece of any rank */
-    unsigned char *awaits; /* by rank: whether this rank needs what that one puts */
-    span *gives;           /* by rank, or only the first one: what this rank puts */
-    span *takes;           /* by rank, or only the first one: where what comes is put */
-    const char *own;       /* what this rank would put for itself */
+    unsigned char *awaits; /* by rank: 1 if this rank needs that rank's payload */
+    span *gives;           /* source of this rank's payload: by rank, or only the first */
+    span *takes;           /* destination of the ranks' payloads: by rank, or only the first */
+    const char *own;       /* this rank's piece for itself */
 } plan;
 
 typedef enum { STEPS_DONE, STEPS_BLOCKED, STEPS_DIVERGED } steps_status;
@@ -32,57 +32,58 @@ typedef enum { STEPS_DONE, STEPS_BLOCKED, STEPS_DIVERGED } steps_status;
 typedef struct {
     char *group, *board;
     size_t rank, n;
-    size_t *eventcounts; /* by rank, in the board */
-    bool oversubscribed;      /* the ranks share cores: who waits gives its core up at once */
+    size_t *eventcounts; /* by rank: offset in the board */
+    bool oversubscribed; /* more ranks than cores: waits yield at once */
     uint64_t inside_bytes, step_bytes, ring_bytes, slots, rings;
 
-    uint64_t begun;    /* the last step that this rank has taken on */
-    uint64_t all_done; /* every rank is known to be done with this step */
+    uint64_t begun;    /* last step of the current or last plan */
+    uint64_t all_done; /* all other ranks are known to be done with this step */
 
     plan plan;
     uint64_t first;        /* the step of chunk 0 */
-    uint64_t chunks;       /* of the data */
+    uint64_t chunks;       /* number of chunks of the data */
     uint64_t piece;        /* bytes of a piece in a step */
     uint64_t stride;       /* bytes of a step's payload */
-    uint64_t place;        /* of the first step's payload, if it is in the rings */
-    uint64_t straight;     /* steps before the plan begins its rings anew */
-    uint64_t lap;          /* steps until it does so again */
+    uint64_t place;        /* ring offset of the first step's payload, if the rings are used */
+    uint64_t straight;     /* steps before the rings first wrap */
+    uint64_t lap;          /* steps between later wraps */
     uint64_t put, taken;   /* chunks so far */
-    uint64_t moved;        /* bytes that were copied or reduced in this call of steps_run */
-    size_t met;            /* ranks below this one have arrived at the step that is met */
+    uint64_t moved;        /* bytes copied or reduced in this call of steps_run */
+    size_t met;            /* lower ranks have arrived at the current step, or are not awaited */
     bool at_gate;          /* blocked before writing, not before reading */
-    uint64_t blocked_step; /* that cannot be written, or has not arrived */
-    bool large;            /* the result does not fit the caches */
+    uint64_t blocked_step; /* the step that cannot be written, or has not arrived */
+    bool large;            /* the result does not fit into the caches */
     const char **parts;    /* room for n pointers */
     char *scratch;         /* room for SCRATCH_BYTES */
 
     gc_way way;            /* how payloads are written */
-    way_kind tried;        /* of the step that is written */
+    way_kind tried;        /* how the current step is timed */
 } steps;
 
-/* Bytes that are reduced before they are copied on, while they are in the cache. */
+/* Bytes that are reduced before they are copied on, while they are cached. */
 #define SCRATCH_BYTES 16384
 
-/* Takes on the plan that has been filled in. */
+/* Begins the plan in `s->plan`. */
 void steps_begin(steps *s);
 
-/* Puts the first chunk if that needs no waiting. */
+/* Puts the first chunk, if rule 1 allows it at once. */
 void steps_put_first(steps *s);
 
-/* Goes on until done, until nothing has come for `spin_ns`, or until AT_ONCE bytes are moved: then
- * it is blocked in name only, and `steps_ready` at once. Without the GIL, if need be. */
+/* Runs the plan until it is done, until `spin_ns` have passed without progress, or until AT_ONCE
+ * bytes are moved; then it returns STEPS_BLOCKED although `steps_ready` may be true. Needs no GIL. */
 steps_status steps_run(steps *s, uint64_t spin_ns);
 
-/* As steps_run, for about a microsecond of looking; for one look where ranks share cores. */
+/* As steps_run, polling for about a microsecond; without polling if oversubscribed. */
 steps_status steps_run_briefly(steps *s);
 
-/* Whether steps_run would get further, or find that ranks diverge. */
+/* Returns true if steps_run would make progress, or find a divergence. */
 bool steps_ready(steps *s);
 
-/* Whether `rank` is one of those that a blocked plan waits for. */
+/* Returns true if the blocked plan waits for `rank`. */
 bool steps_waits_for(const steps *s, size_t rank);
 
-/* The first rank that has arrived with another signature, and where that lies; n if there is none. */
+/* Returns the first rank that has arrived with another signature, and the address of the signature;
+ * n if no rank has. */
 size_t steps_divergent(const steps *s, const unsigned char **signature);
 
 #endif

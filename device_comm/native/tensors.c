@@ -4,7 +4,7 @@
 
 #include <stdlib.h>
 
-/* The ABI of DLPack 1.x, as far as it is used here. */
+/* The part of the ABI of DLPack 1.x that is used here. */
 typedef struct {
     void *data;
     struct {
@@ -73,7 +73,7 @@ static int dtype_of(const dl_tensor *view) {
     case DL_DTYPE(DL_UINT, 16): return DTYPE_UINT16;
     case DL_DTYPE(DL_UINT, 32): return DTYPE_UINT32;
     case DL_DTYPE(DL_BOOL, 8): return DTYPE_BOOL;
-    /* Complex tensors may be conjugated lazily, which DLPack does not tell. */
+    /* Complex tensors may be conjugated lazily; DLPack has no flag for that. */
     default: return 0;
     }
 }
@@ -102,8 +102,8 @@ bool tensor_read(const tensor_reader *reader, PyObject *type, PyObject *is_neg, 
         if (strided && view.strides[dim] != (int64_t)numel) return false;
         numel *= (uint64_t)view.shape[dim];
     }
-    if (numel != 0 && view.data == NULL) return false; /* zeros of autograd, wrappers of functorch */
-    /* As the imaginary part of a conjugated tensor is; DLPack does not tell. */
+    if (numel != 0 && view.data == NULL) return false; /* autograd's zeros, functorch's wrappers */
+    /* For example the imaginary part of a conjugated tensor; DLPack has no flag for that. */
     if (is_negated(is_neg, object)) return false;
     *described = (tensor){.data = (char *)view.data + view.byte_offset,
                           .dtype = dtype,
@@ -116,16 +116,16 @@ bool tensor_read(const tensor_reader *reader, PyObject *type, PyObject *is_neg, 
     return numel > 0;
 }
 
-/* What lies before the data of a tensor that was made here. */
+/* Header before the data of a tensor from tensor_new. */
 typedef struct {
     dl_managed managed;
     int64_t shape[TENSOR_DIMS], strides[TENSOR_DIMS];
 } block;
 
-/* As torch aligns its own. */
+/* torch's alignment of CPU tensors. */
 #define DATA_ALIGN 64
 
-/* Called by torch, on any thread, with or without the GIL. */
+/* torch calls it on any thread, with or without the GIL. */
 static void release(dl_managed *managed) { free(managed->context); }
 
 PyObject *tensor_new(const tensor_reader *reader, shape wanted, char **data) {

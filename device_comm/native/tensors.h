@@ -1,5 +1,5 @@
-/* Reading torch tensors in C without linking to torch: through the table of functions that torch
- * publishes for the DLPack C exchange (`torch.Tensor.__dlpack_c_exchange_api__`, DLPack 1.3). */
+/* Reads torch tensors in C without linking to torch: through torch's function table for the DLPack
+ * C exchange (`torch.Tensor.__dlpack_c_exchange_api__`, DLPack 1.3). */
 #ifndef GC_TENSORS_H
 #define GC_TENSORS_H
 
@@ -10,14 +10,14 @@
 typedef struct {
     char *data;
     int dtype; /* as in reduce.h */
-    uint8_t code, bits; /* the same, as DLPack says it */
+    uint8_t code, bits; /* DLPack's form of the dtype */
     size_t itemsize;
     int ndim;
     const int64_t *shape;
     uint64_t numel;
 } tensor;
 
-/* The shape of `like`, but with `rows` in dimension `dim`, if that is not negative. */
+/* The shape of `like`, with `rows` in dimension `dim` unless that is negative. */
 typedef struct {
     const tensor *like;
     int dim;
@@ -29,27 +29,28 @@ typedef struct {
 
 typedef struct tensor_reader tensor_reader;
 
-/* A reader of exactly `type`; NULL without an error set if it offers no table that we know. */
+/* Returns a reader of exactly `type`; NULL, without an error set, if it has no table of major
+ * version 1. */
 const tensor_reader *tensor_reader_of(PyObject *type);
 
-/* Describes `object` if it is of exactly the reader's type, on the CPU, dense, contiguous to the
- * letter, of a dtype that can be reduced, not negated lazily (which the type's method `is_neg`
- * tells), and not empty. Otherwise false, with no error set. The description is valid while the
- * object is not changed. Other threads may run meanwhile. */
+/* Describes `object` if it is of exactly the reader's type, on the CPU, dense, with contiguous
+ * strides, of a real dtype that can be reduced, not negated lazily (the type's method `is_neg`), and
+ * not empty. Otherwise returns false, without an error set. The description is valid until the
+ * object changes. Other threads may run during the call. */
 bool tensor_read(const tensor_reader *reader, PyObject *type, PyObject *is_neg, PyObject *object,
                  tensor *described);
 
-/* A new tensor of a shape, of the dtype of its model; `data` is where it lies. Returns a new
- * reference, or NULL with an error set. For small tensors: the memory comes from malloc. */
+/* Makes a tensor of shape `wanted` and the dtype of its model, and stores its address in `data`.
+ * Returns a new reference, or NULL with an error set. For small tensors: the memory is malloc's. */
 PyObject *tensor_new(const tensor_reader *reader, shape wanted, char **data);
 
 uint64_t tensor_bytes(const tensor *x);
 bool tensor_overlaps(const tensor *a, const tensor *b);
 
-/* A dimension from Python, counted from the front; -1 if it is none. */
+/* Reads a dimension, counted from the front; returns -1 if `object` is not one. */
 int tensor_dim(PyObject *object, const tensor *x);
 
-/* As `tensor_dim`; -1 also if parts along it would not be contiguous. */
+/* As `tensor_dim`; also returns -1 if parts along the dimension are not contiguous. */
 int tensor_leading_dim(PyObject *object, const tensor *x);
 
 shape shape_of(const tensor *x);

@@ -1,5 +1,5 @@
-/* How loops are told to become vector code: one version for AVX2 machines and one for all others,
- * chosen when the library is loaded. */
+/* Compiler attributes for vector code: one version of a loop for AVX2 machines and one for all
+ * others, selected when the library is loaded. */
 #ifndef GC_VERSIONS_H
 #define GC_VERSIONS_H
 
@@ -9,7 +9,7 @@
 #define VERSIONED
 #endif
 
-/* No iteration of the next loop depends on another. */
+/* Asserts that no iteration of the next loop depends on another. */
 #if defined(__clang__)
 #define INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #else

@@ -1,1 +1,1 @@
-"""The parts of `device_comm.shm.shm_backend`: collectives and messages through shared memory."""
+"""Collectives and messages through shared memory: see `device_comm.shm.shm_backend`."""

@@ -1,11 +1,8 @@
-"""Run collectives through shared memory: which ranks joined and left, plans, and running them in
-order.
+"""Run collectives through shared memory: membership, plans, and their execution in order.
 
-A rank that has closed the group does nothing more in it. So whoever waits for it looks once more
-for what it did before, and raises if that is not enough.
-
-A plan is carried out chunk by chunk through the memory of the group (see `device_comm.shm.layout`),
-by the C extension.
+A plan runs chunk by chunk through the group's segment (`device_comm.shm.layout`), in the C
+extension. A rank that has closed the group stores nothing more; a rank that waits for it checks
+once more for stores before the close, then raises.
 """
 
 from __future__ import annotations
@@ -42,11 +39,7 @@ _LEFT: Final = 2
 
 
 class GroupMembership:
-    """What one rank says of itself, and sees of the others.
-
-    Attributes:
-        members: the board's member number of each rank.
-    """
+    """Which ranks (``members``, by number on the board) have joined or closed the group."""
 
     def __init__(
         self,
@@ -56,7 +49,6 @@ class GroupMembership:
         segment: Segment,
         layout: GroupLayout,
     ) -> None:
-        """In the group's segment, which has that layout. Collective: no."""
         self.members = members
         self._board = board
         self._words = segment.words
@@ -64,35 +56,35 @@ class GroupMembership:
         self._lines = [layout.rank_line(each) + RANK_PRESENT for each in range(len(members))]
 
     def join(self) -> None:
-        """Say that this rank is there."""
+        """Publish that this rank has joined."""
         self._publish(_PRESENT)
 
     def mark_left(self) -> None:
-        """Say that this rank does nothing more in the group."""
+        """Publish that this rank has closed the group and stores nothing more."""
         self._publish(_LEFT)
 
     def not_joined(self) -> list[int]:
-        """The member numbers of the ranks that have not come yet."""
+        """Return the member numbers of the ranks that have not joined."""
         return [self.members[rank] for rank in self._where(0)]
 
     @property
     def anyone_left(self) -> bool:
-        """Whether a rank has closed the group; costs one load."""
+        """Return True if a rank has closed the group; costs one load."""
         return self._words.load32(GROUP_LEFT) != 0
 
     def left(self) -> list[int]:
-        """The ranks that have closed the group."""
+        """Return the ranks that have closed the group."""
         return self._where(_LEFT)
 
     def has_left(self, rank: int) -> bool:
-        """Whether that rank has closed the group."""
+        """Return True if ``rank`` has closed the group."""
         return self._words.load32(self._lines[rank]) == _LEFT
 
     def error(self, operation: str, rank: int) -> GroupClosedError:
-        """The error of an operation that needs a rank that has closed the group.
+        """Return the error of an operation that awaits ``rank``, which has closed the group.
 
         Raises:
-            GroupAbortedError: the group was aborted for another reason, so that rank has closed it.
+            GroupAbortedError: the group was aborted for another reason.
         """
         try:
             self._board.check(operation)
@@ -102,7 +94,7 @@ class GroupMembership:
         return closed_by(operation, self._board.ranks[self.members[rank]])
 
     def abort_left(self, operation: str, rank: int) -> GroupClosedError:
-        """As `error`, of an operation that cannot be taken back: aborts the group with it."""
+        """Abort the group with `error`, as other ranks may have begun the operation; return it."""
         error = self.error(operation, rank)
         self._board.abort(error, self.members[rank])
         return error
@@ -119,27 +111,25 @@ class GroupMembership:
 
 
 MOVE: Final = 0
-"""What comes is copied: from rank r into ``takes[r]``."""
+"""Copy the piece of rank r into ``takes[r]``."""
 REDUCE: Final = 1
-"""What comes is reduced in rank order, with this rank's own, into ``takes[0]``."""
+"""Reduce the pieces of all ranks, in rank order, into ``takes[0]``."""
 ALL_REDUCE: Final = 2
-"""As `REDUCE`, but each rank reduces one part, and the parts are shared out."""
+"""As `REDUCE`, in two phases: each rank reduces one part, then copies the others' parts."""
 
 
 class SlotPlan(NamedTuple):
-    """What one rank does in one collective.
+    """One rank's part in one collective.
 
     Attributes:
-        kind: `MOVE`, `REDUCE` or `ALL_REDUCE`.
-        signature: what all ranks must agree on.
-        awaits: by rank, 1 if this rank needs what that one puts; 0 for itself.
-        dtype: the code of the elements, for reductions.
-        op: the reduction, or `NO_OP`.
-        length: bytes of the longest piece that any rank puts; the same on all ranks.
-        gives: what this rank puts: one span for all ranks, or one for each; none at all.
-        takes: where what comes goes.
-        addressed: ranks put a piece for each rank, not one for all; the same on all ranks.
-        own: the address of what this rank has for itself.
+        kind: `MOVE`, `REDUCE` or `ALL_REDUCE`; reductions have ``dtype`` and ``op``.
+        signature: compared with the other ranks'.
+        awaits: by rank, 1 if this rank needs that rank's payload; 0 for itself.
+        length: bytes of the longest piece of any rank; the same on all ranks.
+        gives: the source of this rank's payload: empty, one span for all ranks, or one for each.
+        takes: the destinations.
+        addressed: payloads have a piece for each rank, not one for all; the same on all ranks.
+        own: the address of this rank's piece for itself.
     """
 
     kind: int
@@ -155,40 +145,37 @@ class SlotPlan(NamedTuple):
 
 
 class SlotPlanner:
-    """Makes the plans of one rank. Tensors are contiguous; sizes are in elements.
-
-    Each is given the signature of what it plans.
-    """
+    """Makes the plans of one rank. Tensors are contiguous; sizes are in elements."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank = rank
         self._n = world_size
-        everyone = range(world_size)
-        self._everyone = bytes(other != rank for other in everyone)
-        self._nobody = bytes(world_size)
-        self._only_rank = [bytes(other == root for other in everyone) for root in everyone]
+        ranks = range(world_size)
+        self._await_others = bytes(other != rank for other in ranks)
+        self._await_none = bytes(world_size)
+        self._await_only = [bytes(other == root for other in ranks) for root in ranks]
 
     def barrier(self, signature: bytes) -> SlotPlan:
-        """Meet, and move nothing."""
-        return self._move(signature, self._everyone, 0)
+        """Await all ranks, and move nothing."""
+        return self._move(signature, self._await_others, 0)
 
     def all_reduce(
         self, signature: bytes, output: Tensor, source: Tensor, op: ReduceOp, whole_bytes: int
     ) -> SlotPlan:
-        """Reduce all ``source``; those of up to ``whole_bytes`` in one step."""
+        """Reduce the ranks' ``source``; up to ``whole_bytes`` in one phase."""
         kind = REDUCE if source.nbytes <= whole_bytes else ALL_REDUCE
         return self._reduce(signature, output, source, op, (Span.of(source),), kind=kind)
 
     def all_gather(
         self, signature: bytes, output: Tensor, source: Tensor, sizes: Sequence[int]
     ) -> SlotPlan:
-        """Put all ``source``, of which rank r's has ``sizes[r]``, in a row."""
+        """Concatenate every rank's ``source`` (``sizes[r]`` elements from rank r)."""
         return self._gather(signature, output, source, sizes, (Span.of(source),))
 
     def reduce_scatter(
         self, signature: bytes, output: Tensor, source: Tensor, sizes: Sequence[int], op: ReduceOp
     ) -> SlotPlan:
-        """Reduce this rank's part of all ``source``, whose part r has ``sizes[r]``."""
+        """Reduce this rank's part of every rank's ``source`` (part r: ``sizes[r]`` elements)."""
         gives = _parts(source, sizes)
         return self._reduce(
             signature,
@@ -210,11 +197,11 @@ class SlotPlanner:
         source_sizes: Sequence[int],
         longest: int,
     ) -> SlotPlan:
-        """Give part r to rank r, put what rank r gives in part r; ``longest`` of all parts."""
+        """Send part r to rank r, receive part r from it; ``longest``: of all parts."""
         gives = _parts(source, source_sizes)
         return self._move(
             signature,
-            self._everyone,
+            self._await_others,
             longest * source.itemsize,
             gives=gives,
             takes=_parts(output, output_sizes),
@@ -223,37 +210,37 @@ class SlotPlanner:
         )
 
     def broadcast(self, signature: bytes, buffer: Tensor, root: int) -> SlotPlan:
-        """Fill ``buffer`` with the root's."""
+        """Copy the root's ``buffer`` to all ranks."""
         if root == self._rank:
-            return self._move(signature, self._nobody, buffer.nbytes, gives=(Span.of(buffer),))
+            return self._move(signature, self._await_none, buffer.nbytes, gives=(Span.of(buffer),))
         takes = self._only(root, buffer)
-        return self._move(signature, self._only_rank[root], buffer.nbytes, takes=takes)
+        return self._move(signature, self._await_only[root], buffer.nbytes, takes=takes)
 
     def reduce(
         self, signature: bytes, output: Tensor, source: Tensor, root: int, op: ReduceOp
     ) -> SlotPlan:
-        """Reduce into the root's ``output``."""
+        """Reduce the ranks' ``source`` into the root's ``output``."""
         if root != self._rank:
-            return self._move(signature, self._nobody, source.nbytes, gives=(Span.of(source),))
+            return self._move(signature, self._await_none, source.nbytes, gives=(Span.of(source),))
         return self._reduce(signature, output, source, op, ())
 
     def gather(self, signature: bytes, output: Tensor, source: Tensor, root: int) -> SlotPlan:
-        """Put all ``source`` in a row in the root's ``output``."""
+        """Concatenate every rank's ``source`` in the root's ``output``."""
         if root != self._rank:
-            return self._move(signature, self._nobody, source.nbytes, gives=(Span.of(source),))
+            return self._move(signature, self._await_none, source.nbytes, gives=(Span.of(source),))
         sizes = (source.numel(),) * self._n
         return self._gather(signature, output, source, sizes, ())
 
     def scatter(self, signature: bytes, output: Tensor, source: Tensor, root: int) -> SlotPlan:
-        """Fill ``output`` with this rank's part of the root's ``source``."""
+        """Copy this rank's part of the root's ``source`` to ``output``."""
         takes = self._only(root, output)
         if root != self._rank:
-            awaits = self._only_rank[root]
+            awaits = self._await_only[root]
             return self._move(signature, awaits, output.nbytes, takes=takes, addressed=True)
         gives = _parts(source, (output.numel(),) * self._n)
         return self._move(
             signature,
-            self._nobody,
+            self._await_none,
             output.nbytes,
             gives=gives,
             takes=takes,
@@ -262,10 +249,10 @@ class SlotPlanner:
         )
 
     def table(self, signature: bytes, mine: Span, table: Span) -> SlotPlan:
-        """Put the tables of all ranks, of one size, in a row."""
+        """Concatenate the ranks' rows, all of one size, in ``table``."""
         takes = tuple(Span(table.address + r * mine.size, mine.size) for r in range(self._n))
         return self._move(
-            signature, self._everyone, mine.size, gives=(mine,), takes=takes, own=mine.address
+            signature, self._await_others, mine.size, gives=(mine,), takes=takes, own=mine.address
         )
 
     def _move(
@@ -291,7 +278,7 @@ class SlotPlanner:
     ) -> SlotPlan:
         return self._move(
             signature,
-            self._everyone,
+            self._await_others,
             max(sizes) * source.itemsize,
             gives=gives,
             takes=_parts(output, sizes),
@@ -314,7 +301,7 @@ class SlotPlanner:
         return SlotPlan(
             kind,
             signature,
-            self._everyone,
+            self._await_others,
             DTYPE_CODES[source.dtype],
             op,
             source.nbytes if length is None else length,
@@ -329,7 +316,6 @@ class SlotPlanner:
 
 
 def _parts(tensor: Tensor, sizes: Sequence[int]) -> tuple[Span, ...]:
-    """The parts of a tensor, one after the other."""
     address, itemsize = tensor.data_ptr(), tensor.itemsize
     spans = []
     for size in sizes:
@@ -339,7 +325,7 @@ def _parts(tensor: Tensor, sizes: Sequence[int]) -> tuple[Span, ...]:
 
 
 class Status(IntEnum):
-    """How far a plan has come."""
+    """The state of a plan after `Steps.advance`."""
 
     DONE = 0
     BLOCKED = 1
@@ -347,25 +333,23 @@ class Status(IntEnum):
 
 
 _WORD: Final = 8
-"""Bytes of a size that ranks tell each other."""
+"""Bytes of a size in the table that the ranks exchange."""
 
 
 class Plans:
     """Makes the plans of one rank's collectives.
 
-    Where every rank's share has its own size, the ranks first tell each other the sizes, so that
-    they notice if these do not match before they touch each other's data.
+    If sizes differ by rank, the ranks exchange them first: a mismatch raises before data is used.
     """
 
     def __init__(self, rank: int, world_size: int, whole_bytes: int) -> None:
-        """For a rank; all-reduces of up to ``whole_bytes`` are one step."""
         self._planner = SlotPlanner(rank, world_size)
         self._rank = rank
         self._n = world_size
         self._whole_bytes = whole_bytes
 
     def of(self, operation: Operation) -> Iterator[SlotPlan]:
-        """What to carry out, one after the other; the next is asked for when the last is done."""
+        """Return the plans of a collective; the caller runs each before it requests the next."""
         planner, source, output = self._planner, operation.source, operation.output
         signature, op, root = signature_of(operation), operation.op, operation.peer
         match operation.verb:
@@ -409,8 +393,7 @@ class Plans:
     def _agreed(
         self, verb: str, signature: bytes, sizes: Sequence[int], plan: SlotPlan
     ) -> Generator[SlotPlan, None, None]:
-        """``plan``, once all ranks have told the same sizes."""
-        table = yield from self._swap(signature, sizes)
+        table = yield from self._exchange(signature, sizes)
         for rank, row in enumerate(table):
             if row != list(sizes):
                 raise DivergenceError(rank, f"{verb} of {list(sizes)}", f"{verb} of {row}")
@@ -419,26 +402,25 @@ class Plans:
     def _all_to_all(
         self, signature: bytes, operation: Operation
     ) -> Generator[SlotPlan, None, None]:
-        """Plans that give each rank its part of every rank's source."""
         takes, gives = operation.output_parts(self._n), operation.source_parts(self._n)
-        table = yield from self._swap(signature, gives)
+        table = yield from self._exchange(signature, gives)
         for rank, row in enumerate(table):
             if row[self._rank] != takes[rank]:
                 raise DivergenceError(
                     rank,
-                    f"all_to_all that takes {takes[rank]} elements from it",
-                    f"all_to_all that gives {row[self._rank]} elements to rank {self._rank}",
+                    f"all_to_all that receives {takes[rank]} elements from that rank",
+                    f"all_to_all that sends {row[self._rank]} elements to rank {self._rank}",
                 )
         longest = max(max(row) for row in table)
         output, source = operation.output, operation.source
         yield self._planner.all_to_all(signature, output, source, takes, gives, longest)
 
-    def _swap(
+    def _exchange(
         self, signature: bytes, sizes: Sequence[int]
     ) -> Generator[SlotPlan, None, list[list[int]]]:
-        """Plans after which this rank knows every rank's sizes, which are returned by rank."""
-        mine, table = array("Q", sizes), array("Q", bytes(_WORD * self._n * self._n))
-        yield self._planner.table(signature, _span_of(mine), _span_of(table))
+        """Yield a plan that exchanges sizes; return the sizes by rank."""
+        row, table = array("Q", sizes), array("Q", bytes(_WORD * self._n * self._n))
+        yield self._planner.table(signature, _span_of(row), _span_of(table))
         numbers = table.tolist()
         return [numbers[r * self._n : (r + 1) * self._n] for r in range(self._n)]
 
@@ -449,7 +431,7 @@ def _span_of(numbers: array[int]) -> Span:
 
 
 class Collective:
-    """One collective on its way; a `shm_broadcast.executor.Task`."""
+    """One collective in progress; a `shm_broadcast.executor.Task`."""
 
     def __init__(
         self,
@@ -462,16 +444,10 @@ class Collective:
         call: int = 0,
         begun: bool = False,
     ) -> None:
-        """Carry out ``plans`` by ``steps``; the next is asked for when the last is done.
+        """Run ``plans`` on ``steps``, exclusively; each is requested when the previous one is done.
 
-        Args:
-            steps: nobody else uses them until this is done.
-            attendance: says which ranks have closed the group.
-            operation: what this is, for messages.
-            plans: one or more.
-            keep: the tensors whose memory is used.
-            call: the number of the call that this is part of; 0: none.
-            begun: ``steps`` have a plan already, which comes first.
+        With ``begun``, ``steps`` have begun a plan, which runs first. ``keep`` keeps the tensors'
+        memory alive.
         """
         self.operation = operation
         self._steps = steps
@@ -482,11 +458,11 @@ class Collective:
         self._call = call
 
     def advance(self, spin_ns: int) -> bool:
-        """Go on as far as possible, or for a few MiB; whether all is done.
+        """Run as far as possible, or for a few MiB; return True at the end.
 
         Raises:
             DivergenceError: another rank is in another operation.
-            GroupClosedError: a rank that is needed has closed the group, which is aborted.
+            GroupClosedError: an awaited rank has closed the group, which is aborted.
         """
         while True:
             if not self._begun:
@@ -497,7 +473,7 @@ class Collective:
                 self._begun = True
             status = self._steps.advance(spin_ns)
             if status == Status.BLOCKED and self._membership.anyone_left:
-                status = self._advance_without_those_that_left()
+                status = self._advance_without_left_ranks()
             if status == Status.BLOCKED:
                 return False
             if status == Status.DIVERGED:
@@ -505,11 +481,11 @@ class Collective:
             self._begun = False
 
     def ready(self) -> bool:
-        """Whether `advance` would get further."""
-        return not self._begun or self._steps.ready() or self._lacks_one()
+        """Return True if `advance` makes progress or raises."""
+        return not self._begun or self._steps.ready() or self._awaits_left_rank()
 
     def missing(self) -> list[int]:
-        """The members that have not arrived."""
+        """Return the member numbers of the awaited ranks."""
         members = self._membership.members
         return [members[rank] for rank in self._steps.missing()] if self._begun else []
 
@@ -518,13 +494,13 @@ class Collective:
         if self._begun and self._steps.divergent() is not None:
             self._raise_divergence()
 
-    def _lacks_one(self) -> bool:
+    def _awaits_left_rank(self) -> bool:
         membership = self._membership
         return membership.anyone_left and any(map(membership.has_left, self._steps.missing()))
 
-    def _advance_without_those_that_left(self) -> int:
-        """Look once more for what they did before they left."""
+    def _advance_without_left_ranks(self) -> int:
         left = self._membership.left()
+        # Once more: their stores that preceded the close are visible now.
         status = self._steps.advance(0)
         if status == Status.BLOCKED:
             for rank in self._steps.missing():
@@ -533,21 +509,14 @@ class Collective:
         return status
 
     def _raise_divergence(self) -> None:
-        found = self._steps.divergent()
-        if found is not None:
-            rank, ours, theirs = found
+        divergence = self._steps.divergent()
+        if divergence is not None:
+            rank, ours, theirs = divergence
             raise DivergenceError(rank, signature_text(ours), signature_text(theirs))
 
 
 class Executors:
-    """Where operations take place.
-
-    Attributes:
-        collectives: all of them take place here, one after the other.
-        messages: one lane for each direction, ``send`` or ``recv``, and rank at the other end, once
-            there was a message.
-        fail: ends the group with an error.
-    """
+    """The serial executors of one rank's collectives, and of its messages by verb and peer."""
 
     def __init__(self, progress: ProgressEngine, fail: Callable[[BaseException], None]) -> None:
         self._progress = progress
@@ -556,16 +525,16 @@ class Executors:
         self.messages: dict[tuple[str, int], SerialExecutor] = {}
 
     def message_executor(self, verb: str, peer: int) -> SerialExecutor:
-        """The lane of such messages, which is made if there was none before."""
-        lane = self.messages.get((verb, peer))
-        if lane is None:
-            lane = self.messages[verb, peer] = self._progress.executor(self.fail)
-        return lane
+        """Return the executor of the messages of ``verb`` with ``peer``; make it if necessary."""
+        executor = self.messages.get((verb, peer))
+        if executor is None:
+            executor = self.messages[verb, peer] = self._progress.executor(self.fail)
+        return executor
 
-    def submit(self, lane: SerialExecutor, task: Task, operation: Operation) -> Pending | None:
-        """Carry out ``task`` for ``operation``, behind those under way."""
+    def submit(self, executor: SerialExecutor, task: Task, operation: Operation) -> Pending | None:
+        """Run ``task`` for ``operation`` on an executor, after the tasks submitted before."""
         try:
-            return lane.submit(
+            return executor.submit(
                 task, lambda: operation.deadline, operation.background, operation.ended
             )
         except GroupAbortedError:
@@ -575,9 +544,9 @@ class Executors:
         except CoordinatorError:
             raise
         except BaseException as error:
-            # The steps refuse a plan if the one before was given up, and the group with it.
+            # `Steps.begin` raises if the previous plan failed; the abort of the group is the cause.
             if isinstance(error, RuntimeError):
-                lane.board.check(task.operation)
-            # Interrupted midway: this rank is out of step for good.
-            lane.board.abort(error)
+                executor.board.check(task.operation)
+            # An interrupted operation leaves this rank out of step with the others.
+            executor.board.abort(error)
             raise

@@ -1,12 +1,10 @@
-"""The short way to the collectives of plain tensors, through the C extension.
+"""Run simple calls on the fast path: one call of the C extension.
 
-The checks and preparations that `device_comm.communicator` does in Python for every call cost ten
-times as much as moving a kilobyte. So the extension is tried first: it handles calls that need none
-of that, and leaves the others, wrong ones included, to the Python path. It returns the result,
-NotImplemented, or Ellipsis: begun, and blocked. If only the strides of an input prevent it, it is
-tried again with a contiguous copy, which the Python path would make as well.
+The checks of `device_comm.communicator` cost ten times as much as moving a kilobyte, so the
+extension is called first. It returns the result, or NotImplemented, without side effects, for all
+other calls, which take the slow path. It returns Ellipsis for a call that has begun and is blocked.
 
-While a profiler records, all calls take the Python path, which makes a range for each.
+While a profiler records, all calls take the slow path, which records a range for each.
 """
 
 from __future__ import annotations
@@ -43,14 +41,14 @@ FAST_PATH_VERBS = (
     "scatter",
     "barrier",
 )
-"""Those that the extension knows; `device_comm/native/direct.h` says what each is given."""
+"""The extension's collectives; `device_comm/_native.pyi` has their signatures."""
 
 _OF_ANY_STRIDES = ("all_reduce", "reduce")
-"""Those in which it is but the strides of the input that the extension cannot take."""
+"""Verbs that are retried with a contiguous copy of a strided input."""
 
 
 class FastPathCalls:
-    """The calls of one rank that the extension takes; a `device_comm.backend.FastPath`."""
+    """The fast path of one rank; a `device_comm.backend.FastPath`."""
 
     def __init__(
         self,
@@ -61,7 +59,6 @@ class FastPathCalls:
         identity: Identity,
         recorder: Recorder,
     ) -> None:
-        """Ask ``native`` first; messages go through ``pipes``."""
         self._native = native
         self._calls: dict[str, Any] = {verb: getattr(native, verb) for verb in FAST_PATH_VERBS}
         self._membership = membership
@@ -72,7 +69,7 @@ class FastPathCalls:
         self._recorder = recorder
 
     def collective(self, verb: Verb, timeout: float | Deadline | None, *arguments: Any) -> Any:
-        """As `FastPath.collective`."""
+        """Run a collective: see `FastPath.collective`."""
         if profiler._is_profiler_enabled:
             return NotImplemented
         if timeout is not None and not _is_duration(timeout):
@@ -87,7 +84,7 @@ class FastPathCalls:
                     result = self._calls[verb](materialized(x), *arguments[1:])
             return self._finish(verb, timeout) if result is ... else result
         except BaseException as error:
-            # Also where a signal handler raises as soon as the extension returns.
+            # The error may be a signal handler's, raised as soon as the extension returns.
             if self._native.under_way:
                 self._native.give_up(outcome_of(error))
                 self._execution.fail(error)
@@ -95,17 +92,17 @@ class FastPathCalls:
             raise
 
     def message(self, verb: Verb, timeout: float | Deadline | None, x: Tensor, peer: int) -> Any:
-        """As `FastPath.message`."""
+        """Run a send or recv: see `FastPath.message`."""
         if profiler._is_profiler_enabled:
             return NotImplemented
-        # True and 1.0 would be found for 1.
-        lane = self._execution.messages.get((verb, peer)) if type(peer) is int else None
+        # True and 1.0 are equal to the key 1.
+        executor = self._execution.messages.get((verb, peer)) if type(peer) is int else None
         if timeout is not None and not _is_duration(timeout):
             return NotImplemented
-        if lane is None or lane.handles:
+        if executor is None or executor.handles:
             return NotImplemented
         try:
-            # There was a lane, so there was a transfer, and there is a pipe.
+            # An executor implies an earlier transfer, which made the channel.
             if verb == "send":
                 moved = self._native.send(x, self._pipes.outgoing[peer].mover, peer)
             else:
@@ -117,7 +114,6 @@ class FastPathCalls:
             raise
 
     def _finish(self, verb: Verb, timeout: float | Deadline | None) -> Any:
-        """Wait for the call that is blocked in the extension, and return its result."""
         operation = self._operation(verb, timeout)
         task = Collective(self._native, self._membership, operation.name, iter(()), begun=True)
         self._execution.submit(self._collectives, task, operation)
@@ -151,10 +147,9 @@ class FastPathCalls:
 
 
 def _is_duration(timeout: object) -> bool:
-    """Whether it can be waited so long: a number may be negative, or none."""
+    """Return True unless the slow path must check the value and raise."""
     return isinstance(timeout, Deadline) or (type(timeout) in (float, int) and timeout >= 0)  # type: ignore[operator]
 
 
 def _is_strided(x: object) -> bool:
-    """Whether ``x`` is a dense tensor whose elements do not lie one after the other."""
     return type(x) is torch.Tensor and x.layout is torch.strided and not x.is_contiguous()

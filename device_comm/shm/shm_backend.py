@@ -1,16 +1,13 @@
 """Run collectives and messages between the ranks of one host through shared memory.
 
-Every group has one segment, with two slots and a ring for each rank, through which all collectives
-go in steps: `device_comm.shm.layout` draws it and states the protocol. Reductions are in rank
-order, so all ranks get bit-identical results. Messages between two ranks go through a separate
-pipe, and messages that are not received yet through additional memory
-(`device_comm.shm.transfers`). No sockets are used.
+A group has one segment for its collectives (`device_comm.shm.layout`). Reductions are in rank
+order, so results are bit-identical on all ranks. Each ordered pair of ranks that exchanges messages
+has a channel (`device_comm.shm.channel`). No sockets are used.
 
-Memory: a ring of 2 MiB and two pages for each of n ranks, and ``64 n (n + 1)`` bytes; rings are
-shorter where n is more than 8, and have 16 MiB together. Each ordered pair of ranks that exchanges
-messages adds a pipe of 1 MiB and a page. Messages that do not fit one take what they need while
-they wait to be received; each rank keeps at most 4 MiB of that, from its next large send or flush
-on.
+Memory: per rank a ring of 2 MiB and two pages, and ``64 n (n + 1)`` bytes for n ranks; above 8
+ranks the rings are shorter, 16 MiB in total. A channel has 1 MiB and a page. Messages that do not
+fit into it use overflow buffers until they are received; each rank keeps at most 4 MiB of these,
+and closes the others at its next large send or flush.
 """
 
 from __future__ import annotations
@@ -46,16 +43,15 @@ if TYPE_CHECKING:
 
 
 class Results:
-    """Makes tensors on the CPU.
+    """Makes tensors on the CPU, large ones in recycled memory."""
 
-    The C extension holds it, so it must not hold the backend that holds the extension's end.
-    """
+    # Without a reference to the backend, which refers to it by the C extension: no cycle.
 
     def __init__(self) -> None:
         self._pool = new_pool()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A new contiguous tensor of ``shape``."""
+        """Return a contiguous tensor with undefined content."""
         size = math.prod(shape) * dtype.itemsize
         if size < RECYCLED_BYTES:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu")
@@ -63,7 +59,7 @@ class Results:
         return flat if len(shape) == 1 else flat.view(shape)
 
     def empty_like(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """As `empty`, of the dtype of ``like``."""
+        """Return a contiguous tensor of the dtype of ``like``."""
         return self.empty(shape, like.dtype)
 
 
@@ -73,10 +69,8 @@ _DECODER = msgspec.msgpack.Decoder(SegmentHandle)
 class ShmBackend(Backend):
     """One rank's end of a group on one host. One thread at a time. Use `create`.
 
-    Ranks that issue different operations get `DivergenceError` before data is used; one that has
-    nothing to wait for, such as a second root, learns of it by its next call. Asynchronous
-    operations go on while the caller is busy, on the thread of a `ProgressEngine`. Ranks in errors
-    about lost and late processes are the board's members.
+    Ranks that issue different operations raise `DivergenceError` before data is used; a rank that
+    awaits no other, such as a second root, raises it in its next call.
     """
 
     def __init__(
@@ -90,7 +84,6 @@ class ShmBackend(Backend):
         progress: ProgressEngine | None = None,
         in_calls: bool = True,
     ) -> None:
-        """Use `create`, which makes the segment and says what the arguments are."""
         rank, size = _rank_of(board, members), len(members)
         super().__init__(
             Identity.of(rank, size, name=name, timeout=timeout, watch=board, members=members),
@@ -143,22 +136,22 @@ class ShmBackend(Backend):
         """Set up a group of members of ``board``. Collective: yes, every member.
 
         Args:
-            board: the node's; its abort ends the group, too.
-            members: the board's member number of each rank, by rank.
-            share: hands bytes from rank 0 to all: rank 0 calls it with them, the others with
-                None, and it returns them to all. Called once.
-            name: for errors and status, the same on all ranks.
-            timeout: seconds for this, and for a call unless it says otherwise; None: for ever.
-            progress: drives asynchronous operations; None: one of its own. Groups
-                on one board should share one, which then stays its maker's to close.
-            in_calls: whether the ranks compare `call_number`; the same on all of them.
+            board: the host's board; its abort ends the group, too.
+            members: the board's member number of each rank.
+            share: broadcasts bytes: rank 0 passes them, the others None, and all get them. Called
+                once.
+            name: the group's name, for errors and status; the same on all ranks.
+            timeout: seconds for `create`, and the default of a call; None: for ever.
+            progress: runs asynchronous operations; the caller closes it. Groups on one board should
+                share one. None: a `ProgressEngine` of the backend's own.
+            in_calls: whether the ranks compare `call_number`; the same on all ranks.
 
         Raises:
             ValueError: this process is no member, or the members are fewer than 2 or not distinct.
-            GroupTimeoutError: some members did not come; names them.
-            PeerLostError: one has ended, or left.
+            GroupTimeoutError: members did not join in time; names them.
+            PeerLostError: a member has exited, or has closed its end.
             SharedMemoryError: too little memory is free, or the members are not on one host.
-            ForeignMemoryError: what ``share`` gave is not rank 0's.
+            ForeignMemoryError: ``share`` returned a handle that is not rank 0's.
         """
         if len(members) < 2:
             raise ValueError(f"a group in shared memory has 2 members or more; got {list(members)}")
@@ -191,7 +184,7 @@ class ShmBackend(Backend):
         return backend
 
     def start(self, operation: Operation) -> Pending | None:
-        """Carry out a collective by its plans, a message through its pipe."""
+        """Run a collective through the group's segment, a message through its channel."""
         execution, name, peer = self._execution, operation.name, operation.peer
         task: Task
         match operation.verb:
@@ -207,16 +200,15 @@ class ShmBackend(Backend):
         return execution.submit(execution.collectives, task, operation)
 
     def explain(self) -> Explanation:
-        """As every backend's; says how payloads are not written."""
-        told = super().explain()
-        if self.world_size == 1:
-            return told
-        return replace(told, unavailable=(*told.unavailable, _other_way(*self._comm.way)))
+        """Return the choices; names the unused way of writing payloads."""
+        explanation = super().explain()
+        unused = _unused_way(*self._comm.way)
+        return replace(explanation, unavailable=(*explanation.unavailable, unused))
 
     def flush(self, deadline: Deadline) -> None:
-        """Return once its collectives are done, and all that it sent ahead has arrived."""
-        for ticket in tuple(self._execution.collectives.handles):
-            ticket.wait(deadline)
+        """Wait until its collectives are done and its eager sends are received."""
+        for handle in tuple(self._execution.collectives.handles):
+            handle.wait(deadline)
         self.board.wait(
             lambda: not self._pipes.undelivered(),
             deadline,
@@ -226,12 +218,13 @@ class ShmBackend(Backend):
         self._pipes.overflows.forget()
 
     def sends_eagerly(self, peer: int, size: int) -> bool:
-        """As every backend's: if nothing to that rank is under way, and there is room."""
-        lane = self._execution.messages.get(("send", peer))
-        return (lane is None or not lane.handles) and self._pipes.sends_eagerly(peer, size)
+        """Return True if no send to ``peer`` is pending, and its channel has room."""
+        executor = self._execution.messages.get(("send", peer))
+        idle = executor is None or not executor.handles
+        return idle and self._pipes.sends_eagerly(peer, size)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, like: Tensor | None = None) -> Tensor:  # noqa: ARG002
-        """As every backend's; large ones lie in memory that was used before."""
+        """Return a contiguous tensor; large ones lie in recycled memory."""
         return self._results.empty(shape, dtype)
 
     # --- setting up ----------------------------------------------------------------------
@@ -256,7 +249,6 @@ class ShmBackend(Backend):
         )
 
     def _join(self) -> None:
-        """Say that this rank is there, and wait for the others."""
         membership = self._membership
         membership.join()
         self._closing.callback(membership.mark_left)
@@ -266,12 +258,12 @@ class ShmBackend(Backend):
         self._plans = Plans(self.rank, self.world_size, self._layout.whole_bytes)
 
 
-def _other_way(past: bool, plain_cost: int, past_cost: int) -> tuple[str, str]:
-    """The way in which payloads are not written, and why."""
+def _unused_way(past: bool, plain_cost: int, past_cost: int) -> tuple[str, str]:
     ways = ("writing through the caches", "writing past the caches")
     if not (plain_cost and past_cost):
         shared = "not all" if past else "all"
-        return ways[not past], f"not measured yet; by Linux {shared} cores share their last cache"
+        why = f"not measured yet; Linux reports that {shared} cores share their last-level cache"
+        return ways[not past], why
     taken, other = (past_cost, plain_cost) if past else (plain_cost, past_cost)
     return ways[not past], f"takes {other / taken:.1f} times as long between these ranks, measured"
 

@@ -1,20 +1,13 @@
-"""What ranks must agree on before they touch each other's data, as 56 bytes.
+"""Encode and compare the signatures of collectives: 56 bytes.
 
 ::
 
-     0                1        2        3        4                8
-    +--------+--------+--------+--------+----------------+
-    | verb   | op     | dtype  | n dims | place u32      |
-    +--------+--------+--------+--------+----------------+
-    | shape: 5 sizes, u64; of more dimensions the first ones are multiplied   |
-    +----------------+----------------+-----------------------------------------+
-    | chunk u32      | call u32       |
-    +----------------+----------------+
+    0  | verb u8 | op u8 | dtype u8 | n dims u8 | place u32                   |
+    8  | shape: 5 sizes, u64; with more dimensions, the first is a product    |
+    48 | chunk u32 | call u32 |
 
-The place is the root, or in verbs without one the dimension along which all ranks cut or
-concatenate. A size of which each rank has its own is -1. The chunk is the number of the step within
-the collective, the call that of the call it is part of (`device_comm.call_number`). Whoever carries
-out a collective puts these two in.
+``place`` is the root, or the dimension along which ranks split or concatenate. A size that differs
+by rank is -1. Backends set ``chunk``, the step's number, and ``call``, the call number.
 """
 
 from __future__ import annotations
@@ -40,7 +33,7 @@ NO_OP: Final = 255
 _SIZE: Final = (1 << 64) - 1
 _OP_NAMES: Final = {int(op): op.name for op in ReduceOp}
 DTYPE_CODES: Final = {getattr(torch, name): code for code, name in enumerate(DTYPE_NAMES) if code}
-"""The dtypes that signatures tell apart. All others count as one."""
+"""The dtypes with a code of their own; all others have code 0."""
 
 
 @lru_cache(maxsize=1024)
@@ -51,8 +44,8 @@ def sign(
     op: ReduceOp | None = None,
     place: int = 0,
 ) -> bytes:
-    """The signature of one collective; chunk 0, in no call."""
-    dims = tuple(shape)  # of a torch.Size as well
+    """Return the signature of a collective; chunk 0, call 0."""
+    dims = tuple(shape)  # torch.Size is not a plain tuple
     if len(dims) > SHAPE_DIMS:
         cut = len(dims) - SHAPE_DIMS + 1
         dims = (math.prod(dims[:cut]), *dims[cut:])
@@ -70,7 +63,7 @@ def sign(
 
 
 def signature_of(operation: Operation) -> bytes:
-    """The signature of a collective."""
+    """Return the signature of a collective; chunk 0, call 0."""
     verb = operation.verb
     if verb == "barrier":
         return sign(verb)
@@ -84,7 +77,7 @@ def signature_of(operation: Operation) -> bytes:
 
 
 def signature_with_sizes(operation: Operation) -> bytes:
-    """As `signature_of`, with a checksum of the sizes that all ranks give alike as its chunk."""
+    """Return the signature; its chunk is a checksum of explicit sizes that all ranks share."""
     signature = signature_of(operation)
     sizes = operation.output_sizes or operation.source_sizes
     if sizes is None or operation.verb == "all_to_all":
@@ -93,17 +86,17 @@ def signature_with_sizes(operation: Operation) -> bytes:
 
 
 def with_chunk(signature: bytes, chunk: int) -> bytes:
-    """The signature as it stands in the slot of a collective's step number ``chunk``."""
+    """Return the signature with step number ``chunk``."""
     return signature[:COMPARED] + struct.pack("<I", chunk) + signature[CALL:]
 
 
 def with_call(signature: bytes, number: int) -> bytes:
-    """The signature as part of the call of that number."""
+    """Return the signature with call number ``number``."""
     return signature[:CALL] + struct.pack("<I", number)
 
 
 def signature_text(signature: bytes) -> str:
-    """A signature in words: ``all_reduce SUM float32[2, 3]``."""
+    """Return a signature as text, such as ``all_reduce SUM float32[2, 3]``."""
     verb, op, dtype, n_dims, place, *dims, chunk, call = SIGNATURE.unpack(signature)
     words = [VERBS[verb] if verb < len(VERBS) else f"verb {verb}"]
     if op != NO_OP:

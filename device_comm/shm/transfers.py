@@ -1,11 +1,9 @@
-"""Send and receive tensors between two ranks, over the channels of one rank to its peers.
+"""Send and receive tensors over the channels between one rank and its peers.
 
-The sender makes a pipe at its first transfer, and says in the group's segment where it is (see
-`device_comm.shm.layout`); the receiver looks there.
-
-They travel through the pipe between the two. A sender does not depend on its receiver: if the pipe
-is full, and the receiver does not empty it, the rest of a tensor goes into spills, as long as the
-pipe has room for chunks about them, and at most `EAGER_BYTES` of spills wait to be received.
+The sender creates a channel at its first transfer, and publishes the handle in the group's segment
+(`device_comm.shm.layout`). Sends are eager: if the receiver does not drain a full channel, the rest
+of a tensor goes into overflow buffers, up to `EAGER_BYTES` of unreceived data, while the ring has
+room for their chunks.
 """
 
 from __future__ import annotations
@@ -52,24 +50,15 @@ if TYPE_CHECKING:
 
 
 CHUNKS_ABOUT_OVERFLOW: Final = 32
-"""More than one transfer posts: four about kept spills, then each spill doubles the last one."""
+"""More than a transfer posts: four for kept overflow buffers, then each twice as large."""
 
 _HANDLE = struct.Struct("<IIxxxxQQ16s")
 
 
 class PeerPipes:
-    """All pipes of one rank. They are made when they are first used.
+    """The channels of one rank: ``outgoing`` by receiver, ``coming`` by sender; made on first use.
 
-    Attributes:
-        board: this node's board.
-        attendance: who the members are, and which ranks have closed the group.
-        rank: this process's rank.
-        group: the segment of the group.
-        layout: the layout of that segment.
-        call: the number of the call that the next transfer is part of; 0: none.
-        spills: where this rank puts what does not fit into its pipes.
-        outgoing: the ends of the pipes to ranks, as far as they were made.
-        coming: the ends of the pipes from ranks, likewise.
+    ``call`` returns the call number of the next transfer; 0: none.
     """
 
     def __init__(
@@ -92,21 +81,21 @@ class PeerPipes:
         self.coming: dict[int, ReceivingEnd] = {}
 
     def to(self, peer: int) -> SendingEnd:
-        """The end of the pipe to rank ``peer``."""
+        """Return the end of the channel to rank ``peer``; make it if necessary."""
         end = self.outgoing.get(peer)
         if end is None:
             end = self.outgoing[peer] = SendingEnd(self, peer)
         return end
 
     def from_(self, peer: int) -> ReceivingEnd:
-        """The end of the pipe from rank ``peer``."""
+        """Return the end of the channel from rank ``peer``; make it if necessary."""
         end = self.coming.get(peer)
         if end is None:
             end = self.coming[peer] = ReceivingEnd(self, peer)
         return end
 
     def sends_eagerly(self, peer: int, size: int) -> bool:
-        """Whether ``size`` bytes to rank ``peer`` can be sent now, if none wait."""
+        """Return True if ``size`` bytes to ``peer`` fit into channel and overflow buffers now."""
         end = self.outgoing.get(peer)
         room = RING_BYTES if end is None else end.room
         if size <= PIECE_BYTES and room >= wanted_room(size):
@@ -115,12 +104,12 @@ class PeerPipes:
         return size > SMALL_BYTES and overflows and self.overflows.allow(size)
 
     def undelivered(self) -> list[int]:
-        """The ranks that have not received all that was sent to them, and still may."""
+        """Return the ranks with unreceived messages that have not closed the group."""
         has_left = self.membership.has_left
         return [rank for rank, end in self.outgoing.items() if not end.empty and not has_left(rank)]
 
     def close(self) -> None:
-        """Close all pipes and spills."""
+        """Close all channels and overflow buffers."""
         for sending in self.outgoing.values():
             sending.close()
         for receiving in self.coming.values():
@@ -133,14 +122,9 @@ def _mover(segment: Segment, board: Board, member: int) -> Pipe:
 
 
 class SendingEnd:
-    """The sender's end of a pipe.
-
-    Attributes:
-        mover: moves bytes into it.
-    """
+    """The sender's end of a channel, which creates it and publishes its handle."""
 
     def __init__(self, pipes: PeerPipes, peer: int) -> None:
-        """Make the pipe and tell where it is. Collective: no."""
         self._segment = Segment.create(RING + RING_BYTES, "group-pipe")
         self._words = self._segment.words
         self._board, self._member = pipes.board, pipes.membership.members[peer]
@@ -155,39 +139,35 @@ class SendingEnd:
 
     @property
     def room(self) -> int:
-        """Bytes that are free, reserved ones included."""
+        """Return the free bytes, including reserved ones."""
         return RING_BYTES - (self._words.load64(POSTED) - self._words.load64(TAKEN))
 
     def takes_inside(self, left: int) -> bool:
-        """Whether a chunk can be posted with the next of ``left`` bytes in it."""
+        """Return True if a data chunk can be posted; ``left``: bytes still to be sent."""
         return self.room >= wanted_room(left)
 
     @property
     def empty(self) -> bool:
-        """Whether all chunks have been taken."""
+        """Return True if all chunks are taken."""
         return self.room == RING_BYTES
 
     def post(self, chunk: Chunk) -> None:
-        """Post a chunk about a spill. There is room."""
+        """Post a chunk without inline data. The caller has checked the room."""
         post(self._words, chunk)
         self._board.notify(self._member)
 
     def close(self) -> None:
-        """Close the pipe."""
+        """Close the channel."""
         self._segment.close()
 
 
 class ReceivingEnd:
-    """The receiver's end of a pipe.
+    """The receiver's end of a channel, which is mapped once the sender has published it.
 
-    Attributes:
-        mover: moves bytes out of it; None before it was found.
-
-    Its methods raise `SharedMemoryError` if the sender had ended before the pipe was found.
+    Methods raise `SharedMemoryError` if the channel cannot be mapped, as the sender has exited.
     """
 
     def __init__(self, pipes: PeerPipes, peer: int) -> None:
-        """Look for the pipe when asked. Collective: no."""
         self._group, self._board, self._membership = pipes.group, pipes.board, pipes.membership
         self._peer = peer
         self._member = pipes.membership.members[peer]
@@ -198,47 +178,47 @@ class ReceivingEnd:
         self._overflows = ReceivedOverflow()
 
     def find_mover(self) -> Pipe | None:
-        """The mover; looks for the pipe. None before the sender has made it."""
-        self._find()
+        """Return the mover; None before the sender has published the channel."""
+        self._map()
         return self.mover
 
     def readable(self) -> bool:
-        """Whether a chunk has come, or none will come any more."""
+        """Return True if a chunk is posted, or the sender has closed the group."""
         return self._membership.has_left(self._peer) or self._has_chunk()
 
     def peek(self) -> Chunk | None:
-        """The next chunk, left in the pipe; None if there is none."""
-        segment = self._find()
+        """Return the next chunk without taking it; None if no chunk is posted."""
+        segment = self._map()
         return None if segment is None else peek(segment)
 
     @property
     def ended(self) -> bool:
-        """Whether nothing will come any more."""
+        """Return True if the sender has closed the group and no chunk is posted."""
         return self._membership.has_left(self._peer) and not self._has_chunk()
 
     def take(self, chunk: Chunk) -> None:
-        """Give the room of the next chunk back, which is ``chunk``."""
+        """Free the room of ``chunk``, the next one."""
         if self._segment is not None:
             take(self._segment.words, chunk)
             self._board.notify(self._member)
 
     def overflow(self, chunk: Chunk) -> OverflowBuffer:
-        """The spill that a chunk is about."""
+        """Return the overflow buffer with the data of ``chunk``."""
         pid, start = self._sender.pid, self._sender.start_time
         handle = SegmentHandle(pid, start, chunk.fd, chunk.nonce, chunk.size)
         return self._overflows.find(handle, chunk.kept)
 
     def close(self) -> None:
-        """Close the pipe, and the spills that were opened."""
+        """Unmap the channel and its overflow buffers."""
         if self._segment is not None:
             self._segment.close()
         self._overflows.close()
 
     def _has_chunk(self) -> bool:
-        segment = self._find()
+        segment = self._map()
         return segment is not None and has_chunk(segment)
 
-    def _find(self) -> Segment | None:
+    def _map(self) -> Segment | None:
         group = self._group
         if self._segment is None and group.words.load32(self._place + PIPE_OPEN):
             fd, pid, start, size, nonce = _HANDLE.unpack_from(
@@ -251,17 +231,16 @@ class ReceivingEnd:
 
 
 PATIENCE_NS: Final = 300_000
-"""How long a sender waits for room before it spills; a receiver that keeps up empties a pipe
-several times in it."""
+"""Nanoseconds without room after which a sender uses overflow buffers; a receiver that keeps up
+drains a channel several times in it."""
 
 
 class SendTask:
-    """One tensor on its way out; a `shm_broadcast.executor.Task`."""
+    """The send of one tensor; a `shm_broadcast.executor.Task`."""
 
     def __init__(
         self, pipes: PeerPipes, peer: int, operation: str, tensor: Tensor, sent: int = 0
     ) -> None:
-        """Send ``tensor``, contiguous, to rank ``peer``, from byte ``sent`` on."""
         self.operation = operation
         self._end = pipes.to(peer)
         self._membership = pipes.membership
@@ -277,13 +256,13 @@ class SendTask:
         self._ahead = False
 
     def advance(self, spin_ns: int) -> bool:
-        """Send what there is room for, about `AT_ONCE_BYTES` at most; whether all is sent.
+        """Send while there is room, about `AT_ONCE_BYTES` at most; return True when all is sent.
 
         Raises:
             GroupClosedError: there is no room, and the receiver has closed the group.
         """
         if not self._total:
-            return self._send_empty() or self._waits()
+            return self._send_empty() or self._await_room()
         patience, spare = PATIENCE_NS if self._left > SMALL_BYTES else spin_ns, 0
         while True:
             before = self._sent
@@ -300,52 +279,50 @@ class SendTask:
                 self._post(overflow)
                 patience, spare = 0, 0 if overflow.kept else 2 * overflow.room
             elif not self._end.takes_inside(self._left):
-                return self._waits()
+                return self._await_room()
 
     def ready(self) -> bool:
-        """Whether more of the tensor can be sent now, or it never can."""
+        """Return True if `advance` can send more, or raises."""
         room = self._end.takes_inside(self._left) or self._may_overflow()
         return room or self._membership.has_left(self._peer)
 
     def missing(self) -> tuple[int, ...]:
-        """The receiver's member number."""
+        """Return the receiver's member number."""
         return (self._member,)
 
     @property
     def _left(self) -> int:
         return self._total - self._sent
 
-    def _waits(self) -> bool:
-        """False: it has to wait for room, which the receiver may still make."""
+    def _await_room(self) -> bool:
+        """Return False; raise if the receiver has closed the group."""
         if self._membership.has_left(self._peer):
             raise self._membership.error(self.operation, self._peer)
         return False
 
     def _send_empty(self) -> bool:
-        """Say that a tensor without elements comes, if there is room; whether it was said."""
         room = self._end.takes_inside(0)
         if room:
             self._end.post(Chunk(INSIDE, self._dtype, False, 0, 0, 0, 0, call=self._call))
         return room
 
     def _may_overflow(self) -> bool:
-        """Whether more may go into spills: of a tensor, all or nothing."""
+        """Return True if the rest of the tensor may go into overflow buffers."""
         if self._left <= SMALL_BYTES or self._end.room < HEADER_BYTES:
             return False
         return self._ahead or self._overflows.allow(self._left)
 
     def _post(self, overflow: SentOverflow) -> None:
-        """Fill ``overflow`` with what comes next of the tensor, and post a chunk about it."""
         used = min(self._left, overflow.room)
         copy_bytes(overflow.address, self._address + self._sent, used)
         fd, size, nonce = overflow.handle.fd, overflow.handle.size, overflow.handle.nonce
-        about = self._dtype, overflow.kept, fd, self._total, self._sent, used
-        self._end.post(Chunk(OVERFLOW, *about, size, nonce, self._call))
+        head = self._dtype, overflow.kept, fd, self._total, self._sent, used
+        self._end.post(Chunk(OVERFLOW, *head, size, nonce, self._call))
         self._sent += used
 
 
 class ReceiveTask:
-    """Tensors on their way in; a `shm_broadcast.executor.Task`."""
+    """The receipt of tensors from one peer; a `shm_broadcast.executor.Task`."""
 
     def __init__(
         self,
@@ -356,15 +333,9 @@ class ReceiveTask:
         following: Callable[[], Sequence[Tensor]] | None = None,
         received: int = 0,
     ) -> None:
-        """Fill tensors, contiguous, with what rank ``peer`` sends next.
+        """Fill contiguous ``tensors``, from byte ``received`` of the first one on.
 
-        Args:
-            pipes: this rank's.
-            peer: the sender.
-            operation: for messages.
-            tensors: at least one, or none where there is ``following``.
-            following: gives those that come next, once these are filled; none: that was all.
-            received: bytes of the first tensor that are there already.
+        Then fill the tensors that ``following`` returns, until it returns none.
         """
         self.operation = operation
         self._board = pipes.board
@@ -382,14 +353,14 @@ class ReceiveTask:
             self._received = received
 
     def advance(self, spin_ns: int) -> bool:
-        """Take what has come, about `AT_ONCE_BYTES` at most; whether that is all.
+        """Take chunks, about `AT_ONCE_BYTES` at most; return True when all tensors are filled.
 
         Raises:
             DivergenceError: the sender sent another dtype or size, or in another call.
             GroupClosedError: the sender has closed the group.
-            PeerLostError: the sender ended before what it has sent could be found.
-            SharedMemoryError: this process has no descriptor left to map that, or may not map it:
-                one of the two has changed its user.
+            PeerLostError: the sender exited before its memory was mapped.
+            SharedMemoryError: this process has no file descriptor left to map that memory, or no
+                permission: one of the two has changed its user.
         """
         moved = 0
         try:
@@ -420,18 +391,17 @@ class ReceiveTask:
         return True
 
     def ready(self) -> bool:
-        """Whether something has come, or nothing will come any more."""
+        """Return True if `advance` can take a chunk, or raises."""
         try:
             return self._end.readable()
-        except SharedMemoryError:  # `advance` tells
+        except SharedMemoryError:  # `advance` raises it
             return True
 
     def missing(self) -> tuple[int, ...]:
-        """The sender's member number."""
+        """Return the sender's member number."""
         return (self._member,)
 
     def _take_next(self) -> bool:
-        """Turn to the next tensor; whether there is one."""
         tensor = next(self._tensors, None)
         if tensor is None and self._following is not None:
             self._tensors = iter(self._following())
@@ -445,7 +415,6 @@ class ReceiveTask:
         return True
 
     def _pull(self, spin_ns: int) -> bool:
-        """Take what has come inside chunks; whether the tensor is filled."""
         mover = self._end.find_mover() if self._total else None
         if mover is not None:
             self._received = mover.pull(

@@ -1,1 +1,1 @@
-"""The verbs of a communicator: each checks what it is given and makes an operation of it."""
+"""The verbs of a communicator, which check arguments and make operations."""

@@ -1,14 +1,11 @@
-"""Check and arrange what callers pass to verbs, before anything moves.
+"""Check and arrange the arguments of verbs with pure functions, without communication.
 
-Pure functions; nothing here communicates.
+A verb has three overloads, since Python cannot add a keyword to the signature of another function
+(PEP 612), and a checker matches ``bool`` with neither of its two values.
 
-A verb has three overloads, since Python cannot add a keyword to a signature that another has
-(PEP 612), and a checker takes ``bool`` for neither of its two values.
-
-A verb with a ``dim`` sees a tensor as (outer, count, rest): the dimensions before ``dim``
-together, then ``count`` equal pieces of ``dim`` with all that follows. Backends want the
-pieces first: (count, outer, rest). With one outer row, and so always with ``dim`` 0, the two
-are the same memory, and nothing is copied.
+A verb with a ``dim`` sees a tensor as (outer, count, rest): the dimensions before ``dim``, then
+``count`` equal pieces of ``dim`` with all later dimensions. Backends need (count, outer, rest).
+With one outer row, as always with ``dim`` 0, both have the same memory, and nothing is copied.
 """
 
 from __future__ import annotations
@@ -40,9 +37,9 @@ def check_tensor(label: str, x: object, device: torch.device) -> None:
 
 
 def why_not_dense(x: Tensor) -> str | None:
-    """What ``x`` is instead of a tensor whose elements lie in memory of its own; None if it is.
+    """Return None if ``x`` owns dense memory, else a description of its kind.
 
-    A subclass that handles operations itself, as DTensor does, wraps other tensors.
+    A subclass that handles operations itself, such as DTensor, wraps other tensors.
     """
     kind = type(x)
     if kind is not Tensor and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
@@ -53,7 +50,7 @@ def why_not_dense(x: Tensor) -> str | None:
         return "a nested one: pass the tensors of its unbind()"
     if x._is_zerotensor():  # autograd makes them
         return "one without memory: pass a clone() of it"
-    # torch.compile warns of builtins that it does not know.
+    # torch.compile warns of builtins that it does not support.
     if not is_compiling() and is_functorch_wrapped_tensor(x):
         return "one that vmap, grad or another function of torch.func has wrapped"
     return None
@@ -72,7 +69,7 @@ def check_out(
 
 
 def check_apart(out: Tensor) -> None:
-    """Require that no two elements of an output are one in memory."""
+    """Require that no two elements of an output share memory."""
     if 0 in out.stride() and any(
         stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)
     ):
@@ -80,7 +77,7 @@ def check_apart(out: Tensor) -> None:
 
 
 def check_dim(dim: int, x: Tensor) -> int:
-    """Return ``dim`` counted from the front; tensors without dimensions have none."""
+    """Return ``dim`` counted from the front; raise for tensors without dimensions."""
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise TypeError(f"dim must be an int, not {dim!r}")
     count = x.dim()
@@ -90,7 +87,7 @@ def check_dim(dim: int, x: Tensor) -> int:
 
 
 def check_shape(label: str, size: Shape) -> tuple[int, ...]:
-    """The shape that ``size`` says: an int stands for one dimension."""
+    """Return ``size`` as a shape; an int is one dimension."""
     given = (size,) if isinstance(size, SupportsIndex) else size
     if not isinstance(given, Sequence) or isinstance(given, (str, bytes)):
         raise TypeError(f"{label} must be an int or a sequence of ints, not {size!r}")
@@ -104,7 +101,7 @@ def check_shape(label: str, size: Shape) -> tuple[int, ...]:
 
 
 def check_rank(label: str, rank: object, world_size: int) -> int:
-    """Require a rank of the group, counted from 0: no negative ranks; the rank as an int."""
+    """Require a non-negative rank of the group; return it as an int."""
     try:
         number = _whole(rank)
     except TypeError:
@@ -115,7 +112,7 @@ def check_rank(label: str, rank: object, world_size: int) -> int:
 
 
 def check_peer(label: str, peer: object, rank: int, world_size: int) -> int:
-    """Require a rank of the group that is another than ``rank``; the rank as an int."""
+    """Require a rank of the group other than ``rank``; return it as an int."""
     number = check_rank(label, peer, world_size)
     if number == rank:
         raise ValueError(f"{label}={number} is this rank itself")
@@ -123,7 +120,7 @@ def check_peer(label: str, peer: object, rank: int, world_size: int) -> int:
 
 
 def check_sizes(label: str, sizes: object, world_size: int) -> tuple[int, ...]:
-    """Require one size of 0 or more for each rank."""
+    """Require one non-negative size per rank."""
     if not isinstance(sizes, (tuple, list, Sequence)):
         raise TypeError(f"{label} must be a sequence of ints, not {sizes!r}")
     try:
@@ -138,11 +135,7 @@ def check_sizes(label: str, sizes: object, world_size: int) -> tuple[int, ...]:
 
 
 def _whole(value: object) -> int:
-    """``value`` as an int, NumPy's integers too.
-
-    Raises:
-        TypeError: it is none, or a bool.
-    """
+    """Return an integer, NumPy's included, as an int; raise `TypeError` for others and bool."""
     if type(value) is int:
         return value
     if isinstance(value, (bool, Tensor)) or not isinstance(value, SupportsIndex):
@@ -151,44 +144,44 @@ def _whole(value: object) -> int:
 
 
 def check_total(label: str, sizes: Sequence[int], total: int, dim: int) -> None:
-    """Require that ``sizes`` cut up exactly the ``total`` rows that a tensor has."""
+    """Require that ``sizes`` add up to the ``total`` rows of a tensor."""
     if sum(sizes) != total:
         raise ValueError(f"{label} add up to {sum(sizes)}; dimension {dim} has {total}")
 
 
 def equal_share(total: int, world_size: int, dim: int) -> int:
-    """What each rank gets of ``total`` rows; they must divide."""
+    """Return each rank's share of ``total`` rows; they must divide evenly."""
     if total % world_size:
         raise ValueError(f"dimension {dim} has {total} rows, not divisible by {world_size} ranks")
     return total // world_size
 
 
 Timeout: TypeAlias = float | Deadline | None
-"""Seconds that a call may take, or until when; None: what the group allows."""
+"""The time limit of a call in seconds, or a deadline; None: the group's default."""
 
 Sizes: TypeAlias = Sequence[int] | None
-"""Rows of each rank; None: all have as many."""
+"""Rows of each rank; None: equal on all ranks."""
 
 Out: TypeAlias = Tensor | None
-"""Where the result goes; None: into a new tensor."""
+"""The tensor for the result; None: a new one."""
 
 
 class Now(TypedDict, total=False):
-    """Of a call that returns its result."""
+    """Keywords of a call that returns its result."""
 
     async_op: Literal[False]
     timeout: Timeout
 
 
 class Later(TypedDict, total=False):
-    """Of a call that returns a `Work` of its result."""
+    """Keywords of a call that returns a `Work` of its result."""
 
     async_op: Required[Literal[True]]
     timeout: Timeout
 
 
 class Maybe(TypedDict, total=False):
-    """Of a call that returns the one or the other."""
+    """Keywords of a call that returns one or the other."""
 
     async_op: bool
     timeout: Timeout
@@ -198,11 +191,11 @@ if TYPE_CHECKING:
     Empty = Callable[[Sequence[int], torch.dtype, Tensor | None], Tensor]
     """`device_comm.backend.Backend.empty`."""
     OutputBuffer = tuple[Tensor, Callable[[], Tensor] | None]
-    """Where a backend writes, and the last step that returns the result (None: it is that)."""
+    """The backend's output, and the last step, which returns the result (None: the output)."""
 
 
 def materialized(x: Tensor) -> Tensor:
-    """``x`` itself or a copy of it: contiguous, no autograd history, nothing lazy."""
+    """Return ``x`` or a copy: contiguous, without autograd history or lazy conjugation."""
     if x.requires_grad:
         x = x.detach()
     if is_materialized(x):
@@ -211,41 +204,41 @@ def materialized(x: Tensor) -> Tensor:
 
 
 def is_materialized(x: Tensor) -> bool:
-    """Whether the elements of ``x`` lie in its memory in order and as they are."""
+    """Return True if the elements of ``x`` are contiguous and not lazy."""
     return x.is_contiguous() and not x.is_neg() and not (x.is_complex() and x.is_conj())
 
 
 def shares_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether the storages of ``a`` and ``b`` lie over one another: so may the tensors."""
+    """Return True if the storages of ``a`` and ``b`` overlap."""
     first, second = a.untyped_storage(), b.untyped_storage()
     begin, start = first.data_ptr(), second.data_ptr()
     return begin < start + second.nbytes() and start < begin + first.nbytes()
 
 
 def resized(shape: Sequence[int], dim: int, rows: int) -> tuple[int, ...]:
-    """``shape`` with ``rows`` in dimension ``dim``."""
+    """Return ``shape`` with ``rows`` in dimension ``dim``."""
     sizes = list(shape)
     sizes[dim] = rows
     return tuple(sizes)
 
 
 def row_elements(shape: Sequence[int], dim: int) -> int:
-    """Elements of one row along ``dim``."""
+    """Return the elements of one row along ``dim``."""
     return math.prod(resized(shape, dim, 1))
 
 
 def elements_of(rows: Sequence[int], row: int) -> tuple[int, ...]:
-    """Elements of each of so many rows of ``row`` elements."""
+    """Return the elements of each count in ``rows``, with ``row`` elements per row."""
     return tuple(count * row for count in rows)
 
 
 def rows_before(shape: Sequence[int], dim: int) -> int:
-    """How many outer rows there are: the product of the dimensions before ``dim``."""
+    """Return the number of outer rows: the product of the dimensions before ``dim``."""
     return math.prod(tuple(shape)[:dim]) if dim else 1  # a slice of torch.Size is slow
 
 
 def pack_pieces(x: Tensor, dim: int, count: int) -> Tensor:
-    """``x`` with its ``count`` pieces along ``dim`` one after the other, contiguous."""
+    """Return ``x`` with its ``count`` pieces along ``dim`` consecutive and contiguous."""
     outer = rows_before(x.shape, dim)
     if outer == 1 or x.numel() == 0:
         return materialized(x)
@@ -259,15 +252,10 @@ def output_buffer(
     like: Tensor,
     source: Tensor | None,
 ) -> OutputBuffer:
-    """A landing for a result of ``shape``.
+    """Return the buffer for a result of ``shape``; check ``out``.
 
-    Args:
-        empty: makes a new contiguous tensor.
-        out: what the caller wants filled; None: a new tensor.
-        shape: the result's.
-        like: of the result's dtype, on the device.
-        source: what is read while the result is written; None: nothing but ``out`` itself, which
-            has been checked as an input is. The rest is checked here.
+    ``source`` is read during the write, so the buffer must not share its memory. None: only ``out``
+    itself is read; it was checked as an input. ``like`` has the result's dtype and device.
     """
     if out is None:
         return empty(shape, like.dtype, like), None
@@ -297,7 +285,7 @@ def output_pieces(
     like: Tensor,
     source: Tensor,
 ) -> OutputBuffer:
-    """A landing for ``count`` pieces, one after the other, of a result of ``shape``."""
+    """Return the buffer for ``count`` consecutive pieces of a result of ``shape``."""
     outer = rows_before(shape, dim)
     if outer == 1 or not (numel := math.prod(shape)):
         return output_buffer(empty, out, shape, like, source)

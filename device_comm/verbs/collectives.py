@@ -47,12 +47,10 @@ def reduce_and_norm(
     epsilon: float,
     timeout: Timeout,
 ) -> tuple[Tensor, Tensor]:
-    """In one operation where the backend has it, else in steps; see
-    `device_comm.verbs.collectives.SymmetricVerbs.all_reduce_norm`.
-    """
+    """Run `SymmetricVerbs.all_reduce_norm`: fused if the backend supports it, else in steps."""
     if is_compiling():
-        learns = _learns(x, residual, weight)
-        if traced is None or learns or x.dtype not in run.backend.capabilities.normed:
+        needs_grad = _needs_grad(x, residual, weight)
+        if traced is None or needs_grad or x.dtype not in run.backend.capabilities.normed:
             return _in_steps(all_reduce, x, residual, weight, epsilon)
         return traced.all_reduce_norm(x, residual, weight, epsilon)
     check_tensor("x", x, run.device)
@@ -60,9 +58,9 @@ def reduce_and_norm(
         raise TypeError(f"x must be rows of floats, not {x.dim()} dimensions of {x.dtype}")
     _check_like("residual", residual, x, x.shape)
     _check_like("weight", weight, x, x.shape[-1:])
-    learns = _learns(x, residual, weight)
-    if not learns and run.world_size > 1 and run.backend.norms(x, weight):
-        # A layout is each rank's own: what is launched must not depend on it.
+    needs_grad = _needs_grad(x, residual, weight)
+    if not needs_grad and run.world_size > 1 and run.backend.norms(x, weight):
+        # The layout may differ between ranks; the launched operation must not.
         x, residual, weight = map(materialized, (x, residual, weight))
         output, kept = run.new(x.shape, x.dtype, x), run.new(x.shape, x.dtype, x)
         norm = Norm(residual, weight, kept, epsilon)
@@ -82,8 +80,7 @@ def _in_steps(
     return rms_norm(kept, weight.shape, weight, epsilon), kept
 
 
-def _learns(*given: Tensor) -> bool:
-    """Whether autograd would have to know of what is done."""
+def _needs_grad(*given: Tensor) -> bool:
     return torch.is_grad_enabled() and any(each.requires_grad for each in given)
 
 
@@ -96,7 +93,7 @@ def _check_like(label: str, given: Tensor, x: Tensor, shape: tuple[int, ...]) ->
 
 
 class SymmetricVerbs:
-    """Collectives without a root. See `device_comm.communicator` for what all verbs share."""
+    """Collectives without a root. `device_comm.communicator` has the common rules."""
 
     runner: Runner
     _traced: Traced | None = None
@@ -143,17 +140,14 @@ class SymmetricVerbs:
     ) -> Any:
         """Reduce ``x`` over all ranks. Collective: yes, every member.
 
-        No gradient flows through this verb or any other: `coordinator.layout.moves` has
-        those for training.
+        No verb propagates gradients; `coordinator.layout.moves` does, for training.
 
         Args:
             x: the same shape and dtype on all ranks.
-            op: what `check_reduction` accepts for the dtype.
-            out: like ``x``; may be ``x`` itself.
-            hierarchical: within each node first, then between them, where the nodes are known (a
-                communicator knows of none); it is done when this returns, also as a `Work`.
-            async_op: return a `Work` of the result.
-            timeout: seconds; None: what the group allows.
+            op: a reduction that `check_reduction` accepts for the dtype.
+            out: may be ``x`` itself.
+            hierarchical: reduce within each node first, then between nodes, if the nodes are known
+                (a communicator has none); complete on return, also with ``async_op``.
 
         Returns:
             A tensor like ``x``; ``x`` itself in a group of one.
@@ -166,7 +160,7 @@ class SymmetricVerbs:
                 return traced.all_reduce(x, op)
             if out is x:
                 if (total := traced.all_reduce(x, op)) is not x:
-                    x.detach().copy_(total)  # as outside a graph, autograd does not see it
+                    x.detach().copy_(total)  # hidden from autograd, as in eager mode
                 return x
         run = self.runner
         if not async_op and (shortcut := run.backend.fast_path) is not None:
@@ -200,7 +194,7 @@ class SymmetricVerbs:
         async_op: bool = False,
         timeout: Timeout = None,
     ) -> Any:
-        """`all_reduce` into ``x``. Collective: yes, every member. Returns ``x``."""
+        """Reduce in place into ``x``, and return it. Collective: yes, every member."""
         return self.all_reduce(x, op=op, out=x, async_op=async_op, timeout=timeout)
 
     def all_reduce_norm(
@@ -212,28 +206,25 @@ class SymmetricVerbs:
         *,
         timeout: Timeout = None,
     ) -> tuple[Tensor, Tensor]:
-        """Sum ``x`` over all ranks, add it to the residual, and norm the rows (RMSNorm).
+        """Sum ``x`` over all ranks, add the residual, and norm the rows (RMSNorm).
 
-        One kernel where ``x`` is small enough and on GPUs of one host, elsewhere in steps, with
-        the same result up to rounding: in one kernel the new residual is rounded once. The same
-        on all ranks, if ``residual`` and ``weight`` are.
+        Runs as one kernel for small ``x`` on GPUs of one host, else in steps. Results are equal up
+        to rounding: the kernel rounds the new residual once. They are the same on all ranks if
+        ``residual`` and ``weight`` are.
 
-        Under `torch.compile` it is one op of the graph if the group has such a kernel for the
-        dtype, and its size decides in each call; else it is taken apart when it is traced, so that
-        the compiler fuses what follows the sum. `coordinator.all_reduce_norm_pass` finds it in
-        models that write it out.
+        Under `torch.compile` it is one op of the graph if the group has a kernel for the dtype; the
+        size decides in each call. Otherwise tracing decomposes it, so that the compiler fuses the
+        steps. `coordinator.all_reduce_norm_pass` matches models that write the steps out.
 
         Collective: yes, every member.
 
         Args:
-            x: (..., h) of floats, the same shape and dtype on all ranks.
-            residual: as ``x``.
+            x, residual: (..., h) of floats; ``x`` has the same shape and dtype on all ranks.
             weight: (h,), of the dtype of ``x``.
-            epsilon: what is added to the mean of a row's squares.
-            timeout: seconds; None: what the group allows.
+            epsilon: added to the mean of a row's squares.
 
         Returns:
-            ``(rms_norm(kept) * weight, kept)``, where ``kept = residual + sum``; new tensors.
+            ``(rms_norm(kept) * weight, kept)``, with ``kept = residual + sum``; new tensors.
         """
         return reduce_and_norm(
             self.runner,
@@ -270,14 +261,10 @@ class SymmetricVerbs:
         """Concatenate the ``x`` of all ranks, in rank order. Collective: yes, every member.
 
         Args:
-            x: (..., s, ...), the same shape and dtype on all ranks.
-            dim: along which to concatenate.
-            out: (..., N * s, ...).
-            async_op: return a `Work` of the result.
-            timeout: seconds; None: what the group allows.
+            x: (..., s, ...), the same shape and dtype on all ranks; s is dimension ``dim``.
 
         Returns:
-            (..., N * s, ...), contiguous; ``x`` itself in a group of one.
+            (..., N * s, ...), the shape of ``out``, contiguous; ``x`` itself in a group of one.
         """
         traced = self._traced
         if traced and is_compiling() and out is None and not async_op and timeout is None:
@@ -311,19 +298,13 @@ class SymmetricVerbs:
     def all_gather_(
         self, x: Tensor, dim: int = -1, *, async_op: bool = False, timeout: Timeout = None
     ) -> Any:
-        """`all_gather` of part ``rank`` of each ``x``. Collective: yes, every member.
-
-        Args:
-            x: (..., N * s, ...), of which part ``rank`` along ``dim`` is this rank's input.
-            dim: along which the parts lie.
-            async_op: return a `Work` of the result.
-            timeout: seconds; None: what the group allows.
+        """Gather part ``rank`` of each ``x`` into ``x``. Collective: yes, every member.
 
         Returns:
-            ``x``, filled.
+            ``x``, (..., N * s, ...), filled; ``dim`` is the dimension of the parts.
         """
-        mine = self.runner.copy_of_part(x, dim, self.runner.rank)
-        return self.all_gather(mine, dim, out=x, async_op=async_op, timeout=timeout)
+        own = self.runner.copy_of_part(x, dim, self.runner.rank)
+        return self.all_gather(own, dim, out=x, async_op=async_op, timeout=timeout)
 
     @overload
     def reduce_scatter(
@@ -347,18 +328,14 @@ class SymmetricVerbs:
         async_op: bool = False,
         timeout: Timeout = None,
     ) -> Any:
-        """Reduce ``x`` over all ranks; each rank keeps its part. Collective: yes, every member.
+        """Reduce ``x`` over all ranks; rank r keeps part r. Collective: yes, every member.
 
         Args:
-            x: (..., N * s, ...), the same shape and dtype on all ranks.
-            dim: along which rank r gets part r.
-            op: what `check_reduction` accepts for the dtype.
-            out: (..., s, ...).
-            async_op: return a `Work` of the result.
-            timeout: seconds; None: what the group allows.
+            x: (..., N * s, ...), the same shape and dtype on all ranks; N * s is dimension ``dim``.
+            op: a reduction that `check_reduction` accepts for the dtype.
 
         Returns:
-            (..., s, ...), contiguous; ``x`` itself in a group of one.
+            (..., s, ...), the shape of ``out``, contiguous; ``x`` itself in a group of one.
         """
         traced = self._traced
         if traced and is_compiling() and out is None and not async_op and timeout is None:
@@ -403,17 +380,11 @@ class SymmetricVerbs:
         async_op: bool = False,
         timeout: Timeout = None,
     ) -> Any:
-        """`reduce_scatter` into the first part of ``x``. Collective: yes, every member.
-
-        Args:
-            x: (..., N * s, ...); what is not in the first part is left as it was.
-            dim: along which the parts lie.
-            op: what `check_reduction` accepts for the dtype.
-            async_op: return a `Work` of the result.
-            timeout: seconds; None: what the group allows.
+        """Reduce and scatter into the first part of ``x``. Collective: yes, every member.
 
         Returns:
-            The first part: a view of ``x``, (..., s, ...); in a group of one ``x`` itself.
+            The first part, a view (..., s, ...) of ``x``; the rest of ``x`` is unchanged. ``x``
+                itself in a group of one.
         """
         out = self.runner.part(x, dim, 0)
         return self.reduce_scatter(x, dim, op=op, out=out, async_op=async_op, timeout=timeout)
@@ -421,12 +392,11 @@ class SymmetricVerbs:
     def _reduce_by_nodes(
         self, x: Tensor, op: ReduceOp, out: Out, async_op: bool, timeout: Timeout
     ) -> Tensor | Work[Tensor]:
-        """`all_reduce`, ``hierarchical``, where no nodes are known: all ranks as on one."""
         return self.all_reduce(x, op=op, out=out, async_op=async_op, timeout=timeout)
 
 
 class AllToAllVerbs:
-    """The exchange of parts. See `device_comm.communicator` for what all verbs share."""
+    """The exchange of parts. `device_comm.communicator` has the common rules."""
 
     runner: Runner
 
@@ -474,21 +444,16 @@ class AllToAllVerbs:
         async_op: bool = False,
         timeout: Timeout = None,
     ) -> Any:
-        """Send part r of ``x`` to rank r; concatenate what comes. Collective: yes, every member.
+        """Send part r of ``x`` to rank r; concatenate the received. Collective: yes, every member.
 
         Args:
-            x: the same shape on all ranks but for the rows along ``dim``.
-            dim: along which ``x`` is cut and the parts are concatenated.
-            input_sizes: rows that go to each rank; None: equal parts. All ranks give sizes, or
-                none does.
-            output_sizes: rows that come from each rank: rank r's ``input_sizes`` for this
-                rank. Given together with ``input_sizes``, or not at all.
-            out: ``sum(output_sizes)`` rows.
-            async_op: return a `Work` of the result.
-            timeout: seconds; None: what the group allows.
+            x: the same shape on all ranks, except for the rows along ``dim``.
+            input_sizes: rows for each rank; None: equal parts. All ranks pass sizes, or none.
+            output_sizes: rows from each rank: rank r's ``input_sizes`` for this rank. Required with
+                ``input_sizes``.
 
         Returns:
-            ``sum(output_sizes)`` rows, contiguous; ``x`` itself in a group of one.
+            ``sum(output_sizes)`` rows, as ``out`` has, contiguous; ``x`` itself in a group of one.
         """
         run = self.runner
         plain = not async_op and input_sizes is None and output_sizes is None
@@ -503,21 +468,21 @@ class AllToAllVerbs:
         if (input_sizes is None) != (output_sizes is None):
             raise ValueError("input_sizes and output_sizes are given together, or not at all")
         shape: tuple[int, ...] = x.shape
-        alike, gives, takes = shape, None, None
+        compared, sent, received = shape, None, None
         if input_sizes is None:
             equal_share(rows, n, dim)
         else:
-            gives = check_sizes("input_sizes", input_sizes, n)
-            takes = check_sizes("output_sizes", output_sizes, n)
-            check_total("input_sizes", gives, rows, dim)
-            if gives[run.rank] != takes[run.rank]:
+            sent = check_sizes("input_sizes", input_sizes, n)
+            received = check_sizes("output_sizes", output_sizes, n)
+            check_total("input_sizes", sent, rows, dim)
+            if sent[run.rank] != received[run.rank]:
                 raise ValueError(
-                    f"input_sizes and output_sizes differ about what rank {run.rank} sends itself: "
-                    f"{gives[run.rank]} and {takes[run.rank]}"
+                    f"input_sizes and output_sizes differ for rank {run.rank}, which is this rank: "
+                    f"{sent[run.rank]} and {received[run.rank]}"
                 )
             row = row_elements(shape, dim)
-            shape, alike = resized(shape, dim, sum(takes)), resized(shape, dim, -1)
-            gives, takes = elements_of(gives, row), elements_of(takes, row)
+            shape, compared = resized(shape, dim, sum(received)), resized(shape, dim, -1)
+            sent, received = elements_of(sent, row), elements_of(received, row)
         if n == 1:
             return run.identity("all_to_all", x, out, async_op)
         source = pack_pieces(x, dim, rows)
@@ -528,9 +493,9 @@ class AllToAllVerbs:
             buffer,
             async_op,
             timeout,
-            source_sizes=gives,
-            output_sizes=takes,
-            shape=alike,
+            source_sizes=sent,
+            output_sizes=received,
+            shape=compared,
             dim=dim,
         )
         return run.run(operation, buffer, finish)
@@ -546,5 +511,5 @@ class AllToAllVerbs:
     def all_to_all_(
         self, x: Tensor, dim: int = 0, *, async_op: bool = False, timeout: Timeout = None
     ) -> Any:
-        """`all_to_all` of equal parts, into ``x``. Collective: yes, every member. Returns ``x``."""
+        """Exchange equal parts in place, and return ``x``. Collective: yes, every member."""
         return self.all_to_all(x, dim=dim, out=x, async_op=async_op, timeout=timeout)

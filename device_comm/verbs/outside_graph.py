@@ -1,4 +1,4 @@
-"""What `torch.compile` does not look into; in a module of its own, as it loads torch's compiler."""
+"""Exclude calls from `torch.compile`; a separate module, since it imports torch's compiler."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ T = TypeVar("T")
 
 @disable  # type: ignore[untyped-decorator] # torch has no type for it
 def call_outside_graph(function: Callable[..., T], *args: Any) -> T:
-    """Call what needs a tensor's address, or its size, which a tensor that is traced has not."""
+    """Call a function that needs an address or a size, which traced tensors lack."""
     return function(*args)

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 
 class PointToPointVerbs:
-    """Sending, receiving, meeting. See `device_comm.communicator` for what all verbs share.
+    """Messages and the barrier. `device_comm.communicator` has the common rules.
 
-    What one rank sends to another arrives in the order sent; sender and receiver agree on
-    shape and dtype.
+    Messages of one rank to another arrive in the order of their sends. Sender and receiver pass the
+    same shape and dtype.
     """
 
     runner: Runner
@@ -43,13 +43,8 @@ class PointToPointVerbs:
     def send(self, x: Tensor, dst: int | None = None, *, timeout: Timeout = None) -> None:
         """Send ``x`` to rank ``dst``. Collective: no, the two ranks only.
 
-        Args:
-            x: any shape and dtype.
-            dst: a rank in the group, not this one; None: the next rank, modulo N.
-            timeout: seconds; None: what the group allows.
-
-        Returns:
-            None, once ``x`` may be changed. Whether it has been received then is not said.
+        Returns when ``x`` may be changed, which may be before it is received. ``dst`` is another
+        rank in the group; None: the next rank, modulo N.
         """
         run = self.runner
         if (shortcut := run.backend.fast_path) is not None:
@@ -59,27 +54,23 @@ class PointToPointVerbs:
         self._start_send(x, dst, async_op=False, timeout=timeout)
 
     def empty(self, shape: Shape, dtype: torch.dtype) -> Tensor:
-        """A new contiguous tensor on the device, of any content, for something to be received.
+        """Return a new contiguous tensor on the device, uninitialised, for a receive.
 
-        Large ones may lie in memory that was used before, which is faster than fresh pages.
-        Collective: no.
+        A large one may reuse memory, which is faster than fresh pages.
         """
         return self.runner.empty(shape, dtype)
 
     def sends_eagerly(self, dst: int, size: int) -> bool:
-        """Whether a `send` of ``size`` bytes to rank ``dst`` would now return without its `recv`.
-
-        Collective: no. Else it would wait; an `isend` never does.
-        """
+        """Return True if a `send` of ``size`` bytes to ``dst`` returns without its `recv`."""
         return self.runner.backend.sends_eagerly(dst, size)
 
     def isend(self, x: Tensor, dst: int | None = None, *, timeout: Timeout = None) -> Work[None]:
-        """As `send`, at once and without a matching `recv`. Collective: no.
+        """Start a `send`; never block.
 
         Returns:
-            A `Work`; ``x`` must not be changed until it is done. ``timeout`` is its `wait`'s. It
-            may be done before the receiver has come: closing the group then waits for that, for
-            some seconds (`GroupCoordinator.close`); closing a communicator does not: see `flush`.
+            A `Work` with time limit ``timeout``; ``x`` must not change until it is done. That may
+                be before the receive. Closing a group then waits some seconds for the receive
+                (`GroupCoordinator.close`); closing a communicator does not: see `flush`.
         """
         return self._start_send(x, dst, async_op=True, timeout=timeout)  # type: ignore[no-any-return]
 
@@ -92,14 +83,10 @@ class PointToPointVerbs:
         out: Out = None,
         timeout: Timeout = None,
     ) -> Tensor:
-        """What rank ``src`` sends next to this rank. Collective: no, the two ranks only.
+        """Receive the next message from rank ``src``. Collective: no, the two ranks only.
 
-        Args:
-            size: the shape, an int for one dimension; may be left out if ``out`` is given.
-            dtype: the dtype; may be left out if ``out`` is given.
-            src: a rank in the group, not this one; None: the previous rank, modulo N.
-            out: where to put it.
-            timeout: seconds; None: what the group allows.
+        ``size`` is a shape, an int for one dimension; ``size`` and ``dtype`` are optional with
+        ``out``. ``src`` is another rank in the group; None: the previous rank, modulo N.
 
         Returns:
             ``out``, or a new contiguous tensor.
@@ -126,11 +113,7 @@ class PointToPointVerbs:
         out: Out = None,
         timeout: Timeout = None,
     ) -> Work[Tensor]:
-        """As `recv`, at once. Collective: no.
-
-        Returns:
-            A `Work` of the tensor. ``timeout`` is its `wait`'s.
-        """
+        """Start a `recv`; return a `Work` of the tensor with time limit ``timeout``."""
         return self._start_recv(  # type: ignore[no-any-return]
             size, dtype, src, out, async_op=True, timeout=timeout
         )
@@ -142,15 +125,12 @@ class PointToPointVerbs:
         *,
         timeout: Timeout = None,
     ) -> None:
-        """What rank ``src`` sends next, where only what has come tells what follows.
+        """Receive tensors from ``src`` whose number depends on earlier ones.
 
         Collective: no, the two ranks only.
 
-        Args:
-            following: gives the contiguous tensors that are to be filled next, in the order in
-                which they are sent, once those before are; none: that was all.
-            src: a rank in the group, not this one.
-            timeout: seconds for all of them; None: the communicator's.
+        ``following`` returns the next contiguous tensors to fill, in the order of their sends,
+        after the previous ones are filled; none: the end. ``timeout`` limits the whole series.
         """
         backend = self.runner.backend
         if not isinstance(timeout, Deadline):
@@ -164,12 +144,9 @@ class PointToPointVerbs:
             raise
 
     def irecv_series(self, following: Callable[[], Sequence[Tensor]], src: int) -> Work[None]:
-        """As `recv_series`, at once; ``following`` is called on any thread. Collective: no.
+        """Start a `recv_series`, which continues in the background.
 
-        It goes on while the caller is busy, or waits for something else.
-
-        Raises:
-            NotImplementedError: the backend cannot.
+        Any thread may call ``following``. Raises `NotImplementedError` if not supported.
         """
         src = self._check_peer("src", src, -1)
         offered = self.runner.backend.capabilities
@@ -185,12 +162,7 @@ class PointToPointVerbs:
     @overload
     def barrier(self, **how: Unpack[Maybe]) -> Work[None] | None: ...
     def barrier(self, *, async_op: bool = False, timeout: Timeout = None) -> Work[None] | None:
-        """Return once every rank has come here. Collective: yes, every member.
-
-        Args:
-            async_op: return a `Work`.
-            timeout: seconds; None: what the group allows.
-        """
+        """Return after every rank has called. Collective: yes, every member."""
         run = self.runner
         if not async_op and (shortcut := run.backend.fast_path) is not None:
             done = shortcut.collective("barrier", timeout)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class RootedVerbs:
-    """Collectives with a root. See `device_comm.communicator` for what all verbs share."""
+    """Broadcast and reduce. `device_comm.communicator` has the common rules."""
 
     runner: Runner
 
@@ -56,17 +56,14 @@ class RootedVerbs:
         async_op: bool = False,
         timeout: Timeout = None,
     ) -> Any:
-        """The ``x`` of rank ``src``, on all ranks. Collective: yes, every member.
+        """Return the ``x`` of rank ``src`` on all ranks. Collective: yes, every member.
 
         Args:
-            x: the same shape and dtype on all ranks; only the values on ``src`` matter.
-            src: a rank in the group.
-            out: like ``x``; may be ``x`` itself.
-            async_op: return a `Work` of the result.
-            timeout: seconds; None: what the group allows.
+            x: the same shape and dtype on all ranks; only ``src`` needs values.
+            out: may be ``x`` itself.
 
         Returns:
-            A tensor like ``x``, a new one on ``src`` too; ``x`` itself in a group of one.
+            A tensor like ``x``, a new one on ``src`` as well; ``x`` itself in a group of one.
         """
         run = self.runner
         if not async_op and (shortcut := run.backend.fast_path) is not None:
@@ -99,7 +96,7 @@ class RootedVerbs:
     def broadcast_(
         self, x: Tensor, src: int = 0, *, async_op: bool = False, timeout: Timeout = None
     ) -> Any:
-        """`broadcast` into ``x``. Collective: yes, every member. Returns ``x``."""
+        """Broadcast in place into ``x``, and return it. Collective: yes, every member."""
         return self.broadcast(x, src=src, out=x, async_op=async_op, timeout=timeout)
 
     @overload
@@ -127,12 +124,9 @@ class RootedVerbs:
         """Reduce ``x`` over all ranks, for rank ``dst``. Collective: yes, every member.
 
         Args:
-            x: the same shape and dtype on all ranks; unchanged on all.
-            dst: a rank in the group.
-            op: what `check_reduction` accepts for the dtype.
-            out: on ``dst`` only: like ``x``; may be ``x`` itself.
-            async_op: return a `Work` of the result.
-            timeout: seconds; None: what the group allows.
+            x: the same shape and dtype on all ranks; unchanged.
+            op: a reduction that `check_reduction` accepts for the dtype.
+            out: on ``dst`` only; may be ``x`` itself.
 
         Returns:
             On ``dst`` a tensor like ``x``, or ``x`` itself in a group of one; elsewhere None.
@@ -178,10 +172,9 @@ class RootedVerbs:
         async_op: bool = False,
         timeout: Timeout = None,
     ) -> Any:
-        """`reduce` into the ``x`` of ``dst``; the others' stay. Collective: yes, every member.
+        """Reduce in place into the ``x`` of ``dst`` only. Collective: yes, every member.
 
-        Returns:
-            ``x`` on ``dst``, None elsewhere.
+        Returns ``x`` on ``dst``, None elsewhere.
         """
         run = self.runner
         out = x if run.rank == dst else None
@@ -189,7 +182,7 @@ class RootedVerbs:
 
 
 class RootedPartVerbs:
-    """Gathering and scattering. See `device_comm.communicator` for what all verbs share."""
+    """Gather and scatter. `device_comm.communicator` has the common rules."""
 
     runner: Runner
 
@@ -218,12 +211,8 @@ class RootedPartVerbs:
         """Concatenate the ``x`` of all ranks, for rank ``dst``. Collective: yes, every member.
 
         Args:
-            x: (..., s, ...), the same shape and dtype on all ranks.
-            dst: a rank in the group.
-            dim: along which to concatenate.
-            out: on ``dst`` only: (..., N * s, ...).
-            async_op: return a `Work` of the result.
-            timeout: seconds; None: what the group allows.
+            x: (..., s, ...), the same shape and dtype on all ranks; s is dimension ``dim``.
+            out: on ``dst`` only.
 
         Returns:
             On ``dst`` (..., N * s, ...), or ``x`` itself in a group of one; elsewhere None.
@@ -269,25 +258,19 @@ class RootedPartVerbs:
         async_op: bool = False,
         timeout: Timeout = None,
     ) -> Any:
-        """`gather` into the ``x`` of ``dst``. Collective: yes, every member.
+        """Gather into the ``x`` of ``dst``. Collective: yes, every member.
 
-        Args:
-            x: on ``dst`` (..., N * s, ...), of which part ``dst`` is its own input;
-                elsewhere (..., s, ...).
-            dst: a rank in the group.
-            dim: along which the parts lie.
-            async_op: return a `Work` of the result.
-            timeout: seconds; None: what the group allows.
+        On ``dst``, ``x`` is (..., N * s, ...) with its own input in part ``dst``; elsewhere (...,
+        s, ...).
 
-        Returns:
-            ``x`` on ``dst``, None elsewhere.
+        Returns ``x`` on ``dst``, None elsewhere.
         """
         run = self.runner
         dst = check_rank("dst", dst, run.world_size)
         if run.rank != dst:
             return self.gather(x, dst=dst, dim=dim, async_op=async_op, timeout=timeout)
-        mine = run.copy_of_part(x, dim, dst)
-        return self.gather(mine, dst=dst, dim=dim, out=x, async_op=async_op, timeout=timeout)
+        own = run.copy_of_part(x, dim, dst)
+        return self.gather(own, dst=dst, dim=dim, out=x, async_op=async_op, timeout=timeout)
 
     @overload
     def scatter(
@@ -329,15 +312,11 @@ class RootedPartVerbs:
         async_op: bool = False,
         timeout: Timeout = None,
     ) -> Any:
-        """Give part r of the ``x`` of rank ``src`` to rank r. Collective: yes, every member.
+        """Send part r of the ``x`` of rank ``src`` to rank r. Collective: yes, every member.
 
         Args:
-            x: on ``src`` (..., N * s, ...); elsewhere None.
-            src: a rank in the group.
-            dim: along which ``x`` is cut.
-            out: (..., s, ...); needed on all ranks but ``src``, which know no shape else.
-            async_op: return a `Work` of the result.
-            timeout: seconds; None: what the group allows.
+            x: on ``src`` (..., N * s, ...), with N * s in dimension ``dim``; elsewhere None.
+            out: (..., s, ...); required except on ``src``, for its shape.
 
         Returns:
             (..., s, ...), contiguous unless ``out`` is not; ``x`` itself in a group of one.
@@ -353,7 +332,7 @@ class RootedPartVerbs:
         if x is not None:
             raise ValueError(f"x is given on rank {src} only; this is rank {run.rank}")
         if out is None:
-            raise ValueError(f"rank {run.rank} needs out= to know the shape that it gets")
+            raise ValueError(f"rank {run.rank} needs out=, which has the shape of its part")
         check_tensor("out", out, run.device)
         check_dim(dim, out)
         buffer, finish = output_buffer(run.new, out, out.shape, out, None)
@@ -381,15 +360,10 @@ class RootedPartVerbs:
         async_op: bool = False,
         timeout: Timeout = None,
     ) -> Any:
-        """`scatter` of the ``x`` of ``src``, into each ``x``. Collective: yes, every member.
+        """Scatter the ``x`` of ``src`` into each ``x``. Collective: yes, every member.
 
-        Args:
-            x: on ``src`` (..., N * s, ...), whose first part becomes its own result;
-                elsewhere (..., s, ...).
-            src: a rank in the group.
-            dim: along which the parts lie.
-            async_op: return a `Work` of the result.
-            timeout: seconds; None: what the group allows.
+        On ``src``, ``x`` is (..., N * s, ...), and its first part becomes its own result; elsewhere
+        (..., s, ...).
 
         Returns:
             (..., s, ...): on ``src`` a view of ``x``, elsewhere and in a group of one ``x``.

@@ -1,4 +1,4 @@
-"""What is under every verb: who this rank is, and how an operation is run."""
+"""Run the operations of all verbs."""
 
 from __future__ import annotations
 
@@ -33,36 +33,27 @@ if TYPE_CHECKING:
 
 
 class Traced(Protocol):
-    """Verbs as ops of the graph that `torch.compile` makes; given where a group has some."""
+    """Verbs as ops of the graph that `torch.compile` makes, for groups that support it."""
 
     def all_reduce(self, x: Tensor, op: ReduceOp) -> Tensor:
-        """As the verb."""
+        """See `SymmetricVerbs.all_reduce`."""
 
     def all_reduce_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, epsilon: float
     ) -> tuple[Tensor, Tensor]:
-        """As the verb."""
+        """See `SymmetricVerbs.all_reduce_norm`."""
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        """As the verb."""
+        """See `SymmetricVerbs.all_gather`."""
 
     def reduce_scatter(self, x: Tensor, dim: int, op: ReduceOp) -> Tensor:
-        """As the verb."""
+        """See `SymmetricVerbs.reduce_scatter`."""
 
 
 class Runner:
-    """Runs the operations of one rank by a backend. One thread at a time.
-
-    Attributes:
-        backend: moves the tensors.
-        rank: this process's rank in the group.
-        world_size: how many ranks the group has.
-        device: where the tensors are.
-        new: `device_comm.backend.Backend.empty`.
-    """
+    """Runs the operations of one rank on a backend. One thread at a time."""
 
     def __init__(self, backend: Backend) -> None:
-        """Run what ``backend`` offers. Collective: no."""
         self.backend = backend
         self.rank = backend.rank
         self.world_size = backend.world_size
@@ -77,7 +68,7 @@ class Runner:
         }
 
     def empty(self, shape: Shape, dtype: torch.dtype) -> Tensor:
-        """As `device_comm.verbs.point_to_point.PointToPointVerbs.empty`."""
+        """See `device_comm.verbs.point_to_point.PointToPointVerbs.empty`."""
         return self.new(check_shape("shape", shape), dtype)
 
     def run(
@@ -87,20 +78,12 @@ class Runner:
         finish: Callable[[], Any] | None = None,
         more: Sequence[Operation] = (),
     ) -> Any:
-        """Run ``operation``; return ``result``, or what ``finish`` makes of it, or a `Work`.
+        """Run ``operation``; return ``result``, or the result of ``finish``, or a `Work`.
 
-        An operation that fails midway, or is given up at its deadline, leaves the ranks out
-        of step: the error is reported, so that every member stops.
-
-        Args:
-            operation: a new one, which gets its name here.
-            result: what is returned, unless ``finish`` makes it.
-            finish: called once the operation is done.
-            more: operations of the same call, begun with it.
-
-        Raises:
-            RuntimeError: another thread is in a collective, or this one was, and a signal handler
-                calls: which data would be whose is not known, so the group is aborted.
+        An operation that fails midway or times out leaves the ranks out of step, so the error
+        aborts the group. So does `RuntimeError`, if another thread is in a collective, or a signal
+        handler interrupted one: the owner of the data would be ambiguous. ``more`` has further
+        operations of the same call.
         """
         if is_compiling():
             from device_comm.verbs.outside_graph import call_outside_graph  # noqa: PLC0415
@@ -108,7 +91,7 @@ class Runner:
             return call_outside_graph(self.run, operation, result, finish, more)
         collective = operation.verb not in ("send", "recv")
         if collective:
-            if self._in_collective:  # and set with no call between: no other thread is as far
+            if self._in_collective:  # no call between test and set: no thread switch
                 self._refuse(operation)
             self._in_collective = True
         try:
@@ -168,10 +151,10 @@ class Runner:
         return result if finish is None else finish()
 
     def _start(self, operation: Operation) -> Pending | None:
-        """Start it, unless nothing moves and the ranks need not meet to be compared.
+        """Start an operation, unless it moves nothing and the backend compares nothing.
 
-        The other ranks may start what this one fails to: then it is out of step, and the group is
-        aborted. What is refused, for its dtype for example, is refused on all of them.
+        After an unexpected error this rank is out of step: the group is aborted. Refusals, for
+        example of a dtype, happen on all ranks.
         """
         if operation.moves_nothing and not self.backend.capabilities.detects_divergence:
             return None
@@ -184,14 +167,14 @@ class Runner:
             raise
 
     def skip(self, verb: Verb, result: Any, async_op: bool) -> Any:
-        """Return ``result`` of an operation of one rank, or of no tensors."""
+        """Record an operation of one rank, or without tensors; return ``result``."""
         self._watch.record_end(self._recorder.begin_nothing(verb, self._enter(verb)))
         self._begun.add(sign(verb))
         self._watch.idle()
         return Work(result) if async_op else result
 
     def identity(self, verb: Verb, x: Tensor, out: Tensor | None, async_op: bool) -> Any:
-        """What every verb is in a group of one: ``x`` itself, or its copy in ``out``."""
+        """Return the result of a verb in a group of one: ``x``, or its copy in ``out``."""
         if out is x:
             check_apart(x)
         elif out is not None:
@@ -200,12 +183,7 @@ class Runner:
         return self.skip(verb, x if out is None else out, async_op)
 
     def _enter(self, verb: Verb) -> str:
-        """Check that ``verb`` may begin; what it is called on the board.
-
-        Raises:
-            NotImplementedError: the backend does not have it.
-            CoordinatorError: the group is over.
-        """
+        """Check that ``verb`` may begin; return its name on the board."""
         name = self._names.get(verb)
         if name is None:
             raise NotImplementedError(
@@ -217,7 +195,7 @@ class Runner:
         return name
 
     def part(self, x: Tensor, dim: int, index: int) -> Tensor:
-        """Part ``index`` of N of ``x`` along ``dim``: a view; of one part, ``x`` itself."""
+        """Return part ``index`` of N of ``x`` along ``dim``, a view; ``x`` itself if N is 1."""
         check_tensor("x", x, self.device)
         dim = check_dim(dim, x)
         if self.world_size == 1:
@@ -226,19 +204,19 @@ class Runner:
         return x.detach().narrow(dim, index * share, share)
 
     def copy_of_part(self, x: Tensor, dim: int, index: int) -> Tensor:
-        """As `part`, in memory of its own; of one part, ``x`` itself."""
+        """Return a copy of a `part`; ``x`` itself if N is 1."""
         part = self.part(x, dim, index)
         return part if part is x else part.clone()
 
     def check_dst(self, dst: int, out: Tensor | None) -> int:
-        """Require a rank of the group, and ``out`` nowhere but there; the rank as an int."""
+        """Require a rank of the group, and ``out`` only there; return it as an int."""
         dst = check_rank("dst", dst, self.world_size)
         if out is not None and self.rank != dst:
             raise ValueError(f"out is given on rank {dst} only; this is rank {self.rank}")
         return dst
 
     def _label(self, operation: Operation) -> str:
-        """What profilers call an operation: ``"group-coordinator all_reduce tp 4096 B"``."""
+        """Return a profiler label, such as ``"group-coordinator all_reduce tp 4096 B"``."""
         size = operation.buffer.nbytes
         return f"group-coordinator {operation.verb} {self.backend.name} {size} B"
 

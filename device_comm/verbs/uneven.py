@@ -1,4 +1,4 @@
-"""The verbs in which the ranks' shares have different sizes."""
+"""The verbs with parts of different sizes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class UnevenVerbs:
-    """Collectives with sizes per rank. See `device_comm.communicator` for what all verbs share."""
+    """Collectives with sizes per rank. `device_comm.communicator` has the common rules."""
 
     runner: Runner
 
@@ -95,37 +95,35 @@ class UnevenVerbs:
 
         Args:
             x: ``sizes[rank]`` rows along ``dim``; or a list of such tensors, each gathered.
-            dim: along which to concatenate.
-            sizes: rows of each rank, the same list on all ranks; None: all have as many.
-            out: ``sum(sizes)`` rows; for a list, a list.
-            async_op: return a `Work` of the result.
-            timeout: seconds; None: what the group allows.
+            sizes: rows of each rank, the same on all ranks; None: equal on all.
 
         Returns:
-            ``sum(sizes)`` rows, contiguous; for a list, a list. In a group of one ``x`` itself;
-            of a list, its tensors themselves.
+            ``sum(sizes)`` rows, as ``out`` has, contiguous; for a list, a list. In a group of one,
+                the tensors of ``x`` themselves.
         """
         run = self.runner
         inputs: Sequence[Tensor] = [x] if isinstance(x, Tensor) else x
         outputs = _match_outputs(inputs, [out] if isinstance(x, Tensor) else out)
         rows = [self._check_gatherv(each, dim, sizes) for each in inputs]
         if run.world_size == 1:
-            for given, wanted in zip(inputs, outputs, strict=True):
-                if wanted is not None:
-                    check_out(wanted, given.shape, given.dtype, run.device)
-            # Of several, an output may share memory with an input behind it.
+            for given, target in zip(inputs, outputs, strict=True):
+                if target is not None:
+                    check_out(target, given.shape, given.dtype, run.device)
+            # An output may share memory with a later input.
             read = [y.clone() for y in inputs] if len(inputs) > 1 and out is not None else inputs
-            for given, wanted in zip(read, outputs, strict=True):
-                if wanted is not None and wanted is not given:
-                    wanted.detach().copy_(given)
-            same = [
-                given if wanted is None else wanted
-                for given, wanted in zip(inputs, outputs, strict=True)
+            for given, target in zip(read, outputs, strict=True):
+                if target is not None and target is not given:
+                    target.detach().copy_(given)
+            results = [
+                given if target is None else target
+                for given, target in zip(inputs, outputs, strict=True)
             ]
-            return run.skip("all_gatherv", same[0] if isinstance(x, Tensor) else same, async_op)
+            return run.skip(
+                "all_gatherv", results[0] if isinstance(x, Tensor) else results, async_op
+            )
         plans = [
-            self._plan_gatherv(given, wanted, dim, parts, inputs, async_op, timeout)
-            for given, wanted, parts in zip(inputs, outputs, rows, strict=True)
+            self._plan_gatherv(given, target, dim, parts, inputs, async_op, timeout)
+            for given, target, parts in zip(inputs, outputs, rows, strict=True)
         ]
 
         def finish() -> Tensor | list[Tensor]:
@@ -181,19 +179,15 @@ class UnevenVerbs:
         async_op: bool = False,
         timeout: Timeout = None,
     ) -> Any:
-        """As `reduce_scatter`, with parts of different sizes. Collective: yes, every member.
+        """Reduce as `reduce_scatter`, with parts of ``sizes`` rows. Collective: yes, every member.
 
         Args:
             x: ``sum(sizes)`` rows along ``dim``, the same shape and dtype on all ranks.
-            dim: along which rank r gets ``sizes[r]`` rows.
-            sizes: rows of each rank, the same list on all ranks; None: equal parts.
-            op: what `check_reduction` accepts for the dtype.
-            out: ``sizes[rank]`` rows.
-            async_op: return a `Work` of the result.
-            timeout: seconds; None: what the group allows.
+            sizes: rows of each rank, the same on all ranks; None: equal parts.
+            op: a reduction that `check_reduction` accepts for the dtype.
 
         Returns:
-            ``sizes[rank]`` rows, contiguous; ``x`` itself in a group of one.
+            ``sizes[rank]`` rows, as ``out`` has, contiguous; ``x`` itself in a group of one.
         """
         run = self.runner
         check_tensor("x", x, run.device)
@@ -205,12 +199,12 @@ class UnevenVerbs:
             (equal_share(rows, n, dim),) * n if sizes is None else check_sizes("sizes", sizes, n)
         )
         check_total("sizes", parts, rows, dim)
-        mine = parts[run.rank]
-        shape = resized(x.shape, dim, mine)
+        own_rows = parts[run.rank]
+        shape = resized(x.shape, dim, own_rows)
         if n == 1:
             return run.identity("reduce_scatterv", x, out, async_op)
         source = pack_pieces(x, dim, rows)
-        buffer, finish = output_pieces(run.new, out, shape, dim, mine, source, x)
+        buffer, finish = output_pieces(run.new, out, shape, dim, own_rows, source, x)
         operation = Operation(
             "reduce_scatterv",
             source,
@@ -225,7 +219,7 @@ class UnevenVerbs:
         return run.run(operation, buffer, finish)
 
     def _check_gatherv(self, x: Tensor, dim: int, sizes: Sizes) -> tuple[int, ...]:
-        """Validate one input of `all_gatherv`; the rows of each rank."""
+        """Check one input of `all_gatherv`; return the rows of each rank."""
         run = self.runner
         check_tensor("x", x, run.device)
         dim = check_dim(dim, x)
@@ -234,7 +228,7 @@ class UnevenVerbs:
         parts = (rows,) * n if sizes is None else check_sizes("sizes", sizes, n)
         if parts[run.rank] != rows:
             raise ValueError(
-                f"sizes[{run.rank}] is {parts[run.rank]}; dimension {dim} has {rows} rows here"
+                f"sizes[{run.rank}] is {parts[run.rank]}; dimension {dim} of x has {rows} rows"
             )
         return parts
 
@@ -248,7 +242,7 @@ class UnevenVerbs:
         async_op: bool,
         timeout: Timeout,
     ) -> tuple[Operation, Callable[[], Tensor] | None]:
-        """One tensor's operation, and its last step; all ``inputs`` are read first."""
+        """Return one tensor's operation and its last step; all ``inputs`` are read first."""
         dim, total = check_dim(dim, x), sum(parts)
         shape = resized(x.shape, dim, total)
         source = pack_pieces(x, dim, x.shape[dim])

@@ -1,1 +1,1 @@
-"""The commands of the console script, one file each; `options` has what the larger ones take."""
+"""Commands of the console script, one module each."""

@@ -1,5 +1,6 @@
-"""Embed the lines of a text with a tensor- and pipeline-parallel pool of workers, show their
-nearest neighbours, and check the result against sentence-transformers in one process.
+"""Embed the lines of a text with a tensor- and pipeline-parallel pool of workers.
+
+Show nearest neighbours, and compare the result with sentence-transformers in one process.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ if TYPE_CHECKING:
 
 
 Neighbours = list[tuple[int, list[tuple[int, float]]]]
-"""For some lines: the line, and its nearest others with their cosine, nearest first."""
+"""For each sampled line: its index, and its nearest lines with their cosines."""
 
 
 def title(folder: ModelFolder, tp: int, pp: int, device: str, threads: int) -> str:
-    """The model, and how it is divided among the workers."""
+    """Return the model, and its division among the workers, as text."""
     bert = folder.bert
     return (
         f"model  {folder.path}\n"
@@ -48,7 +49,7 @@ def title(folder: ModelFolder, tp: int, pp: int, device: str, threads: int) -> s
 
 
 def grid(places: Sequence[Placed], seconds: float) -> str:
-    """A table of the ranks: a row for each pipeline stage, a column for each tp rank."""
+    """Return a table of ranks: a row per pipeline stage, a column per tp rank."""
     stages = max(place.pp_rank for place in places) + 1
     parts = max(place.tp_rank for place in places) + 1
     cells = {
@@ -67,7 +68,7 @@ def grid(places: Sequence[Placed], seconds: float) -> str:
 
 
 def speed(tokens: np.ndarray, seconds: float) -> str:
-    """The number of sentences and tokens, the time, and the speed."""
+    """Return the number of sentences and tokens, the time, and the speed, as text."""
     return (
         f"embedded {counted(len(tokens), 'sentence')} ({counted(int(tokens.sum()), 'token')}) in "
         f"{seconds:.3f} s: {len(tokens) / seconds:.1f} sentences/s"
@@ -75,12 +76,12 @@ def speed(tokens: np.ndarray, seconds: float) -> str:
 
 
 def truncation(line: int, limit: int) -> str:
-    """A note about one line, ended by a newline."""
+    """Return a note about a line that was cut, with its line end."""
     return f"note: sentence {line + 1} is longer than {limit} tokens; the rest was left out\n"
 
 
 def verdict(difference: float, tolerance: float) -> str:
-    """The outcome of the check."""
+    """Return the result of the check as text."""
     word = "equal to" if difference <= tolerance else "NOT equal to"
     return (
         f"max_abs_diff={difference:.3e}\n"
@@ -89,21 +90,21 @@ def verdict(difference: float, tolerance: float) -> str:
 
 
 def find_neighbours(vectors: np.ndarray, lines: int, nearest: int) -> Neighbours:
-    """The ``nearest`` others, by cosine, of ``lines`` rows spread evenly over ``vectors``."""
+    """Return the ``nearest`` rows, by cosine, of ``lines`` evenly spaced rows of ``vectors``."""
     n = len(vectors)
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     directions = vectors / np.maximum(lengths, np.finfo(np.float32).tiny)
-    found: Neighbours = []
+    neighbours: Neighbours = []
     for row in np.linspace(0, n, min(lines, n), endpoint=False).astype(int).tolist():
         cosines = directions @ directions[row]
         cosines[row] = -np.inf
         order = np.argsort(-cosines)[: min(nearest, n - 1)]
-        found.append((row, [(int(other), float(cosines[other])) for other in order]))
-    return found
+        neighbours.append((row, [(int(other), float(cosines[other])) for other in order]))
+    return neighbours
 
 
 def nearest_neighbours(lines: Sequence[str], found: Neighbours) -> str:
-    """Some lines with their nearest neighbours below."""
+    """Return sampled lines, each with its nearest neighbours below, as text."""
     width = max(40, shutil.get_terminal_size((100, 24)).columns - 12)
     rows = ["", "nearest neighbours, by cosine"]
     for row, nearest in found:
@@ -123,15 +124,13 @@ WARM_UP_LINES = 64
 
 @dataclass(frozen=True, slots=True)
 class DemoEmbeddings:
-    """The embeddings of the lines, and how long they took.
+    """Embeddings of all lines, placement of the workers, and timings.
 
     Attributes:
-        places: what each worker computes, by rank.
-        vectors: the embeddings, float32 [lines, hidden].
-        tokens: the number of tokens of each line, special ones included; int64 [lines].
-        truncated: the indexes of the lines that were longer than the model takes.
-        start_seconds: how long the workers took to start.
-        seconds: how long all lines took, after a warm-up.
+        vectors: float32 [lines, hidden].
+        tokens: tokens of each line, special tokens included; int64 [lines].
+        truncated: indexes of lines that were cut.
+        seconds: time for all lines, without the warm-up.
     """
 
     places: list[Placed]
@@ -145,16 +144,12 @@ class DemoEmbeddings:
 def embed(
     model: Model, lines: Sequence[str], timeout: float, say: Callable[[str], None]
 ) -> DemoEmbeddings:
-    """Start the pool, embed the lines, end the pool.
+    """Start the pool, embed the lines, end the pool; ``say`` prints the table of ranks.
 
-    Args:
-        model: what the workers compute, on how many ranks.
-        lines: what they embed.
-        timeout: seconds that the start, and each call, may take.
-        say: shows the grid of ranks, once they are ready.
+    ``timeout``: seconds for the start, and for each call.
 
     Raises:
-        CoordinatorError: a worker failed, was lost or took too long; none is left running.
+        CoordinatorError: a worker failed, was lost or timed out; no worker is left running.
     """
     began = time.perf_counter()
     with (
@@ -191,8 +186,6 @@ def embed(
 
 
 class _Loading:
-    """Shows on a progress bar how much of their weights the workers have read, on average."""
-
     def __init__(self, bar: tqdm.tqdm[NoReturn]) -> None:
         self._bar = bar
         self._shares: dict[int, float] = {}
@@ -203,7 +196,6 @@ class _Loading:
 
 
 def _bar(what: str, total: int) -> tqdm.tqdm[NoReturn]:
-    """A progress bar on stderr, if that is a terminal; it goes away when closed."""
     import tqdm  # noqa: PLC0415
 
     return tqdm.tqdm(
@@ -221,7 +213,7 @@ NEIGHBOURS = 2
 
 @dataclass(frozen=True, slots=True)
 class DemoPlan:
-    """The checked options of a run; see `options.demo_options`."""
+    """Checked options of a run; see `options.demo_options`."""
 
     model: Model
     lines: list[str]
@@ -231,23 +223,18 @@ class DemoPlan:
 
     @property
     def tolerance(self) -> float:
-        """The largest absolute difference from the reference that is allowed."""
+        """Return the allowed absolute difference from the reference."""
         return TOLERANCES[self.model.workers.dtype]
 
     @property
     def where(self) -> str:
-        """The device and the dtype, as text."""
+        """Return device and dtype as text."""
         device, dtype = self.model.workers.device, self.model.workers.dtype
         return device if dtype == "float32" else f"{device} in {dtype}"
 
 
 def prepare(args: argparse.Namespace) -> DemoPlan:
-    """Check the options, the model and the input.
-
-    Raises:
-        ValueError, OSError, ImportError, CheckpointError: something is wrong; the text says
-            what, in one line.
-    """
+    """Check the options, the model and the input."""
     missing = [package for package in PACKAGES if find_spec(package) is None]
     if missing:
         raise ImportError(f"the extra group-coordinator[demo] lacks {', '.join(missing)}")
@@ -266,12 +253,7 @@ def prepare(args: argparse.Namespace) -> DemoPlan:
 
 
 def run(plan: DemoPlan) -> int:
-    """Start the pool, embed, report, check; return 0, or 1 if the result is not the reference's.
-
-    Raises:
-        CoordinatorError: a worker failed, was lost or took too long; none is left running.
-        OSError: the output cannot be written.
-    """
+    """Start the pool, embed, report, check; return 1 if the result is not the reference's."""
     say: Callable[[str], None] = _quiet if plan.json else _print
     model = plan.model
     say(title(model.folder, model.workers.tp, model.workers.pp, plan.where, model.workers.threads))
@@ -293,12 +275,7 @@ def run(plan: DemoPlan) -> int:
 
 
 def read_lines(path: Path) -> list[str]:
-    """The lines of a UTF-8 file that are not blank, without their ends.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is not UTF-8, or holds no such line.
-    """
+    """Return the stripped lines of a UTF-8 file; raise `ValueError` for another file or no text."""
     content = path.read_bytes()
     try:
         text = content.decode("utf-8-sig")
@@ -314,11 +291,7 @@ def read_lines(path: Path) -> list[str]:
 
 
 def reference(folder: ModelFolder, lines: Sequence[str]) -> np.ndarray:
-    """The embeddings as sentence-transformers computes them: one process, the CPU, offline.
-
-    Raises:
-        ImportError: sentence-transformers is not installed.
-    """
+    """Compute the embeddings with sentence-transformers: one process, the CPU, offline."""
     from sentence_transformers import SentenceTransformer  # noqa: PLC0415
     from transformers.utils import logging  # noqa: PLC0415
 
@@ -378,4 +351,4 @@ def _print(text: str) -> None:
 
 
 def _quiet(_text: str) -> None:
-    """Say nothing."""
+    pass

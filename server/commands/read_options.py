@@ -1,6 +1,4 @@
-"""Read the options of `demo` and `serve`: the model, its workers, the hosts, and the plan of a
-service.
-"""
+"""Read the options of `demo` and `serve`: model, workers, hosts, and the plan of a service."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """The checked options about workers, whatever they compute; see `options.model_options`."""
+    """Checked options about workers of any kind; see `options.shared_options`."""
 
     dp: int
     tp: int
@@ -53,15 +51,7 @@ class WorkerOptions:
 
     @classmethod
     def read(cls, args: argparse.Namespace, nnodes: int = 1) -> WorkerOptions:
-        """Check these options.
-
-        Args:
-            args: the options.
-            nnodes: how many hosts share the workers.
-
-        Raises:
-            ValueError, OSError, ImportError: one is wrong; the text says why, in one line.
-        """
+        """Check the options; ``nnodes``: number of hosts that share the workers."""
         if args.threads is not None and not 1 <= args.threads <= MOST_THREADS:
             raise ValueError(f"--threads must be 1 to {MOST_THREADS}; got {args.threads}")
         if args.dp < 1:
@@ -83,21 +73,13 @@ class WorkerOptions:
     def pool_arguments(
         self, worker: type, folder: Path, timeout: float, spans: str | None, **more: Any
     ) -> dict[str, Any]:
-        """What `WorkerPool`, and `Replicas`, are to be made with.
-
-        Args:
-            worker: the class.
-            folder: the model's.
-            timeout: seconds until the workers are ready.
-            spans: see `PoolConfig`.
-            more: further arguments of the class.
-        """
-        about = {"model": str(folder), "threads": self.threads, "dtype": self.dtype}
+        """Return the arguments for `WorkerPool` or `Replicas`; ``more``: those of ``worker``."""
+        options = {"model": str(folder), "threads": self.threads, "dtype": self.dtype}
         return {
             "worker": worker,
             "tp": self.tp,
             "pp": self.pp,
-            "worker_kwargs": {**about, **more},
+            "worker_kwargs": {**options, **more},
             "device": self.device,
             "share_gpu": self.share_gpu,
             "start_timeout": timeout,
@@ -107,14 +89,7 @@ class WorkerOptions:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model that embeds, and its workers.
-
-    Attributes:
-        folder: the model's.
-        tokenizer: its tokenizer.
-        workers: how they run.
-        batch_tokens: tokens that are computed at once.
-    """
+    """Embedding model, its tokenizer and workers; ``batch_tokens`` are computed at once."""
 
     folder: ModelFolder
     tokenizer: SentenceTokenizer
@@ -122,7 +97,7 @@ class Model:
     batch_tokens: int
 
     def arguments(self, timeout: float, spans: str | None = None) -> dict[str, Any]:
-        """What a pool is to be made with; see `WorkerOptions.pool_arguments`."""
+        """Return the arguments for a pool; see `WorkerOptions.pool_arguments`."""
         return self.workers.pool_arguments(
             *(MiniLMWorker, self.folder.path, timeout, spans), batch_tokens=self.batch_tokens
         )
@@ -130,15 +105,12 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class DecoderModel:
-    """A model that completes and chats, and its workers.
+    """Decoder model, its tokenizer and workers.
 
     Attributes:
-        folder: the model's.
-        text: its tokenizer.
-        workers: how they run.
-        batch_tokens: tokens that are computed at once.
-        slots: sequences at once.
-        context: tokens of a sequence at most.
+        batch_tokens: tokens computed at once.
+        slots: sequences computed at once.
+        context: maximum tokens of a sequence.
     """
 
     folder: DecoderFolder
@@ -149,7 +121,7 @@ class DecoderModel:
     context: int
 
     def arguments(self, timeout: float, spans: str | None = None) -> dict[str, Any]:
-        """What a pool is to be made with; see `WorkerOptions.pool_arguments`."""
+        """Return the arguments for a pool; see `WorkerOptions.pool_arguments`."""
         return self.workers.pool_arguments(
             *(DecoderWorker, self.folder.path, timeout, spans),
             slots=self.slots,
@@ -158,17 +130,7 @@ class DecoderModel:
 
 
 def read_model(args: argparse.Namespace, nnodes: int = 1, batch_tokens: int | None = None) -> Model:
-    """Check the options about a model that embeds, and its folder.
-
-    Args:
-        args: the options.
-        nnodes: how many hosts share the workers.
-        batch_tokens: tokens to compute at once; ``None``: as many as by default.
-
-    Raises:
-        ValueError, OSError, ImportError, CheckpointError: something is wrong; the text says
-            what, in one line.
-    """
+    """Check the options about an embedding model, and its folder."""
     workers = WorkerOptions.read(args, nnodes)
     folder = ModelFolder.open(args.model or packaged_model())
     folder.bert.check_parallel(args.tp, args.pp)
@@ -176,27 +138,14 @@ def read_model(args: argparse.Namespace, nnodes: int = 1, batch_tokens: int | No
 
 
 def decoder_path(given: Path | None) -> Path | None:
-    """The folder of the decoder that ``--model`` names; ``None``: it names none.
-
-    Raises:
-        OSError, ImportError: it names the packaged one, which cannot be had.
-    """
+    """Return the folder of the decoder that ``--model`` names; ``None``: another model."""
     if given == Path(PACKAGED_DECODER) and not given.exists():
         return smollm2()
     return given if given is not None and is_decoder(given) else None
 
 
 def read_decoder(args: argparse.Namespace, path: Path, nnodes: int = 1) -> DecoderModel:
-    """Check the options about a model that completes and chats, and its folder.
-
-    Args:
-        args: the options.
-        path: the folder.
-        nnodes: how many hosts share the workers.
-
-    Raises:
-        ValueError, OSError, ImportError: something is wrong; the text says what, in one line.
-    """
+    """Check the options about a decoder, and its folder ``path``."""
     workers = WorkerOptions.read(args, nnodes)
     folder = DecoderFolder.open(path)
     folder.config.check_parallel(args.tp, args.pp)
@@ -213,12 +162,12 @@ def read_decoder(args: argparse.Namespace, path: Path, nnodes: int = 1) -> Decod
 
 
 def read_hosts(args: argparse.Namespace) -> Hosts | RayCluster | None:
-    """The hosts that the options name, or else the launcher; ``None``: this one alone.
+    """Return the hosts or the Ray cluster that the options name; ``None``: this host alone.
 
     Raises:
-        ValueError: they do not say who is who, or contradict each other.
-        SecretError: there is no secret that all hosts have.
-        ImportError: Ray is to find the hosts, and is not installed.
+        ValueError: the options are incomplete or contradictory.
+        SecretError: the hosts share no secret.
+        ImportError: Ray is not installed.
     """
     given = (args.nnodes, args.node_rank, args.master_addr)
     named = any(value is not None for value in given)
@@ -234,7 +183,10 @@ def read_hosts(args: argparse.Namespace) -> Hosts | RayCluster | None:
     if args.dp != 1:
         raise ValueError(f"--dp must be 1 over several hosts; got {args.dp}")
     if launcher != "hosts" and (named or args.master_port is not None):
-        raise ValueError(f"--launcher {launcher} says itself which hosts there are, so name none")
+        raise ValueError(
+            f"--launcher {launcher} defines the hosts itself: give none of --nnodes, --node-rank, "
+            "--master-addr, --master-port"
+        )
     silence: dict[str, Any] = {}
     if args.silence_timeout is not None:
         silence["silence_seconds"] = args.silence_timeout
@@ -246,7 +198,7 @@ def read_hosts(args: argparse.Namespace) -> Hosts | RayCluster | None:
         return RayCluster(**silence)
     hosts = Hosts.of_torchrun() if launcher == "torchrun" else Hosts.read(*given, args.master_port)
     if args.headless and hosts.is_head:
-        raise ValueError("--headless: this is host 0, the one that serves")
+        raise ValueError("--headless: this is host 0, which serves")
     facts = {
         f"--{name}": str(getattr(args, name))
         for name, default in args.defaults.items()
@@ -259,7 +211,7 @@ def run_headless(hosts: Hosts, timeout: float) -> int:
     """Run this host's workers until the pool is shut down; SIGTERM ends them at once.
 
     Raises:
-        HostError: the head did not come, refused this host, or was lost.
+        HostError: host 0 did not answer, refused this host, or was lost.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     serve_host(hosts, timeout)
@@ -268,14 +220,7 @@ def run_headless(hosts: Hosts, timeout: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ServePlan:
-    """The checked options of a server; see `options.serve_options`.
-
-    Attributes:
-        model: what it serves.
-        pool: what the pool is to be made with, or each replica.
-        limits: what the service takes.
-        name, host, port, api_key, and all others: as the options.
-    """
+    """Checked options of a server; ``pool``: arguments for the pool, or for each replica."""
 
     model: Model | DecoderModel
     pool: dict[str, Any]
@@ -294,7 +239,7 @@ class ServePlan:
 
 @dataclass(frozen=True, slots=True)
 class HeadlessPlan:
-    """The checked options of a host that runs workers for the one that serves."""
+    """Checked options of a host that runs workers for host 0."""
 
     hosts: Hosts
     start_timeout: float

@@ -1,5 +1,4 @@
-"""Serve sentence embeddings, or completions and chats, over HTTP, from tensor- and
-pipeline-parallel pools of workers."""
+"""Serve embeddings, or completions and chats, over HTTP, from parallel pools of workers."""
 
 from __future__ import annotations
 
@@ -37,16 +36,11 @@ _COUNTS = (
 )
 _TIMEOUTS = ("start", "request", "stall", "drain", "silence")
 _LONGEST_KEY = 4096
-"""Characters of a key; a file may have no end."""
+"""Maximum characters of a key; the file of a key may be endless."""
 
 
 def prepare(args: argparse.Namespace) -> ServePlan | HeadlessPlan:
-    """Check the options and the model; of a host that serves nothing, only those about hosts.
-
-    Raises:
-        ValueError, OSError, ImportError, CheckpointError: something is wrong; the text says
-            what, in one line.
-    """
+    """Check the options and the model; of a headless host only its host options."""
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
         raise ImportError(f"install the extras 'server' and 'demo': no {', '.join(missing)}")
@@ -108,15 +102,15 @@ def _check_counts(args: argparse.Namespace) -> None:
 
 
 def run(plan: ServePlan | HeadlessPlan) -> int:
-    """Serve until SIGTERM, then finish what was accepted; or run workers for the host that serves.
+    """Serve until SIGTERM, then finish accepted requests; a headless host runs workers.
 
     Returns:
-        0; 1 if accepted requests were given up: at a second signal, or after the drain timeout.
+        0; 1 if accepted requests were abandoned: at a second signal, or after the drain timeout.
 
     Raises:
         CoordinatorError: the workers did not start, or the pool has broken.
-        OSError: the address cannot be bound, or too few files may be open.
-        KeyboardInterrupt: it was ended by SIGINT; otherwise as by SIGTERM.
+        OSError: the address cannot be bound, or the descriptor limit is too low.
+        KeyboardInterrupt: SIGINT ended the service.
     """
     if isinstance(plan, HeadlessPlan):
         logs.configure("off")
@@ -139,7 +133,7 @@ def _read_model(args: argparse.Namespace, nnodes: int) -> Model | DecoderModel:
 
 
 def _n_hosts(args: argparse.Namespace, hosts: Hosts | RayCluster | None) -> int:
-    """How many hosts share the workers: as many as stages, where Ray is to find them."""
+    """Return the number of hosts that share the workers; with Ray, one per stage."""
     if hosts is None:
         return 1
     return hosts.nnodes if isinstance(hosts, Hosts) else int(args.pp)
@@ -155,11 +149,11 @@ def _api_key(given: str | None) -> str | None:
     key = given
     if given.startswith("@"):
         with Path(given[1:]).open(encoding="utf-8") as file:
-            key = file.read(_LONGEST_KEY + 2)  # a line's end, and one that is too many
+            key = file.read(_LONGEST_KEY + 2)  # a line end, and one character too many
         if len(key) <= _LONGEST_KEY + 1:
             key = key.strip()
     plain = key.isascii() and key.isprintable() and " " not in key
     if not plain or not 1 <= len(key) <= _LONGEST_KEY:
-        most = f"1 to {_LONGEST_KEY} printable ASCII characters, no spaces"
-        raise ValueError(f"--api-key must be {most}")
+        allowed = f"1 to {_LONGEST_KEY} printable ASCII characters, no spaces"
+        raise ValueError(f"--api-key must be {allowed}")
     return key

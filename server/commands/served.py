@@ -1,4 +1,4 @@
-"""Serves a model over HTTP: its workers, the service that calls them, and the web server."""
+"""Serve a model over HTTP: workers, service and web server."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from ..service.web_server import ConnectionLimits, TimedConnection, WebServer
 from .read_options import DecoderModel, Model, ServePlan
 
 _KEEP_ALIVE_SECONDS = 75
-"""Longer than clients keep idle connections: so they, not the server, close them. A request that is
-sent while the server closes its connection would fail."""
+"""Longer than clients keep idle connections: a request fails if the server closes its connection.
+"""
 
 
 def serve(plan: ServePlan) -> int:
-    """Serve until SIGTERM, then finish what was accepted; see `serve.run`."""
+    """Serve until SIGTERM, then finish accepted requests; see `serve.run`."""
     logs.configure(plan.access_log, as_json=plan.log_json)
     if plan.spans is not None:
         spans.record(plan.spans)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the cores are the workers'
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the workers use the cores
     workers = plan.model.workers
     shares = descriptors.connection_shares(
         descriptors.raise_limit(), plan.max_connections, workers.dp * workers.tp * workers.pp
@@ -41,10 +41,10 @@ def serve(plan: ServePlan) -> int:
     def end() -> None:
         server.should_exit = True
 
-    face = _app(plan, end)
-    service = face.service
-    config = _web_config(plan, face, shares)
-    server = WebServer(config, service.give_up, face.live.close, plan.drain_timeout)
+    app = _app(plan, end)
+    service = app.service
+    config = _web_config(plan, app, shares)
+    server = WebServer(config, service.give_up, app.live.close, plan.drain_timeout)
     with server.handle_signals(), listener.listen(plan.host, plan.port) as listening:
         print(f"serving {plan.name} at {listener.url(listening)}", flush=True)
         server.run(sockets=[listening])
@@ -86,13 +86,13 @@ def _completion_app(
 
 
 def _web_config(
-    plan: ServePlan, face: EmbeddingApp | CompletionApp, shares: descriptors.Shares
+    plan: ServePlan, app: EmbeddingApp | CompletionApp, shares: descriptors.Shares
 ) -> uvicorn.Config:
-    metrics = face.service.metrics
+    metrics = app.service.metrics
     own_names = Middleware(TrustedHosts, names=names_of(plan.host), failed=metrics.fail)
-    keyless = plan.api_key is None  # then it listens at loopback
+    keyless = plan.api_key is None  # then the host is a loopback address
     return uvicorn.Config(
-        face.app(own_names) if keyless else face.app(),
+        app.app(own_names) if keyless else app.app(),
         http=TimedConnection.within(ConnectionLimits(shares.connections, refused=metrics.refuse)),
         ws="none",
         backlog=shares.accepts,

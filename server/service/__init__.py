@@ -1,1 +1,1 @@
-"""What all services have beneath HTTP: a watched pool, and what is counted and shown of it."""
+"""Serve a pool over HTTP: applications, services, metrics and logs."""

@@ -1,6 +1,6 @@
-"""OpenAI's API in common: the served model, errors, bodies; and what /status shows of the workers.
+"""Share OpenAI's API parts among services: model, errors, request bodies, worker status.
 
-Nothing here is unpickled, and what is read is checked by type before it is used.
+Request bodies are decoded by msgspec and type-checked; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 LONGEST_TEXT = 4000
-"""Characters of a text that are shown: messages of workers have no limit of their own."""
+"""Maximum characters of a text in a response; messages of workers are unbounded."""
 
 
 def workers(grid: RankGrid, statuses: Sequence[MemberStatus]) -> list[dict[str, Any]]:
-    """Each worker: its status, its place on each axis, and whether its process is stopped."""
+    """Return each worker's status, its grid coordinates and whether it is stopped."""
     return [
         {
             **asdict(status),
@@ -37,51 +37,46 @@ def workers(grid: RankGrid, statuses: Sequence[MemberStatus]) -> list[dict[str, 
 
 
 def past_failure(failure: tuple[float, BaseException] | None) -> dict[str, object] | None:
-    """When something failed last, in seconds since the epoch, and why."""
+    """Return the time (seconds since the epoch) and text of a failure, or ``None``."""
     return None if failure is None else {"at": failure[0], "text": clipped(failure[1])}
 
 
 def clipped(text: object) -> str:
-    """A text, cut where it is longer than `LONGEST_TEXT`."""
+    """Return ``str(text)``, cut after `LONGEST_TEXT` characters."""
     whole = str(text)
     left = len(whole) - LONGEST_TEXT
     return whole if left <= 0 else f"{whole[:LONGEST_TEXT]} ... and {left} characters more"
 
 
 def _is_stopped(status: MemberStatus) -> bool:
-    here = not status.host and status.state in ("idle", "busy")
-    return here and condition_of(status.pid) == "stopped"
+    is_local = not status.host and status.state in ("idle", "busy")
+    return is_local and condition_of(status.pid) == "stopped"
 
 
 T = TypeVar("T")
 
 MAX_PARTS = 1 << 18
-"""Texts, arrays and objects that a body may have: each takes memory, and the event loop's time."""
+"""Maximum strings, arrays and objects of a body; each costs memory and event-loop time."""
 MAX_VALUES = (1 << 20) + MAX_PARTS
-"""Values of all kinds, likewise: 512 token ids in each of 2048 inputs, and what is beside them."""
+"""Maximum values of a body: 512 token ids in each of 2048 inputs, plus `MAX_PARTS`."""
 _NO_MARKS = bytes({*range(256)} - {*b'[{",'})
-"""All but what parts and values are counted by."""
+"""All bytes except those that count parts and values."""
 _FIELD = re.compile(r"(?<!got )`(?:\$\.)?(\w+)[^`]*`$")
-"""The field that msgspec complains of: its path, or the name of one that is missing.
+"""Match the field in an error of msgspec: its path, or the name of a missing field.
 
-A body that is no object has none: its type is what msgspec got.
+An error about the body itself ends with the type that msgspec got, and does not match.
 """
 
 _CUT_BYTES = 12
 _CUT_PAIR = re.compile(rb"\\ud[89ab][0-9a-f]{2}[^\\]{,5}\Z", re.IGNORECASE | re.DOTALL)
-"""Half of a surrogate pair where msgspec says only that the body ends too early."""
+"""Match half of a surrogate pair at the end, which msgspec reports as a truncated body."""
 _HALF_PAIR = "half of a surrogate pair is no character"
 
 
 class ApiError(Exception):
-    """An answer with an HTTP status that is not 200.
+    """Error response: an HTTP status other than 200 and OpenAI's error body.
 
-    Attributes:
-        status: the HTTP status.
-        message: for people.
-        kind: OpenAI's type of error.
-        param: the field that is wrong, if it is one.
-        code: for programs.
+    ``kind`` and ``code`` are OpenAI's type and code, ``param`` is the invalid field, if any.
     """
 
     def __init__(
@@ -100,7 +95,7 @@ class ApiError(Exception):
         self.code = code
 
     def body(self) -> bytes:
-        """The answer's JSON; of a long message, as of a long path that it names, its beginning."""
+        """Return the error as JSON; a long message is cut."""
         error = {
             "message": clipped(self.message),
             "type": self.kind,
@@ -111,22 +106,14 @@ class ApiError(Exception):
 
 
 def too_many_connections() -> ApiError:
-    """What a client is told on a connection beyond those that there may be."""
+    """Return the 503 for connections beyond the limit."""
     message = "the server has too many connections"
     return ApiError(503, message, "server_error", code="overloaded")
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The model that requests have to name.
-
-    Attributes:
-        name: what requests call it.
-        hidden_size: the length of its vectors.
-        max_tokens: tokens of an input at most.
-        vocabulary: how many token ids there are, from 0.
-        created: when serving it began, in seconds since the epoch.
-    """
+    """Model that requests must name; ``created`` is in seconds since the epoch."""
 
     name: str
     hidden_size: int
@@ -135,7 +122,7 @@ class ServedModel:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def entry(self) -> dict[str, object]:
-        """The model's entry in a list of models."""
+        """Return the model's entry in ``/v1/models``."""
         return {
             "id": self.name,
             "object": "model",
@@ -144,46 +131,37 @@ class ServedModel:
         }
 
     def check_name(self, asked: str) -> None:
-        """Raise unless it is this model that was asked for.
-
-        Raises:
-            ApiError: 404.
-        """
+        """Raise `ApiError` (404) unless ``asked`` is this model's name."""
         if asked != self.name:
             message = f"the model {asked!r} does not exist; this server has {self.name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
 
 def decode_body(decoder: msgspec.json.Decoder[T], body: bytes | bytearray, what: str) -> T:
-    """What a request's body says.
-
-    Args:
-        decoder: of the type that it has to be of.
-        body: as it came.
-        what: it has to be, for people.
+    """Decode and type-check a request's JSON body; ``what`` names the type in errors.
 
     Raises:
-        ApiError: 400: it is not JSON, or not of this type; names the field.
+        ApiError: 400; the body is not JSON or of another type; names the field.
     """
     if not body:
         raise ApiError(400, "the body is empty")
-    if len(body) > MAX_PARTS:  # a shorter one has fewer
+    if len(body) > MAX_PARTS:  # a shorter body cannot exceed the limits
         _check_counts(body)
     try:
-        return decoder.decode(str(body, "utf-8"))  # msgspec checks no text that it skips
+        return decoder.decode(str(body, "utf-8"))  # msgspec skips unknown fields unchecked
     except msgspec.ValidationError as error:
-        found = _FIELD.search(str(error))
+        path = _FIELD.search(str(error))
         message = f"the body is not {what}: {error}"
-        raise ApiError(400, message, param=found and found[1]) from error
+        raise ApiError(400, message, param=path and path[1]) from error
     except RecursionError as error:
         raise ApiError(400, "the body is JSON that is nested too deeply") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        why = _HALF_PAIR if _CUT_PAIR.search(body[-_CUT_BYTES:]) else error
-        raise ApiError(400, f"the body is not JSON: {why}") from error
+        reason = _HALF_PAIR if _CUT_PAIR.search(body[-_CUT_BYTES:]) else error
+        raise ApiError(400, f"the body is not JSON: {reason}") from error
 
 
 def _check_counts(body: bytes | bytearray) -> None:
-    """Refuse a body of more parts or values than may be; those within texts do not count."""
+    """Raise `ApiError` for too many parts or values; bytes within strings do not count."""
     marks = body.translate(None, _NO_MARKS)
     if _n_parts(marks) <= MAX_PARTS and _n_values(marks) <= MAX_VALUES:
         return

@@ -1,6 +1,6 @@
-"""Serve completions and chats: read requests, run an engine, answer or stream, as OpenAI's API.
+"""Serve completions and chats over OpenAI's API, from a pool of decoder workers.
 
-Unsupported fields that would change the answer are refused by name; all others are ignored.
+Unsupported fields that would change the answer are rejected by name; others are ignored.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from .pool_service import InstrumentedPool, PoolService
 T = TypeVar("T", bound=msgspec.Struct)
 
 MAX_STOPS = 4
-"""Stops of one request at most, as in OpenAI's API."""
+"""Maximum stop strings of a request, as in OpenAI's API."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Who may say a message of a chat: OpenAI's roles; the model's template may take fewer."""
+"""Roles of a message, as in OpenAI's API; the model's chat template may allow fewer."""
 _COMPLETION_TOKENS = 16
-"""Tokens of a completion where a request does not say, as in OpenAI's API."""
+"""Default ``max_tokens`` of a completion, as in OpenAI's API."""
 _NO_TOP_K = -1
-"""In vLLM's clients, that all tokens count; 0 is here."""
+"""No limit in vLLM's clients; 0 in `Sampling`."""
 PLAIN: dict[str, tuple[object, ...]] = {
     "n": (None, 1),
     "best_of": (None, 1),
@@ -63,27 +63,23 @@ PLAIN: dict[str, tuple[object, ...]] = {
     "response_format": (None, {"type": "text"}),
     "audio": (None,),
 }
-"""Fields that must have one of these values, where they are given."""
+"""Unsupported fields, each with the values that a request may give."""
 
 
 class StreamOptions(msgspec.Struct):
-    """How a stream ends."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
 
 
 class TextPart(msgspec.Struct):
-    """A part of a message."""
+    """Text part of a message."""
 
     type: str
     text: str | None = None
 
     def said(self) -> str:
-        """Its text.
-
-        Raises:
-            ApiError: it has none.
-        """
+        """Return the text; raise `ApiError` (400) for a part of another type."""
         if self.type != "text" or self.text is None:
             message = f"a message has a part of type {self.type!r}; this model takes text alone"
             raise ApiError(400, message, param="messages")
@@ -91,17 +87,13 @@ class TextPart(msgspec.Struct):
 
 
 class ChatMessage(msgspec.Struct):
-    """A message of a chat."""
+    """Message of a chat."""
 
     role: str
     content: str | list[TextPart]
 
     def plain(self) -> dict[str, str]:
-        """Role and content, as templates take them.
-
-        Raises:
-            ApiError: it has another role, or a part of it is no text.
-        """
+        """Return role and content; raise `ApiError` (400) for an unknown role or part."""
         if self.role not in ROLES:
             message = f"a message has the role {self.role!r}; it must be one of {ROLES}"
             raise ApiError(400, message, param="messages")
@@ -110,9 +102,7 @@ class ChatMessage(msgspec.Struct):
         return {"role": self.role, "content": text}
 
 
-class _Asked(msgspec.Struct):
-    """What requests for completions and for chats have in common, as far as its types go."""
-
+class _RequestFields(msgspec.Struct):
     model: str
     max_tokens: int | None = None
     temperature: float | None = None
@@ -124,24 +114,23 @@ class _Asked(msgspec.Struct):
     stream_options: StreamOptions | None = None
 
 
-class CompletionRequest(_Asked, kw_only=True):
-    """The body of a request for a completion."""
+class CompletionRequest(_RequestFields, kw_only=True):
+    """Body of ``POST /v1/completions``."""
 
     prompt: str | list[str | int]
 
 
-class ChatRequest(_Asked, kw_only=True):
-    """The body of a request for a chat."""
+class ChatRequest(_RequestFields, kw_only=True):
+    """Body of ``POST /v1/chat/completions``."""
 
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
 
 
 def _with_plain(kind: type[T]) -> type[T]:
-    """``kind``, and with the fields of `PLAIN`, whatever they hold."""
     plain = [(name, Any, None) for name in PLAIN]
-    made = msgspec.defstruct(kind.__name__, plain, bases=(kind,), kw_only=True)
-    return cast("type[T]", made)
+    subclass = msgspec.defstruct(kind.__name__, plain, bases=(kind,), kw_only=True)
+    return cast("type[T]", subclass)
 
 
 _completion = msgspec.json.Decoder(_with_plain(CompletionRequest))
@@ -150,16 +139,13 @@ _chat = msgspec.json.Decoder(_with_plain(ChatRequest))
 
 @dataclass(frozen=True, slots=True)
 class CompletionParams:
-    """What a request asks for.
+    """Parsed request for a completion or a chat.
 
     Attributes:
-        prompt: a text, token ids, or the messages of a chat.
-        is_chat: whether it is a chat.
-        max_tokens: of the answer; ``None``: as many as there is room for.
-        sampling: how tokens are drawn.
-        stops: texts that end the answer.
-        stream: whether it is sent as it comes.
-        with_usage: whether a stream ends with the numbers of tokens.
+        prompt: text, token ids, or messages of a chat.
+        max_tokens: maximum tokens of the answer; ``None``: up to the context's end.
+        stops: strings that end the answer.
+        with_usage: whether a stream ends with token counts.
     """
 
     prompt: str | list[int] | list[dict[str, str]]
@@ -172,11 +158,7 @@ class CompletionParams:
 
 
 def read_completion(body: bytes | bytearray, model: ServedModel) -> CompletionParams:
-    """What a request for a completion asks for.
-
-    Raises:
-        ApiError: what is wrong with it; 400, or 404 for another model.
-    """
+    """Parse a completion request; raise `ApiError`: 400, or 404 for another model."""
     request = decode_body(_completion, body, "a request for a completion")
     prompt = request.prompt
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
@@ -189,11 +171,7 @@ def read_completion(body: bytes | bytearray, model: ServedModel) -> CompletionPa
 
 
 def read_chat(body: bytes | bytearray, model: ServedModel) -> CompletionParams:
-    """What a request for a chat asks for.
-
-    Raises:
-        ApiError: what is wrong with it; 400, or 404 for another model.
-    """
+    """Parse a chat request; raise `ApiError`: 400, or 404 for another model."""
     request = decode_body(_chat, body, "a request for a chat")
     if not request.messages:
         raise ApiError(400, "messages is an empty list", param="messages")
@@ -204,14 +182,7 @@ def read_chat(body: bytes | bytearray, model: ServedModel) -> CompletionParams:
 
 @dataclass(frozen=True, slots=True)
 class ResponseWriter:
-    """Writes one answer, whole or in pieces.
-
-    Attributes:
-        model: its name.
-        is_chat: whether it answers a chat.
-        id: the answer's.
-        created: when it was begun, in seconds since the epoch.
-    """
+    """Writes one answer, whole or as chunks; ``created`` is in seconds since the epoch."""
 
     model: str
     is_chat: bool
@@ -219,28 +190,28 @@ class ResponseWriter:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, text: str, reason: str, tokens: tuple[int, int]) -> bytes:
-        """The answer's JSON; ``tokens``: of the prompt and of the answer."""
-        said = (
+        """Return the answer as JSON; ``tokens``: counts of prompt and answer."""
+        content = (
             {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
         )
         kind = "chat.completion" if self.is_chat else "text_completion"
-        return self._json(kind, [_choice(said, reason)], usage=_usage(tokens))
+        return self._json(kind, [_choice(content, reason)], usage=_usage(tokens))
 
     def first_chunk(self) -> list[bytes]:
-        """What a stream begins with."""
+        """Return the events that begin a stream."""
         first = {"delta": {"role": "assistant", "content": ""}}
         return [self._event([_choice(first, None)])] if self.is_chat else []
 
     def chunk(self, text: str) -> bytes:
-        """More text, in a stream."""
-        said = {"delta": {"content": text}} if self.is_chat else {"text": text}
-        return self._event([_choice(said, None)])
+        """Return an event with more text."""
+        content = {"delta": {"content": text}} if self.is_chat else {"text": text}
+        return self._event([_choice(content, None)])
 
     def last_chunk(self, reason: str, tokens: tuple[int, int] | None) -> list[bytes]:
-        """What a stream ends with; ``tokens``: `whole`'s, if they are wanted."""
-        said: dict[str, Any] = {"delta": {}} if self.is_chat else {"text": ""}
+        """Return the events that end a stream; ``tokens``: as for `whole`, if requested."""
+        content: dict[str, Any] = {"delta": {}} if self.is_chat else {"text": ""}
         usage = [] if tokens is None else [self._event([], usage=_usage(tokens))]
-        return [self._event([_choice(said, reason)]), *usage, b"data: [DONE]\n\n"]
+        return [self._event([_choice(content, reason)]), *usage, b"data: [DONE]\n\n"]
 
     def _event(self, choices: list[Any], **more: object) -> bytes:
         kind = "chat.completion.chunk" if self.is_chat else "text_completion"
@@ -260,12 +231,12 @@ class ResponseWriter:
 
 
 def error_event(error: ApiError) -> bytes:
-    """What ends a stream that fails."""
+    """Return the event that ends a failed stream."""
     return b"data: " + error.body() + b"\n\n"
 
 
-def _choice(said: dict[str, Any], reason: str | None) -> dict[str, Any]:
-    return {"index": 0, **said, "logprobs": None, "finish_reason": reason}
+def _choice(content: dict[str, Any], reason: str | None) -> dict[str, Any]:
+    return {"index": 0, **content, "logprobs": None, "finish_reason": reason}
 
 
 def _usage(tokens: tuple[int, int]) -> dict[str, int]:
@@ -278,7 +249,7 @@ def _usage(tokens: tuple[int, int]) -> dict[str, int]:
 
 
 def _params(request: Any, prompt: Any, model: ServedModel, **most: int | None) -> CompletionParams:
-    """The wish; ``most``: tokens of the answer, by the fields that say it; the first one counts."""
+    """Build the parameters; ``most``: token limits by field name, the first given one counts."""
     model.check_name(request.model)
     for name, values in PLAIN.items():
         if not _is_one_of(values, getattr(request, name)):
@@ -300,7 +271,7 @@ def _params(request: Any, prompt: Any, model: ServedModel, **most: int | None) -
 
 
 def _is_one_of(values: Sequence[object], given: object) -> bool:
-    """As in JSON, where ``false`` is no 0."""
+    """Compare as JSON does: ``false`` is not 0."""
     return any(
         given == value and isinstance(given, bool) == isinstance(value, bool) for value in values
     )
@@ -329,12 +300,7 @@ def _stops(given: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def completion_document(model: ServedModel, *, with_key: bool) -> Schema:
-    """OpenAPI 3.1 of a service of completions.
-
-    Args:
-        model: what is served.
-        with_key: whether requests have to show a key.
-    """
+    """Return the service's OpenAPI 3.1 document; ``with_key``: requests need an API key."""
     ids = {
         "type": "array",
         "minItems": 1,
@@ -348,12 +314,12 @@ def completion_document(model: ServedModel, *, with_key: bool) -> Schema:
     completion = _body(model, prompt={"anyOf": [text, ids]})
     chat = _body(model, messages=messages)
     chat["properties"]["max_completion_tokens"] = _MOST
-    said = object_of(role={"const": "assistant"}, content=STRING)
+    reply = object_of(role={"const": "assistant"}, content=STRING)
     return document_of(
         "completions",
         {
             "/v1/completions": ("complete", completion, _answers(model, text=STRING)),
-            "/v1/chat/completions": ("chat", chat, _answers(model, message=said)),
+            "/v1/chat/completions": ("chat", chat, _answers(model, message=reply)),
         },
         model,
         with_key=with_key,
@@ -363,16 +329,16 @@ def completion_document(model: ServedModel, *, with_key: bool) -> Schema:
 _MOST: Schema = {"type": ["integer", "null"], "minimum": 1}
 
 
-def _body(model: ServedModel, **asked: Schema) -> Schema:
+def _body(model: ServedModel, **required: Schema) -> Schema:
     stop = {"type": "string", "minLength": 1}
     stops = {"type": "array", "maxItems": MAX_STOPS, "items": stop}
     nothing: Schema = {"type": "null"}
     return {
         "type": "object",
-        "required": ["model", *asked],
+        "required": ["model", *required],
         "properties": {
             "model": {"enum": [model.name]},
-            **asked,
+            **required,
             "max_tokens": _MOST,
             "temperature": {"type": ["number", "null"], "minimum": 0},
             "top_p": {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 1},
@@ -397,8 +363,8 @@ def _body(model: ServedModel, **asked: Schema) -> Schema:
     }
 
 
-def _answers(model: ServedModel, **said: Schema) -> Schema:
-    choice = object_of(index={"const": 0}, finish_reason={"enum": ["stop", "length"]}, **said)
+def _answers(model: ServedModel, **content: Schema) -> Schema:
+    choice = object_of(index={"const": 0}, finish_reason={"enum": ["stop", "length"]}, **content)
     answer = object_of(
         id=STRING,
         object=STRING,
@@ -407,22 +373,17 @@ def _answers(model: ServedModel, **said: Schema) -> Schema:
         choices={"type": "array", "minItems": 1, "maxItems": 1, "items": choice},
         usage=object_of(prompt_tokens=COUNT, completion_tokens=COUNT, total_tokens=COUNT),
     )
-    found = responses(answer, *REASONS)
+    documented = responses(answer, *REASONS)
     streamed: Any = {"text/event-stream": {}}
-    found["200"]["content"] |= streamed
-    return found
+    documented["200"]["content"] |= streamed
+    return documented
 
 
-_LOOK_SECONDS = 0.02
+_POLL_SECONDS = 0.02
 
 
 class CompletionService(PoolService):
-    """Answers prompts of many requests; belongs to one event loop.
-
-    Args:
-        text: the model's tokenizer.
-        make_pool, limits: see `PoolService`.
-    """
+    """Completes prompts with an engine over the pool; belongs to one event loop."""
 
     def __init__(
         self,
@@ -436,22 +397,22 @@ class CompletionService(PoolService):
 
     @property
     def waiting(self) -> int:
-        """How many requests wait for a slot."""
+        """Return the number of requests that wait for a slot."""
         return 0 if self._engine is None else self._engine.waiting
 
     def generate(
         self, prompt: Sequence[int], max_tokens: int | None, sampling: Sampling
     ) -> GeneratedSequence:
-        """Begin an answer; see `Engine.submit`.
+        """Start an answer; see `Engine.submit`.
 
         Raises:
             NotReadyError: see `check_ready`.
-            ValueError: the prompt or ``max_tokens`` makes no sense.
+            ValueError: invalid prompt or ``max_tokens``.
             QueueFullError: too many requests wait.
             CoordinatorError: the workers failed.
         """
         self.check_ready()
-        engine = cast("Engine", self._engine)  # there is one once it is ready
+        engine = cast("Engine", self._engine)  # set before the state is ready
         return engine.submit(prompt, max_tokens, sampling, timeout=self._limits.request_timeout)
 
     async def _probe(self, pool: InstrumentedPool) -> None:
@@ -464,7 +425,7 @@ class CompletionService(PoolService):
     async def _finish(self) -> None:
         if self._engine is not None:
             while self._engine.running or self._engine.waiting:
-                await asyncio.sleep(_LOOK_SECONDS)
+                await asyncio.sleep(_POLL_SECONDS)
             await asyncio.to_thread(self._engine.close)
 
 
@@ -473,7 +434,7 @@ _TOO_LONG = "context_length_exceeded"
 
 
 class CompletionApp(ServiceApp[CompletionService]):
-    """The face of a service of completions."""
+    """Routes of a completion service."""
 
     def model_routes(self) -> list[Route]:
         """See `ServiceApp`."""
@@ -498,14 +459,14 @@ class CompletionApp(ServiceApp[CompletionService]):
 
     async def _answer(self, request: Request, params: CompletionParams) -> Response:
         self.service.check_ready()
-        asked = "messages" if params.is_chat else "prompt"
+        param = "messages" if params.is_chat else "prompt"
         try:
             prompt = await self._tokens(params)
             generation = self.service.generate(prompt, params.max_tokens, params.sampling)
         except PromptTooLongError as error:
-            raise ApiError(400, str(error), param=asked, code=_TOO_LONG) from error
+            raise ApiError(400, str(error), param=param, code=_TOO_LONG) from error
         except ValueError as error:
-            raise ApiError(400, str(error), param=asked) from error
+            raise ApiError(400, str(error), param=param) from error
         writer = ResponseWriter(self.model.name, params.is_chat)
         answer = _DetokenizedStream(generation, self.service.text.reader(params.stops))
         request.state.facts["prompt_tokens"] = len(prompt)
@@ -519,12 +480,7 @@ class CompletionApp(ServiceApp[CompletionService]):
         return json_answer(writer.whole(text, answer.reason, (len(prompt), answer.tokens)))
 
     async def _tokens(self, params: CompletionParams) -> list[int]:
-        """The prompt's tokens; the event loop goes on meanwhile.
-
-        Raises:
-            ApiError: it is too long to be looked at.
-            ValueError: the model's template refuses the chat.
-        """
+        """Tokenize the prompt in a thread; raise `ApiError` if it is too long to tokenize."""
         if params.is_chat:
             messages = cast("list[dict[str, str]]", params.prompt)
             length = sum(len(text) for each in messages for text in each.values())
@@ -538,11 +494,11 @@ class CompletionApp(ServiceApp[CompletionService]):
             return await asyncio.to_thread(self.service.text.encode, params.prompt)
         return cast("list[int]", params.prompt)
 
-    def _check_length(self, characters: int, asked: str) -> None:
+    def _check_length(self, characters: int, param: str) -> None:
         most = self.service.text.longest * self.model.max_tokens
         if characters > most:
             message = f"the prompt has {characters} characters; at most {most} can fit"
-            raise ApiError(400, message, param=asked, code=_TOO_LONG)
+            raise ApiError(400, message, param=param, code=_TOO_LONG)
 
     async def _streamed(
         self,
@@ -562,26 +518,21 @@ class CompletionApp(ServiceApp[CompletionService]):
                 yield event
             request.state.outcome = 200
             self._count_answer(n_prompt + answer.tokens)
-        except Exception as error:  # noqa: BLE001 - told to the client and to the log
-            told = self.as_api_error(error, request.state.request_id)
-            request.state.outcome = told.status
-            self.service.metrics.errors.labels(told.code or told.kind).inc()
-            yield error_event(told)
+        except Exception as error:  # noqa: BLE001 - sent to the client and logged
+            failure = self.as_api_error(error, request.state.request_id)
+            request.state.outcome = failure.status
+            self.service.metrics.errors.labels(failure.code or failure.kind).inc()
+            yield error_event(failure)
         finally:
             request.state.facts["tokens"] = answer.tokens
 
     def _count_answer(self, tokens: int) -> None:
-        """Count an answer that was given, and the tokens of its prompt and its own."""
         self.service.metrics.inputs.inc()
         self.service.metrics.tokens.inc(tokens)
 
 
 class _DetokenizedStream:
-    """The text of a generation.
-
-    Attributes:
-        tokens: how many there were so far.
-    """
+    """Detokenizes a generated sequence."""
 
     def __init__(self, generation: GeneratedSequence, reader: AnswerReader) -> None:
         self.tokens = 0
@@ -590,11 +541,10 @@ class _DetokenizedStream:
 
     @property
     def reason(self) -> str:
-        """Why it has ended, in OpenAI's words."""
         return "stop" if self._reader.stopped else self._generation.reason or "stop"
 
     async def pieces(self) -> AsyncIterator[str]:
-        """The text as it comes; the generation is cancelled at a stop."""
+        """Yield text as tokens arrive; cancel the sequence at a stop string."""
         async for token in self._generation:
             self.tokens += 1
             if text := self._reader.read(token):
@@ -606,5 +556,4 @@ class _DetokenizedStream:
             yield rest
 
     async def whole(self) -> str:
-        """All of the text."""
         return "".join([text async for text in self.pieces()])

@@ -1,4 +1,4 @@
-"""OpenAI's API of embeddings: reading a request, and writing its answer."""
+"""Parse embedding requests and write responses, as in OpenAI's API."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 
 MAX_INPUTS = 2048
-"""Inputs of one request at most, as in OpenAI's API."""
+"""Maximum inputs of a request, as in OpenAI's API."""
 
 FORMATS = ("float", "base64")
-"""Of vectors."""
+"""Encodings of a vector."""
 
 Input: TypeAlias = "str | list[int]"
 
 
 class EmbeddingRequest(msgspec.Struct):
-    """The body of a request, as far as its types go.
+    """Body of ``POST /v1/embeddings``.
 
-    ``truncate`` is not OpenAI's: what is too long is cut; ``None``: as the server does by itself.
+    ``truncate`` extends OpenAI's API: whether to cut long inputs; ``None``: the server's default.
     """
 
     model: str
@@ -43,15 +43,7 @@ _decoder = msgspec.json.Decoder(EmbeddingRequest)
 def read_request(
     body: bytes | bytearray, model: ServedModel
 ) -> tuple[EmbeddingRequest, list[Input]]:
-    """The request in ``body``, and its inputs as a list.
-
-    Args:
-        body: as it came.
-        model: what is served.
-
-    Raises:
-        ApiError: what is wrong with it; 400, or 404 for another model.
-    """
+    """Return the parsed request and the list of its inputs; raise `ApiError`: 400 or 404."""
     request = decode_body(_decoder, body, "an embeddings request")
     model.check_name(request.model)
     hidden = model.hidden_size
@@ -67,13 +59,7 @@ def read_request(
 def write_response(
     request: EmbeddingRequest, vectors: Sequence[np.ndarray], n_tokens: int
 ) -> bytes:
-    """The answer's JSON.
-
-    Args:
-        request: what was asked.
-        vectors: float32 [hidden] for each input.
-        n_tokens: of all inputs.
-    """
+    """Return the response as JSON; ``vectors``: float32 [hidden] per input."""
     as_text = request.encoding_format == "base64"
     data = [
         {
@@ -94,7 +80,6 @@ def write_response(
 
 
 def _inputs(given: str | list[Any]) -> list[Input]:
-    """A text, texts, token ids or lists of them, as a list of texts or of token ids."""
     if isinstance(given, str):
         return [given]
     if not given:

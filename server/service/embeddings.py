@@ -1,20 +1,16 @@
-"""Serve embeddings: tokenise requests, batch them for a pool, answer ``POST /v1/embeddings``.
+"""Serve embeddings: tokenize requests, batch them for a pool, answer ``POST /v1/embeddings``.
 
-Pure logic: no waiting, no tasks. The requests take turns, in the order of arrival. In its turn a
-request may fill a share of a batch's tokens; the rest of its items wait for its next turn, behind
-the other requests (deficit round robin). So a small request waits for one share of each request
-that came before it, however large these are, and a large one that is alone fills whole batches.
+A batch takes the waiting items as soon as it may start; nothing is delayed to fill it. The number
+of waiting items is bounded: a request beyond the bound is rejected at once.
 
-A signal handler may raise after any call, but never between two assignments, so the count of
-waiting items stays correct.
+Requests take turns in the order of arrival (deficit round robin). In its turn a request may fill a
+share of a batch's tokens; its other items wait behind all other requests. So a small request waits
+for one share of each earlier request, and a large request alone fills whole batches. Tokenizing
+takes turns in the same way, a piece of a request at a time. The event loop itself tokenizes a
+single short text, since waking the thread takes longer.
 
-Nothing is delayed to fill a batch: as soon as a batch may start, it takes the waiting items, up to
-its size, as `batch_queue` chooses them. The number of waiting items is bounded: a request that
-would exceed it is refused at once.
-
-The next piece of a request is queued when the one before it is done, behind the pieces of other
-requests, so a small request waits for one piece of each large one. A single short text is tokenised
-in the event loop itself, because waking the thread would take longer.
+A signal handler may raise after any call, but not between two assignments; the count of waiting
+items relies on this.
 """
 
 from __future__ import annotations
@@ -53,7 +49,7 @@ Item = TypeVar("Item", bound="Sized")
 Result = TypeVar("Result")
 
 _SHARES = 4
-"""In one turn a request may fill a batch to one part in this many."""
+"""A request may fill one part in this many of a batch in one turn."""
 
 
 @dataclass(eq=False)
@@ -61,13 +57,13 @@ class BatchRequest(Generic[Item, Result]):
     """Items that are answered together.
 
     Attributes:
-        items: what was asked; the length of each is what it costs.
-        results: one for each item, filled in once its batch is done.
-        left: how many results are missing.
-        answer: given ``results`` when none is missing.
-        next: the index of the first item that is in no batch yet.
-        credit: the tokens that it may still put into batches in this turn.
-        trace: the trace context of whoever asks.
+        items: inputs; the length of an item is its cost in tokens.
+        results: one per item, set when the item's batch is done.
+        left: number of missing results.
+        answer: future of ``results``.
+        next: index of the first item that is in no batch.
+        credit: tokens that the request may still put into batches in this turn.
+        trace: trace context of the caller.
     """
 
     items: Sequence[Item]
@@ -80,13 +76,13 @@ class BatchRequest(Generic[Item, Result]):
 
     @property
     def waiting(self) -> int:
-        """How many items are in no batch yet."""
+        """Return the number of items that are in no batch."""
         return len(self.items) - self.next
 
 
 @dataclass(frozen=True, slots=True)
 class RequestPiece(Generic[Item, Result]):
-    """The part ``items[start:stop]`` of a request, in one batch."""
+    """Part ``items[start:stop]`` of a request, in one batch."""
 
     request: BatchRequest[Item, Result]
     start: int
@@ -94,19 +90,13 @@ class RequestPiece(Generic[Item, Result]):
 
     @property
     def items(self) -> Sequence[Item]:
-        """The items of this part."""
+        """Return the items of this part."""
         return self.request.items[self.start : self.stop]
 
 
 @dataclass
 class BatchQueue(Generic[Item, Result]):
-    """The requests of which items wait for a batch.
-
-    Attributes:
-        max_tokens: tokens of a batch at most; an item that has more is a batch of its own.
-        max_waiting: items that may wait, at most.
-        waiting: how many items wait.
-    """
+    """Items that wait for a batch; one with more than ``max_tokens`` is a batch of its own."""
 
     max_tokens: int
     max_waiting: int
@@ -114,7 +104,6 @@ class BatchQueue(Generic[Item, Result]):
     _turns: deque[BatchRequest[Item, Result]] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` for a limit below 1."""
         if self.max_tokens < 1 or self.max_waiting < 1:
             raise ValueError(
                 "max_tokens and max_waiting must be 1 or more; "
@@ -123,20 +112,16 @@ class BatchQueue(Generic[Item, Result]):
         self._share = max(1, self.max_tokens // _SHARES)
 
     def add(self, request: BatchRequest[Item, Result]) -> None:
-        """Let a request wait, behind the others.
-
-        Raises:
-            QueueFullError: there is no room for all of it.
-        """
-        asked = len(request.items)
-        if self.waiting + asked > self.max_waiting:
-            raise QueueFullError(asked, self.waiting, self.max_waiting)
+        """Append a request; raise `QueueFullError` unless all its items fit."""
+        added = len(request.items)
+        if self.waiting + added > self.max_waiting:
+            raise QueueFullError(added, self.waiting, self.max_waiting)
         request.credit = self._share
-        self.waiting += asked
+        self.waiting += added
         self._turns.append(request)
 
     def take(self) -> list[RequestPiece[Item, Result]]:
-        """The next batch; empty if nothing waits."""
+        """Return the next batch; empty if no item waits."""
         batch: list[RequestPiece[Item, Result]] = []
         room = self.max_tokens
         while self._turns:
@@ -157,9 +142,9 @@ class BatchQueue(Generic[Item, Result]):
     def _turn(
         self, request: BatchRequest[Item, Result], room: int, first: bool
     ) -> tuple[RequestPiece[Item, Result], int, bool]:
-        """What a request puts into a batch, how many tokens that is, and whether the batch is full.
+        """Take items of a request; return them, their tokens, and whether the batch is full.
 
-        ``first``: the batch is empty so far, so that one item fits, however many tokens it has.
+        ``first``: the batch is empty, so one item of any length fits.
         """
         start, taken = request.next, 0
         full = False
@@ -177,7 +162,7 @@ class BatchQueue(Generic[Item, Result]):
         return RequestPiece(request, start, request.next), taken, full
 
     def drop(self, request: BatchRequest[Item, Result]) -> None:
-        """Forget the items of a request that are in no batch yet."""
+        """Remove the items of a request that are in no batch."""
         if request in self._turns:
             left = request.waiting
             self.waiting -= left
@@ -185,14 +170,14 @@ class BatchQueue(Generic[Item, Result]):
 
 
 class Batcher(Generic[Item, Result]):
-    """Collects requests and has them computed; belongs to one event loop.
+    """Computes the items of many requests in batches; belongs to one event loop.
 
     Args:
-        compute: gives the results of a batch's items, in their order; also has the trace contexts
-            of those who asked for them.
-        max_tokens: how long the items of a batch may be together.
-        max_waiting: items that may wait, beside those that are being computed.
-        in_flight: batches that may be computed at once.
+        compute: returns the results of a batch's items in order; its second argument has the trace
+            contexts of their requests.
+        max_tokens: maximum tokens of a batch.
+        max_waiting: maximum waiting items, without those in running batches.
+        in_flight: maximum number of running batches.
     """
 
     def __init__(
@@ -211,21 +196,21 @@ class Batcher(Generic[Item, Result]):
 
     @property
     def waiting(self) -> int:
-        """How many items wait for a batch."""
+        """Return the number of waiting items."""
         return self._queue.waiting
 
     @property
     def running(self) -> int:
-        """How many batches are being computed."""
+        """Return the number of running batches."""
         return len(self._running)
 
     async def submit(self, items: Sequence[Item]) -> list[Result]:
-        """The results of ``items``, in their order. If cancelled, items that wait are dropped.
+        """Return the results of ``items`` in order; cancelling drops items that wait.
 
         Raises:
-            QueueFullError: no room; nothing of it will be computed.
+            QueueFullError: no room; no item is computed.
             PoolClosedError: `close` was called.
-            What computing raised.
+            Exception: any error of ``compute``.
         """
         if self._closed:
             raise PoolClosedError("shutting down: no new requests are taken")
@@ -237,12 +222,12 @@ class Batcher(Generic[Item, Result]):
             self._queue.add(request)
             self._start()
             return await answer
-        except BaseException:  # cancelled, or a signal handler's
+        except BaseException:  # cancelled, or raised by a signal handler
             self._queue.drop(request)
             raise
 
     async def close(self) -> None:
-        """Take no new requests, and wait until those that were taken are answered."""
+        """Refuse new requests, and wait until accepted ones are answered."""
         self._closed = True
         while self._running:
             await asyncio.wait(self._running)
@@ -250,7 +235,7 @@ class Batcher(Generic[Item, Result]):
     def _start(self) -> None:
         while len(self._running) < self._in_flight and (batch := self._queue.take()):
             task = asyncio.create_task(self._run(batch))
-            task.add_done_callback(self._running.discard)  # no Python: nothing interrupts it
+            task.add_done_callback(self._running.discard)  # in C: no signal handler interrupts it
             task.add_done_callback(lambda _: self._start())
             self._running.add(task)
 
@@ -259,20 +244,20 @@ class Batcher(Generic[Item, Result]):
             items = [item for piece in batch for item in piece.items]
             traces = [trace for piece in batch if (trace := piece.request.trace) is not None]
             self._answer(batch, await self._compute(items, traces))
-        except Exception as error:  # noqa: BLE001 - whatever it is, those who asked get it
+        except Exception as error:  # noqa: BLE001 - raised by `submit`
             self._fail(batch, error)
         except BaseException as error:
-            self._fail(batch, CoordinatorError(f"a batch was given up: {error!r}"))
+            self._fail(batch, CoordinatorError(f"a batch was abandoned: {error!r}"))
             raise
 
     def _answer(self, batch: list[RequestPiece[Item, Result]], results: Sequence[Result]) -> None:
-        at = 0
+        offset = 0
         for piece in batch:
             size = piece.stop - piece.start
             request = piece.request
-            request.results[piece.start : piece.stop] = results[at : at + size]
+            request.results[piece.start : piece.stop] = results[offset : offset + size]
             request.left -= size
-            at += size
+            offset += size
             if not request.left and not request.answer.done():
                 request.answer.set_result(request.results)
 
@@ -284,13 +269,13 @@ class Batcher(Generic[Item, Result]):
 
 
 _PIECE_CHARACTERS = 1 << 15
-"""About how long a piece is; it takes some 10 ms, and 10 MB of memory meanwhile."""
+"""Approximate length of a piece: tokenizing takes 10 ms and 10 MB."""
 _SHORT_CHARACTERS = 1 << 10
-"""The longest text that the event loop tokenises itself; it takes 1 ms at most."""
+"""Longest text that the event loop tokenizes itself, in at most 1 ms."""
 
 
 class Tokenizing:
-    """A thread that tokenises; belongs to one event loop."""
+    """Tokenizes in a thread; belongs to one event loop."""
 
     def __init__(self, tokenizer: SentenceTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -300,19 +285,19 @@ class Tokenizing:
         """See `SentenceTokenizer.encode`."""
         if len(inputs) == 1 and len(inputs[0]) <= _SHORT_CHARACTERS:
             return self._tokenizer.encode(inputs, truncate=truncate)
-        found = EncodedText()
+        encoded = EncodedText()
         loop = asyncio.get_running_loop()
         for start, stop in self._pieces(inputs):
             work = partial(
                 self._tokenizer.encode, inputs[start:stop], truncate=truncate, first=start
             )
             part = await loop.run_in_executor(self._thread, work)
-            found.tokens.extend(part.tokens)
-            found.truncated.extend(part.truncated)
-        return found
+            encoded.tokens.extend(part.tokens)
+            encoded.truncated.extend(part.truncated)
+        return encoded
 
     def close(self) -> None:
-        """Tokenise nothing more; pieces that are queued are dropped."""
+        """Stop the thread; queued pieces are dropped."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _pieces(self, inputs: Sequence[Input]) -> Iterator[tuple[int, int]]:
@@ -327,26 +312,20 @@ class Tokenizing:
 
 
 PROBE = "ready"
-"""What the probe call embeds."""
+"""Text of the probe call."""
 
 
 class RequestTimeoutError(CoordinatorError, TimeoutError):
-    """A request was not answered in time: the requests before it took too long."""
+    """A request timed out while it waited for earlier requests."""
 
 
 class BadInputError(CoordinatorError, ValueError):
-    """An input cannot be embedded; ``__cause__`` is the error that says why."""
+    """An input cannot be embedded; ``__cause__`` has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Embedded:
-    """A request's embeddings.
-
-    Attributes:
-        vectors: float32 [hidden] for each input.
-        n_tokens: how many tokens all inputs have together.
-        truncated: the numbers of the inputs that were cut, as longer than the model takes.
-    """
+    """Embeddings of a request, float32 [hidden] each; ``truncated``: indexes of cut inputs."""
 
     vectors: list[np.ndarray]
     n_tokens: int
@@ -354,12 +333,9 @@ class Embedded:
 
 
 class EmbeddingService(PoolService):
-    """Embeds inputs of many requests; belongs to one event loop.
+    """Embeds the inputs of many requests; belongs to one event loop.
 
-    Args:
-        tokenizer: the model's.
-        make_pool, limits: see `PoolService`.
-        in_flight: calls that may be with the workers at once.
+    ``in_flight``: maximum calls of the pool in flight; for other arguments see `PoolService`.
     """
 
     def __init__(
@@ -381,22 +357,22 @@ class EmbeddingService(PoolService):
 
     @property
     def waiting(self) -> int:
-        """How many inputs wait to be sent to the workers."""
+        """Return the number of inputs that wait for the workers."""
         return self._batcher.waiting
 
     async def embed(self, inputs: Sequence[Input], *, truncate: bool) -> Embedded:
         """Embed texts, or lists of token ids.
 
         Args:
-            inputs: what to embed.
-            truncate: cut those that are longer than the model takes, in place of refusing them.
+            inputs: texts or lists of token ids.
+            truncate: cut inputs that are too long, instead of raising `BadInputError`.
 
         Raises:
             NotReadyError: see `check_ready`.
-            BadInputError: an input is too long, or not for this model.
+            BadInputError: an input is too long, or invalid for this model.
             QueueFullError: too many inputs wait.
-            CallTimeoutError: the workers did not answer in time; says which.
-            RequestTimeoutError: the requests before it took too long.
+            CallTimeoutError: workers timed out; names them.
+            RequestTimeoutError: earlier requests took too long.
             CoordinatorError: the workers failed.
         """
         self.check_ready()
@@ -441,24 +417,18 @@ class EmbeddingService(PoolService):
 async def _vectors(
     pool: InstrumentedPool, tokens: list[np.ndarray], traces: Sequence[Carrier]
 ) -> Sequence[np.ndarray]:
-    """The vectors of some lists of tokens, float32 [hidden] each, for those who asked."""
     sizes = [len(each) for each in tokens]
-    about = {"items": len(sizes), "tokens": sum(sizes)}
-    with pool.counted(sizes), of_batch("embed batch", traces, about):
+    attributes = {"items": len(sizes), "tokens": sum(sizes)}
+    with pool.counted(sizes), of_batch("embed batch", traces, attributes):
         future = pool.pool.submit("embed", tokens, timeout=pool.call_timeout, retry=True)
         vectors: np.ndarray = await asyncio.wrap_future(future)
     return list(vectors)
 
 
 def embedding_document(model: ServedModel, *, with_key: bool) -> Schema:
-    """OpenAPI 3.1 of a service of embeddings.
-
-    Args:
-        model: what is served.
-        with_key: whether requests have to show a key.
-    """
-    asked = {"/v1/embeddings": ("embed", _request(model), responses(_answer(model), *REASONS))}
-    return document_of("embeddings", asked, model, with_key=with_key)
+    """Return the service's OpenAPI 3.1 document; ``with_key``: requests need an API key."""
+    routes = {"/v1/embeddings": ("embed", _request(model), responses(_answer(model), *REASONS))}
+    return document_of("embeddings", routes, model, with_key=with_key)
 
 
 def _request(model: ServedModel) -> Schema:
@@ -501,12 +471,7 @@ def _answer(model: ServedModel) -> Schema:
 
 
 class EmbeddingApp(ServiceApp[EmbeddingService]):
-    """The face of a service of embeddings.
-
-    Args:
-        service, model, api_key, on_failure: see `ServiceApp`.
-        truncate: whether inputs that are too long are cut where a request does not say.
-    """
+    """Routes of an embedding service; ``truncate``: default of the field in requests."""
 
     def __init__(
         self,
@@ -539,17 +504,17 @@ class EmbeddingApp(ServiceApp[EmbeddingService]):
 
     async def _embed(self, request: Request) -> Response:
         async with self.bodies.read(request) as body:
-            asked, inputs = read_request(body, self.model)
-            truncate = self._truncate if asked.truncate is None else asked.truncate
-            found = await unless_client_leaves(
+            parsed, inputs = read_request(body, self.model)
+            truncate = self._truncate if parsed.truncate is None else parsed.truncate
+            embedded = await unless_client_leaves(
                 request, self.service.embed(inputs, truncate=truncate)
             )
-        response = json_answer(write_response(asked, found.vectors, found.n_tokens))
-        request.state.facts.update(inputs=len(inputs), tokens=found.n_tokens)
+        response = json_answer(write_response(parsed, embedded.vectors, embedded.n_tokens))
+        request.state.facts.update(inputs=len(inputs), tokens=embedded.n_tokens)
         self.service.metrics.inputs.inc(len(inputs))
-        self.service.metrics.tokens.inc(found.n_tokens)
-        if found.truncated:
-            self.service.metrics.truncated.inc(len(found.truncated))
-            response.headers["x-truncated-inputs"] = str(len(found.truncated))
-            request.state.facts["truncated"] = len(found.truncated)
+        self.service.metrics.tokens.inc(embedded.n_tokens)
+        if embedded.truncated:
+            self.service.metrics.truncated.inc(len(embedded.truncated))
+            response.headers["x-truncated-inputs"] = str(len(embedded.truncated))
+            request.state.facts["truncated"] = len(embedded.truncated)
         return response

@@ -1,26 +1,19 @@
-"""Serve the routes that all services have: host names, keys, bodies, errors, and the access log.
+"""Serve the routes that all services share: keys, body limits, errors, access log.
 
-The id is the client's own (``X-Request-ID``) if it is short and printable, otherwise a new one.
-
-    GET  /                the page: what the service and its workers do, live
-    GET  /events          what it shows, as server-sent events
-    POST /v1/...          what the model is asked, as in OpenAI's API; see /openapi.json
-    GET  /v1/models       likewise, and /v1/models/NAME
-    GET  /openapi.json    all of this for programs
-    GET  /health          200 unless the pool cannot recover: then 503 and why
-    GET  /health/progress 200 unless calls do not move: then 503 and who is late
-    GET  /ready           200 while the workers answer, otherwise 503 and why
-    GET  /status          the service, and the workers as the board shows them, JSON
+    GET  /                page with the live state of the service and its workers
+    GET  /events          data of the page, as server-sent events
+    POST /v1/...          requests to the model, as in OpenAI's API; see /openapi.json
+    GET  /v1/models       the model, also as /v1/models/NAME
+    GET  /openapi.json    OpenAPI document
+    GET  /health          200 unless the pool cannot recover: 503 and the reason
+    GET  /health/progress 200 unless calls are stalled: 503 and the late workers
+    GET  /ready           200 while the workers answer, otherwise 503 and the reason
+    GET  /status          state of the service and its workers, JSON
     GET  /metrics         Prometheus' text format
 
-With an API key, all but the page, /health, /health/progress and /ready ask for
-``Authorization: Bearer KEY``. Whatever is not answered with 200 has an error of OpenAI's shape,
-except the last three.
-
-A page of another site may make its own name resolve to this machine (DNS rebinding); the browser
-then takes the service for that site, and lets the page read its answers. Such a request has that
-site in its ``Host``. A request to an address, or to a name of this machine, is not from such a
-page.
+With an API key, all routes but the page, /health, /health/progress and /ready require
+``Authorization: Bearer KEY``. Errors have OpenAI's body, except those of /health,
+/health/progress and /ready.
 """
 
 from __future__ import annotations
@@ -71,16 +64,17 @@ _access_log = logging.getLogger(ACCESS)
 
 
 class AccessLog:
-    """Passes requests on to ``app``, and logs how they were answered.
+    """Logs each request, and gives it an id.
 
-    A handler may add to ``request.state.facts`` what is to be logged with its request.
+    The id is the client's ``X-Request-ID`` if short and printable. A handler may add fields to
+    ``request.state.facts``.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request; what is not HTTP is passed on as it is."""
+        """Answer a request; other scopes pass unchanged."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -124,39 +118,34 @@ class AccessLog:
 
 
 MAX_BODY_BYTES = 16 << 20
-"""The longest body that a request may have."""
-_AS_IT_IS = "identity"
+"""Maximum bytes of a request's body."""
+_IDENTITY = "identity"
 MAX_HELD_BYTES = 4 * MAX_BODY_BYTES
-"""What the bodies of all requests under way may have, beyond `SMALL_BODY_BYTES` each."""
+"""Maximum bytes of all bodies in memory, beyond `SMALL_BODY_BYTES` each."""
 SMALL_BODY_BYTES = 64 << 10
-"""What each may have whatever the others have: large ones that stall keep out no small one."""
+"""Bytes of each body outside `MAX_HELD_BYTES`, so stalled large bodies block no small one."""
 
 
 class BodyLimiter:
-    """The bodies of the requests that are being answered.
-
-    Attributes:
-        held: the number of their bytes that are in memory now, beyond `SMALL_BODY_BYTES` of each.
-    """
+    """Limits the memory of bodies; ``held``: bytes beyond `SMALL_BODY_BYTES` of each body."""
 
     def __init__(self) -> None:
         self.held = 0
 
     @asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[bytearray]:
-        """The body of ``request``, which counts as held until the block ends.
+        """Read the body of ``request``; its bytes count as held until the block ends.
 
         Raises:
-            ApiError: 413: it is too large; 415: it is compressed; 429: with the others it is too
-                large.
-            ClientDisconnect: the client left before it was complete.
+            ApiError: 413, too large; 415, compressed; 429, too large together with other bodies.
+            ClientDisconnect: the client disconnected before the end of the body.
         """
         body, counted = bytearray(), 0
         announced = request.headers.get("content-length", "0")
         if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
             raise _too_large()
-        encoding = request.headers.get("content-encoding", _AS_IT_IS).lower()
-        if encoding != _AS_IT_IS:
+        encoding = request.headers.get("content-encoding", _IDENTITY).lower()
+        if encoding != _IDENTITY:
             raise ApiError(415, f"the body has the encoding {encoding!r}: send it as it is")
         try:
             async for chunk in request.stream():
@@ -186,19 +175,16 @@ _log = logging.getLogger(__name__)
 
 
 class ServiceApp(ABC, Generic[Service]):
-    """The routes of one service.
+    """Routes of one service.
 
     Args:
-        service: who answers.
-        model: what it serves.
-        api_key: what requests have to show; ``None``: nothing.
+        service, model: service and its model.
+        api_key: key that requests must send; ``None``: no key.
         on_failure: called when the service has failed for good.
 
     Attributes:
-        service: who answers.
-        live: those who look at the page.
-        model: what it serves.
-        bodies: of the requests that are being answered.
+        live: broadcaster of ``/events``.
+        bodies: bodies of running requests.
     """
 
     def __init__(
@@ -213,16 +199,12 @@ class ServiceApp(ABC, Generic[Service]):
         self._api_key = api_key
         self._on_failure = on_failure
         self.model = model
-        self.live = SnapshotBroadcaster(self._look)
+        self.live = SnapshotBroadcaster(self._snapshot)
         self.bodies = BodyLimiter()
 
     def app(self, *within: Middleware) -> Starlette:
-        """The ASGI application; it starts and stops the service.
-
-        Args:
-            within: what requests pass before they are answered; the access log comes first.
-        """
-        about = self.openapi(with_key=self._api_key is not None)
+        """Return the ASGI application, which runs the service; ``within``: inner middleware."""
+        document = self.openapi(with_key=self._api_key is not None)
         app = Starlette(
             routes=[
                 Route("/", page_route()),
@@ -230,7 +212,7 @@ class ServiceApp(ABC, Generic[Service]):
                 *self.model_routes(),
                 Route("/v1/models", self.guarded(self._models)),
                 Route("/v1/models/{model:path}", self.guarded(self._one_model)),
-                Route("/openapi.json", self.guarded(_always(about))),
+                Route("/openapi.json", self.guarded(_always(document))),
                 Route("/health", self._health),
                 Route("/health/progress", self._progress),
                 Route("/ready", self._ready),
@@ -241,16 +223,16 @@ class ServiceApp(ABC, Generic[Service]):
             exception_handlers={HTTPException: _no_such_route},
             lifespan=self._lifespan,
         )
-        app.router.redirect_slashes = False  # to a URL that a proxy's clients cannot know
+        app.router.redirect_slashes = False  # clients behind a proxy cannot use the redirect's URL
         return app
 
     @abstractmethod
     def model_routes(self) -> list[Route]:
-        """The routes by which the model is asked."""
+        """Return the routes to the model."""
 
     @abstractmethod
     def openapi(self, *, with_key: bool) -> Schema:
-        """The OpenAPI document; ``with_key``: whether requests have to show a key."""
+        """Return the OpenAPI document; ``with_key``: requests need an API key."""
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
@@ -262,7 +244,7 @@ class ServiceApp(ABC, Generic[Service]):
     def guarded(
         self, answer: Callable[[Request], Awaitable[Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
-        """``answer``, or the `ApiError` that it raises, for those who show the key."""
+        """Wrap a handler: check the key, and respond to an `ApiError`."""
 
         async def guarded(request: Request) -> Response:
             try:
@@ -274,16 +256,14 @@ class ServiceApp(ABC, Generic[Service]):
         return guarded
 
     def _check_key(self, request: Request) -> None:
-        if self._api_key is not None and not _shows(request, self._api_key):
+        if self._api_key is not None and not _has_key(request, self._api_key):
             message = "give the server's API key: Authorization: Bearer KEY"
             raise ApiError(401, message, code="invalid_api_key")
 
     def answering(
         self, answer: Callable[[Request], Awaitable[Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
-        """``answer``, for those who show the key: timed, counted, and its errors told as OpenAI's
-        API does.
-        """
+        """Wrap a handler of the model: check the key, count, and respond to errors."""
 
         async def counted(request: Request) -> Response:
             began = time.perf_counter()
@@ -296,12 +276,12 @@ class ServiceApp(ABC, Generic[Service]):
             except ClientDisconnect:
                 response = Response(status_code=_CLIENT_LEFT)
                 self.service.metrics.errors.labels("client_left").inc()
-            except Exception as error:  # noqa: BLE001 - told to the client and to the log
-                refused = self.as_api_error(error, request.state.request_id)
-                response = error_answer(refused)
-                self.service.metrics.errors.labels(refused.code or refused.kind).inc()
+            except Exception as error:  # noqa: BLE001 - sent to the client and logged
+                failure = self.as_api_error(error, request.state.request_id)
+                response = error_answer(failure)
+                self.service.metrics.errors.labels(failure.code or failure.kind).inc()
             if isinstance(response, StreamingResponse):
-                request.state.outcome = _CLIENT_LEFT  # unless it comes to an end
+                request.state.outcome = _CLIENT_LEFT  # replaced at the end of the stream
                 response.background = BackgroundTask(self._count_stream, request, began, span)
             else:
                 await self._count(response.status_code, began, span)
@@ -316,13 +296,13 @@ class ServiceApp(ABC, Generic[Service]):
         self.service.metrics.requests.labels(str(status)).inc()
 
     async def _count_stream(self, request: Request, began: float, span: Span | None) -> None:
-        """Count a stream by the status that it would have had as a whole, which it has left."""
+        """Count a stream by its outcome: the status of the same answer in one piece."""
         if request.state.outcome == _CLIENT_LEFT:
             self.service.metrics.errors.labels("client_left").inc()
         await self._count(request.state.outcome, began, span)
 
     def as_api_error(self, error: Exception, request_id: str) -> ApiError:
-        """What a client is told of an error; the log is told of those that are nobody's fault."""
+        """Map an exception to an API error; log unexpected ones."""
         match error:
             case ApiError():
                 return error
@@ -363,9 +343,9 @@ class ServiceApp(ABC, Generic[Service]):
         return json_answer(b'{"ready":true}')
 
     async def _status(self, _: Request) -> Response:
-        return json_answer(await self._look())
+        return json_answer(await self._snapshot())
 
-    async def _look(self) -> bytes:
+    async def _snapshot(self) -> bytes:
         return msgspec.json.encode(await self.service.seen())
 
     async def _events(self, request: Request) -> Response:
@@ -377,24 +357,20 @@ class ServiceApp(ABC, Generic[Service]):
 
 
 async def unless_client_leaves(request: Request, answering: Coroutine[Any, Any, T]) -> T:
-    """What ``answering`` gives; it is cancelled when the client closes its connection.
-
-    Raises:
-        ClientDisconnect: it did.
-    """
+    """Await ``answering``; cancel it and raise `ClientDisconnect` if the client disconnects."""
     answer = asyncio.create_task(answering)
-    leaving = asyncio.create_task(_left(request))
+    disconnect = asyncio.create_task(_disconnected(request))
     try:
-        await asyncio.wait((answer, leaving), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((answer, disconnect), return_when=asyncio.FIRST_COMPLETED)
         if not answer.done():
             raise ClientDisconnect
         return answer.result()
     finally:
-        leaving.cancel()
+        disconnect.cancel()
         answer.cancel()
 
 
-async def _left(request: Request) -> None:
+async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
@@ -404,11 +380,11 @@ def _check_room(request: Request) -> None:
         raise too_many_connections()
 
 
-def _shows(request: Request, api_key: str) -> bool:
+def _has_key(request: Request, api_key: str) -> bool:
     scheme, _, shown = request.headers.get("authorization", "").partition(" ")
-    # Compared without a branch on the contents, so that the time tells nothing of the key.
-    right = hmac.compare_digest(shown.strip().encode(), api_key.encode())
-    return right and scheme.lower() == "bearer"
+    # In constant time, so that the duration does not reveal the key.
+    matches = hmac.compare_digest(shown.strip().encode(), api_key.encode())
+    return matches and scheme.lower() == "bearer"
 
 
 def _always(content: object) -> Callable[[Request], Awaitable[Response]]:
@@ -438,13 +414,13 @@ def _unavailable(content: object) -> Response:
 
 
 def json_answer(body: bytes, status: int = 200) -> Response:
-    """An answer in JSON."""
+    """Return a JSON response; ask clients to retry after a 429 or 503."""
     headers = {"retry-after": "1"} if status in (429, 503) else None
     return Response(body, status, headers, media_type="application/json")
 
 
 def error_answer(error: ApiError) -> Response:
-    """The answer that tells an error."""
+    """Return the response for an error."""
     response = json_answer(error.body(), error.status)
     if error.status == 401:
         response.headers["www-authenticate"] = "Bearer"
@@ -452,24 +428,23 @@ def error_answer(error: ApiError) -> Response:
 
 
 OPEN = ("/health", "/health/progress", "/ready")
-"""What anybody may ask by any name."""
+"""Paths that are served for any ``Host``."""
 
 
 def names_of(host: str) -> frozenset[str]:
-    """The names of a service that listens at ``host`` of this machine."""
+    """Return the host names of a service that listens at ``host``."""
     machine = socket.gethostname().lower()
     return frozenset({"localhost", host.lower(), machine, machine.partition(".")[0]})
 
 
 class TrustedHosts:
-    """Passes on to ``app`` what calls the service by one of ``names``, or by an address.
+    """Rejects requests whose ``Host`` is neither an address nor one of ``names``.
 
-    A request without a ``Host``, as of HTTP/1.0, comes from no browser.
+    A page of another site may resolve its name to this machine (DNS rebinding). The browser then
+    sends that name as ``Host``, and lets the page read the answers. A request without a ``Host``
+    (HTTP/1.0) is not from a browser.
 
-    Args:
-        app: who answers.
-        names: see `names_of`.
-        failed: called with the status and the code of each request that is refused.
+    ``failed`` is called with the status and the code of each rejected request.
     """
 
     def __init__(
@@ -480,7 +455,7 @@ class TrustedHosts:
         self._failed = failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request; what is not HTTP is passed on as it is."""
+        """Answer a request; other scopes pass unchanged."""
         if scope["type"] == "http" and scope["path"] not in OPEN:
             called = Headers(scope=scope).get("host", "")
             if called and not is_own(called, self._names):
@@ -496,7 +471,7 @@ class TrustedHosts:
 
 
 def is_own(called: str, names: Collection[str]) -> bool:
-    """Whether a ``Host`` names one of ``names``, or is an address."""
+    """Return whether a ``Host`` is one of ``names`` or an address."""
     try:
         name = (urlsplit(f"//{called}").hostname or "").removesuffix(".")
         return name in names or bool(ipaddress.ip_address(name))

@@ -1,7 +1,4 @@
-"""The service's log on stderr, which limits repeated lines, and its access log.
-
-The access log, if switched on, is written to stdout, a line for each request.
-"""
+"""Log to stderr with a rate limit, and write an access log to stdout."""
 
 from __future__ import annotations
 
@@ -18,10 +15,10 @@ from shm_broadcast.deadline import milliseconds
 
 PACKAGE = __name__.partition(".")[0]
 ACCESS = f"{PACKAGE}.access"
-"""The logger of requests; what is known of one stands in its record's ``facts``."""
+"""Logger of requests; ``facts`` of a record has the fields of one request."""
 LOWER_FLOORS = ("coordinator", "device_comm", "shm_broadcast")
 FIELDS = ("rank", "group", "generation", "host")
-"""What records of our packages tell beside their text, where it is known."""
+"""Attributes that records of our packages may have."""
 ACCESS_MODES = ("off", "on", "json")
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -32,23 +29,22 @@ _READER_SECONDS = 0.5
 
 
 def utc(seconds: float) -> str:
-    """A time since the epoch as text, to the millisecond."""
+    """Return a time since the epoch as ISO 8601 text, in milliseconds."""
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%S.%f}"[:-3] + "Z"
 
 
 class UtcFormatter(logging.Formatter):
-    """Lines with the time in UTC, to the millisecond."""
+    """Formats records with the time in UTC, in milliseconds."""
 
     def formatTime(self, record: logging.LogRecord, _: str | None = None) -> str:  # noqa: N802
-        """The record's time."""
+        """Return the record's time."""
         return utc(record.created)
 
 
 class RateLimitFilter(logging.Filter):
-    """Lets through some records of a kind in each minute, and counts the others.
+    """Passes a limited number of records per minute and line of code.
 
-    A kind is a logger and the line that logs: what differs between two records is their arguments.
-    So a client that can provoke a line cannot fill the disk with it.
+    A client that can trigger a log line cannot fill the disk with it.
     """
 
     def __init__(self, limit: int = _KIND_LIMIT, seconds: float = _KIND_SECONDS) -> None:
@@ -58,14 +54,14 @@ class RateLimitFilter(logging.Filter):
         self._since: dict[tuple[str, str, int], tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether to write ``record``; the last one before others are left out says so."""
+        """Return whether to write ``record``; the last one before a gap announces it."""
         kind = (record.name, record.pathname, record.lineno)
         since, count = self._since.get(kind, (record.created, 0))
         if record.created - since >= self._seconds:
             since, count = record.created, 0
         self._since[kind] = (since, count + 1)
         if count == self._limit - 1:
-            record.msg = f"{record.msg} (more of these are left out for {self._seconds:.0f} s)"
+            record.msg = f"{record.msg} (more of these are dropped for {self._seconds:.0f} s)"
         return count < self._limit
 
 
@@ -78,8 +74,8 @@ class _AccessAsText(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         shown = dict(_facts(record))
         client, method, path = (shown.pop(name) for name in ("client", "method", "path"))
-        told = " ".join(f"{name}={value}" for name, value in shown.items())
-        return f"{utc(record.created)} {client} {method} {json.dumps(path)} {told}"
+        fields = " ".join(f"{name}={value}" for name, value in shown.items())
+        return f"{utc(record.created)} {client} {method} {json.dumps(path)} {fields}"
 
 
 class _LogAsJson(logging.Formatter):
@@ -97,41 +93,35 @@ class _LogAsJson(logging.Formatter):
 
 
 class _UnblockedHandler(logging.StreamHandler[TextIO]):
-    """Leaves lines out while who should read them does not; the service goes on.
+    """Drops log lines instead of blocking when the pipe is full.
 
-    A pipe that is full is waited for once, and the rest of that line is kept. When there is room
-    again it comes first, and what was left out is counted. Where two handlers write to one pipe, a
-    line of more than `select.PIPE_BUF` bytes may be split by the other's.
-
-    Args:
-        stream: has a file descriptor; nobody else may leave text in its buffer.
-        told_as: what the lines are called.
+    A full pipe is polled once, for `_READER_SECONDS`; the rest of that line is kept and written
+    first later. Lines of more than `select.PIPE_BUF` bytes may interleave with another handler's on
+    the same pipe. Nothing else may fill the buffer of ``stream``.
     """
 
-    def __init__(self, stream: TextIO, told_as: str) -> None:
+    def __init__(self, stream: TextIO, title: str) -> None:
         super().__init__(stream)
-        self._told_as = told_as
+        self._title = title
         self._rest = b""
-        self._left_out = 0
+        self._n_dropped = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the record, or leave it out."""
         try:
             self._write_rest(0.0)
             if self._rest:
-                self._left_out += 1
+                self._n_dropped += 1
                 return
             line = f"{self.format(record)}{self.terminator}"
             self._rest = line.encode(self.stream.encoding, self.stream.errors or "strict")
             self.flush()
-        except Exception:  # noqa: BLE001 - as every handler of logging
+        except Exception:  # noqa: BLE001 - as in logging's own handlers
             self.handleError(record)
-        left_out, self._left_out = self._left_out, 0
-        if left_out:
-            _log.warning("%s was not read: %d lines are left out", self._told_as, left_out)
+        n_dropped, self._n_dropped = self._n_dropped, 0
+        if n_dropped:
+            _log.warning("%s was not read: %d lines were dropped", self._title, n_dropped)
 
     def flush(self) -> None:
-        """Write what is left of the last line, if its reader reads."""
         self._write_rest(_READER_SECONDS)
 
     def _write_rest(self, seconds: float) -> None:
@@ -142,7 +132,7 @@ class _UnblockedHandler(logging.StreamHandler[TextIO]):
         deadline = Deadline.after(seconds)
         try:
             while self._rest and room.poll(milliseconds(deadline.remaining())):
-                # A pipe that has room takes so much without waiting.
+                # POLLOUT promises room for PIPE_BUF bytes.
                 piece = self._rest[: select.PIPE_BUF]
                 self._rest = self._rest[os.write(self.stream.fileno(), piece) :]
         except OSError:
@@ -151,7 +141,7 @@ class _UnblockedHandler(logging.StreamHandler[TextIO]):
 
 
 class _AccessHandler(_UnblockedHandler):
-    """Writes lines until its reader has gone; then it says so, once, and writes nowhere."""
+    """Writes lines until the reader closes the pipe; then logs that once, and writes nothing."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         if not isinstance(error := sys.exception(), OSError):
@@ -160,7 +150,7 @@ class _AccessHandler(_UnblockedHandler):
         _log.warning("the access log cannot be written: %s", error)
         if isinstance(error, BrokenPipeError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.stream.fileno())  # also what is left to be written at the end
+            os.dup2(nowhere, self.stream.fileno())  # also for the flush at exit
             os.close(nowhere)
 
 
@@ -170,13 +160,7 @@ def _facts(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def configure(access: str, *, as_json: bool = False) -> None:
-    """Write records to stderr, from warnings up; a service that is well says nothing.
-
-    Args:
-        access: how to write requests to stdout, one of `ACCESS_MODES`.
-        as_json: as an object a line, with what is known of `FIELDS`; those of our packages also at
-            level INFO.
-    """
+    """Log to stderr from WARNING, and write the access log; ``as_json``: JSON lines, from INFO."""
     handler: logging.Handler = _UnblockedHandler(sys.stderr, "the log")
     handler.setFormatter(_LogAsJson() if as_json else UtcFormatter(FORMAT))
     handler.addFilter(RateLimitFilter())

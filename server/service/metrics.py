@@ -1,4 +1,4 @@
-"""Count and read what a service exports to Prometheus."""
+"""Count the events of a service, and export metrics to Prometheus."""
 
 from __future__ import annotations
 
@@ -32,58 +32,57 @@ _TOKENS = (8, 32, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 class Metrics:
-    """Counters of one service.
+    """Counters of one service; see their help texts.
 
-    Attributes:
-        requests: requests answered, by HTTP status; 499: the client had left.
-        errors: those that were not answered with 200, by the error's code.
-        seconds: how long those took that were answered with 200.
-        inputs: their inputs.
-        tokens: their tokens.
-        truncated: inputs that were cut.
-        calls: batches that the workers computed, by outcome, ``"ok"`` or ``"error"``.
-        call_errors: those that failed, by the class of the error.
-        call_seconds: how long they took, by outcome.
-        batch_items: items of those batches.
-        batch_tokens: tokens of those batches.
-        refusals: connections that were closed with an error before there was a request, by status.
-
-    Args:
-        now: gives further metrics, whenever all are read.
-        kind: what requests are answered with.
+    Status 499 means that the client disconnected. ``now`` returns further metrics for each export;
+    ``kind`` names the service.
     """
 
     def __init__(self, now: Callable[[], Iterable[Metric]], kind: str) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # a series more for each
-        self._registry = of = CollectorRegistry(target_info={"kind": kind})
-        self.requests = Counter("service_requests", "Requests answered", ["status"], registry=of)
+        # Timestamps of creation would double the number of series.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self._registry = registry = CollectorRegistry(target_info={"kind": kind})
+        self.requests = Counter(
+            "service_requests", "Requests answered", ["status"], registry=registry
+        )
         self.errors = Counter(
-            "service_errors", "Requests not answered with 200", ["code"], registry=of
+            "service_errors", "Requests not answered with 200", ["code"], registry=registry
         )
         self.seconds = Histogram(
             "service_request_seconds",
             "Time of requests answered with 200",
             buckets=_SECONDS,
-            registry=of,
+            registry=registry,
         )
-        self.inputs = Counter("service_inputs", "Inputs of those", registry=of)
-        self.tokens = Counter("service_tokens", "Tokens of those", registry=of)
-        self.truncated = Counter("service_inputs_truncated", "Inputs that were cut", registry=of)
-        self.calls = Counter("pool_calls", "Batches computed", ["outcome"], registry=of)
-        self.call_errors = Counter("pool_call_errors", "Batches that failed", ["kind"], registry=of)
+        self.inputs = Counter(
+            "service_inputs", "Inputs of requests answered with 200", registry=registry
+        )
+        self.tokens = Counter(
+            "service_tokens", "Tokens of requests answered with 200", registry=registry
+        )
+        self.truncated = Counter(
+            "service_inputs_truncated", "Inputs that were cut", registry=registry
+        )
+        self.calls = Counter("pool_calls", "Batches computed", ["outcome"], registry=registry)
+        self.call_errors = Counter(
+            "pool_call_errors", "Batches that failed", ["kind"], registry=registry
+        )
         self.call_seconds = Histogram(
-            "pool_call_seconds", "Time of a batch", ["outcome"], buckets=_SECONDS, registry=of
+            "pool_call_seconds", "Time of a batch", ["outcome"], buckets=_SECONDS, registry=registry
         )
         self.batch_items = Histogram(
-            "pool_batch_items", "Items of a batch", buckets=_SIZES, registry=of
+            "pool_batch_items", "Items of a batch", buckets=_SIZES, registry=registry
         )
         self.batch_tokens = Histogram(
-            "pool_batch_tokens", "Tokens of a batch", buckets=_TOKENS, registry=of
+            "pool_batch_tokens", "Tokens of a batch", buckets=_TOKENS, registry=registry
         )
         self.refusals = Counter(
-            "connections_refused", "Connections closed without a request", ["status"], registry=of
+            "connections_refused",
+            "Connections closed without a request",
+            ["status"],
+            registry=registry,
         )
-        of.register(_Now(now))
+        registry.register(_Now(now))
 
     def fail(self, status: int, code: str) -> None:
         """Count a request that was answered with an error."""
@@ -91,14 +90,14 @@ class Metrics:
         self.errors.labels(code).inc()
 
     def refuse(self, status: int) -> None:
-        """Count a connection that was closed with an error before there was a request."""
+        """Count a connection that was closed with an error before a request."""
         self.refusals.labels(str(status)).inc()
 
     def totals(self) -> dict[str, Any]:
-        """What was counted since the start, as plain data: answers, inputs, tokens, and latencies.
+        """Return answers, inputs, tokens and latencies since the start, as plain data.
 
-        Of latencies: for each limit in seconds how many requests took no longer; all of them are
-        under ``"+Inf"``.
+        Latencies are pairs of a limit in seconds, ``"+Inf"`` last, and the number of requests
+        within it.
         """
         return {
             "requests": {each.labels["status"]: each.value for each in _totals(self.requests)},
@@ -111,7 +110,7 @@ class Metrics:
         }
 
     def expose(self) -> bytes:
-        """All metrics in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
@@ -124,8 +123,8 @@ class _Now(Collector):
 
 
 def _samples(metric: Counter | Histogram, suffix: str) -> list[Sample]:
-    found = [sample for family in metric.collect() for sample in family.samples]
-    return [sample for sample in found if sample.name.endswith(suffix)]
+    samples = [sample for family in metric.collect() for sample in family.samples]
+    return [sample for sample in samples if sample.name.endswith(suffix)]
 
 
 def _totals(counter: Counter) -> list[Sample]:
@@ -137,15 +136,7 @@ STATES = ("starting", "ready", "restarting", "stalled", "failed", "stopping")
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What a service does: idle if nothing runs, busy if something does, stuck if it is stalled.
-
-    Attributes:
-        state: one of `STATES`.
-        items_waiting: inputs that wait to be sent to the workers.
-        calls_running: batches that the workers have.
-        oldest_call_seconds: how long they have had the oldest of these.
-        restarts: how often the pool was restarted.
-    """
+    """State, one of `STATES`, and load; the pool's calls are batches of items."""
 
     state: str
     items_waiting: int
@@ -155,22 +146,22 @@ class Activity:
 
 
 def of_service(now: Activity) -> Iterator[Metric]:
-    """The state, what waits and what runs."""
-    state = GaugeMetricFamily("service_state", "1 for the one it is in", labels=["state"])
+    """Yield the metrics of state and load."""
+    state = GaugeMetricFamily("service_state", "1 for the current state", labels=["state"])
     for each in STATES:
         state.add_metric([each], float(each == now.state))
     yield state
     for name, text, value in (
         ("service_items_waiting", "Items that wait", now.items_waiting),
         ("pool_calls_running", "Batches that the workers have", now.calls_running),
-        ("pool_oldest_call_seconds", "Age of the oldest of these", now.oldest_call_seconds),
+        ("pool_oldest_call_seconds", "Age of the oldest running batch", now.oldest_call_seconds),
     ):
         yield GaugeMetricFamily(name, text, value)
     yield CounterMetricFamily("pool_restarts", "Restarts of the pool", now.restarts)
 
 
 def of_workers(workers: Iterable[MemberStatus]) -> Iterator[Metric]:
-    """Each worker's progress: a sample for each rank."""
+    """Yield each worker's liveness and progress, a sample per rank."""
     age = GaugeMetricFamily(
         "worker_progress_age_seconds", "Time since the last progress", labels=["rank"]
     )
@@ -185,24 +176,22 @@ def of_workers(workers: Iterable[MemberStatus]) -> Iterator[Metric]:
 
 
 def of_operations(each: Mapping[int, Sequence[VerbTotal]]) -> Iterator[Metric]:
-    """What each worker's group operations and messages came to: a sample for each rank, group and
-    verb.
-    """
+    """Yield the totals of group operations, a sample per rank, group and verb."""
     labels = ("rank", "group", "verb")
     ended, failed, seconds, size = (
         CounterMetricFamily(f"worker_{name}", text, labels=labels)
         for name, text in (
             ("operations", "Operations that have ended; group is empty for queues"),
-            ("operation_failures", "Those of them that were not done"),
-            ("operation_seconds", "Time from their begin to their end"),
-            ("operation_bytes", "Their bytes"),
+            ("operation_failures", "Operations that failed"),
+            ("operation_seconds", "Time of ended operations, including waits"),
+            ("operation_bytes", "Bytes of ended operations"),
         )
     )
     for rank, totals in each.items():
         for total in totals:
-            of = (str(rank), total.group, total.verb)
-            ended.add_metric(of, total.ended)
-            failed.add_metric(of, total.failed)
-            seconds.add_metric(of, total.seconds)
-            size.add_metric(of, total.size)
+            values = (str(rank), total.group, total.verb)
+            ended.add_metric(values, total.ended)
+            failed.add_metric(values, total.failed)
+            seconds.add_metric(values, total.seconds)
+            size.add_metric(values, total.size)
     yield from (ended, failed, seconds, size)

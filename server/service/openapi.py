@@ -1,4 +1,4 @@
-"""The OpenAPI document of a service: what its routes take and answer, for programs."""
+"""Build the OpenAPI document of a service."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ Schema: TypeAlias = "dict[str, Any]"
 STRING: Schema = {"type": "string"}
 COUNT: Schema = {"type": "integer", "minimum": 0}
 REASONS = {
-    400: "The request is wrong; says how.",
+    400: "The request is invalid; the message has the reason.",
     401: "The API key is missing or wrong.",
-    404: "There is no such model.",
+    404: "The model does not exist.",
     408: "The request did not arrive in time.",
     413: "The body is too large.",
     415: "The body is compressed.",
     421: "There is no API key, and the request names another host.",
-    429: "Too much waits; try again.",
+    429: "The queue is full; try again.",
     500: "The workers failed to compute it.",
-    503: "The service starts, stands still, stops, or has failed.",
-    504: "It was not answered in time.",
+    503: "The service is starting, restarting, stalled, stopping or failed.",
+    504: "The request timed out.",
 }
 
 
@@ -35,13 +35,9 @@ def document_of(
     *,
     with_key: bool,
 ) -> Schema:
-    """OpenAPI 3.1 of a service.
+    """Return the OpenAPI 3.1 document of a service; ``what`` names its kind.
 
-    Args:
-        what: it answers with.
-        asked: how the model is asked: the name, the body and the answers of each route.
-        model: what is served.
-        with_key: whether requests have to show a key.
+    ``asked`` has operation id, body and responses of each route to the model, by path.
     """
     locked: list[Any] = [{"bearer": []}] if with_key else []
     name = {"name": "model", "in": "path", "required": True, "schema": {"enum": [model.name]}}
@@ -105,7 +101,7 @@ def _reason(what: str, kind: str = "string") -> Schema:
 
 
 def object_of(**properties: Schema) -> Schema:
-    """An object that has these, all of them."""
+    """Return the schema of an object that requires all ``properties``."""
     return {"type": "object", "required": list(properties), "properties": properties}
 
 
@@ -118,16 +114,19 @@ def _get(
     failing: Schema | None = None,
 ) -> Schema:
     refused = (401,) if security else (421,) if failing is None else ()
-    found = responses(schema, *refused, *statuses, kind=kind)
+    documented = responses(schema, *refused, *statuses, kind=kind)
     if failing is not None:
-        found["503"] = {"description": "It is not.", "content": {kind: {"schema": failing}}}
-    return {"get": {"operationId": operation, "security": security, "responses": found}}
+        documented["503"] = {
+            "description": "The check failed.",
+            "content": {kind: {"schema": failing}},
+        }
+    return {"get": {"operationId": operation, "security": security, "responses": documented}}
 
 
 def responses(schema: Schema, *statuses: int, kind: str = "application/json") -> Schema:
-    """Answers of 200 as ``schema``, and errors with other statuses."""
+    """Return responses: 200 with ``schema``, and errors with ``statuses``."""
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    found: Schema = {"200": {"description": "As asked.", "content": {kind: {"schema": schema}}}}
+    documented: Schema = {"200": {"description": "Success.", "content": {kind: {"schema": schema}}}}
     for status in statuses:
-        found[str(status)] = {"description": REASONS[status], "content": error}
-    return found
+        documented[str(status)] = {"description": REASONS[status], "content": error}
+    return documented

@@ -1,13 +1,13 @@
-"""Serve the page of a service, and the events that keep it up to date.
+"""Serve the page of a service, and the server-sent events that update it.
 
-The server notices that a client has left only when it sends something. So while there is no event
-it sends comments, which clients skip; these also keep proxies from closing an idle connection.
+The page contains no data, so it needs no key. Its Content-Security-Policy allows only the script
+and the style in the file.
 
-It contains no data, so everybody may load it. Its policy lets a browser run only the script and the
-style in the file, whatever the service shows there.
+While there are listeners, one snapshot per second is taken for all of them. A slow listener misses
+snapshots; one that does not read is disconnected, as any client.
 
-One snapshot is taken for all listeners, and only while there are any. Nobody waits for a listener:
-one that is slow misses snapshots, and one that does not read at all is disconnected, as any client.
+A server detects a lost client only when it sends. Without events it therefore sends comments, which
+clients skip; comments also keep proxies from closing an idle connection.
 """
 
 from __future__ import annotations
@@ -32,18 +32,13 @@ if TYPE_CHECKING:
 
 
 SILENT_SECONDS: Final = 2.0
-"""How long nothing is sent before a comment is."""
+"""Seconds without an event after which a comment is sent."""
 COMMENT: Final = b":\n\n"
 _HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 
 class EventStream(StreamingResponse):
-    """Events as they come, until they end or the client leaves.
-
-    Args:
-        events: each as it is sent.
-        meanwhile: entered before anything is sent, and left however that ends.
-    """
+    """Response of server-sent events, within the context ``meanwhile``."""
 
     media_type = "text/event-stream"
 
@@ -55,7 +50,7 @@ class EventStream(StreamingResponse):
         self._sent = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
+        """Send the response."""
         with self._meanwhile:
             await super().__call__(scope, receive, send)
 
@@ -82,7 +77,7 @@ class EventStream(StreamingResponse):
 
     @classmethod
     def head(cls) -> Response:
-        """The answer to a HEAD request: the same without events."""
+        """Return the response to a HEAD request."""
         return Response(headers=_HEADERS, media_type=cls.media_type)
 
 
@@ -90,7 +85,7 @@ _FILE = Path(__file__).parents[1] / "data" / "page.html"
 
 
 def page_route() -> Callable[[Request], Awaitable[Response]]:
-    """What answers with the page."""
+    """Return the handler that serves the page."""
     content = _FILE.read_text(encoding="utf-8")
     headers = {
         "content-security-policy": policy(content),
@@ -106,7 +101,7 @@ def page_route() -> Callable[[Request], Awaitable[Response]]:
 
 
 def policy(content: str) -> str:
-    """The Content-Security-Policy of a page with one script and one style."""
+    """Return the Content-Security-Policy of a page with one script and one style."""
     return "; ".join(
         (
             "default-src 'none'",
@@ -127,32 +122,28 @@ def _digest(tag: str, content: str) -> str:
 
 
 LISTENERS = 100
-"""How many may listen at once."""
+"""Maximum number of listeners."""
 _SECONDS = 1.0
 _OVER = b"event: over\ndata: {}\n\n"
 _log = logging.getLogger(__name__)
 
 
 class SnapshotBroadcaster:
-    """Those who listen to one service; belongs to its event loop.
-
-    Args:
-        take: a snapshot, as JSON in one line.
-    """
+    """Sends snapshots of ``take``, JSON lines, to listeners; belongs to one event loop."""
 
     def __init__(self, take: Callable[[], Awaitable[bytes]]) -> None:
         self._take = take
         self._listeners = 0
         self._latest: bytes | None = None
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._taking: asyncio.Task[None] | None = None
         self._over = False
 
     def answer(self, request: Request) -> Response:
-        """Events until the client leaves, or `close`: a snapshot at once, then one each second.
+        """Return a stream of snapshots: one at once, then one per second until `close`.
 
         Raises:
-            ApiError: 503: too many listen already.
+            ApiError: 503; too many listeners.
         """
         if self._listeners >= LISTENERS:
             message = f"{LISTENERS} clients listen already"
@@ -162,25 +153,25 @@ class SnapshotBroadcaster:
         return EventStream(self.events(), self.broadcasting())
 
     def close(self) -> None:
-        """Tell all listeners that it is over, and end their answers. Idempotent."""
+        """Send a final event to all listeners, and end their streams. Idempotent."""
         self._over = True
-        self._tell()
-        self._rest()
+        self._notify()
+        self._stop_taking()
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The snapshots as they come, without those that came while the last one was sent."""
+        """Yield each new snapshot; skip those taken while one was being sent."""
         sent = None
         while not self._over:
-            news = self._news
+            changed = self._changed
             if self._latest is sent:
-                await news.wait()
+                await changed.wait()
             elif (sent := self._latest) is not None:
                 yield b"data: " + sent + b"\n\n"
         yield _OVER
 
     @contextmanager
     def broadcasting(self) -> Iterator[None]:
-        """Snapshots are taken meanwhile."""
+        """Count a listener within the block; snapshots are taken meanwhile."""
         self._listeners += 1
         if self._taking is None and not self._over:
             self._taking = asyncio.create_task(self._take_each_second())
@@ -189,22 +180,22 @@ class SnapshotBroadcaster:
         finally:
             self._listeners -= 1
             if not self._listeners:
-                self._rest()
+                self._stop_taking()
 
     async def _take_each_second(self) -> None:
         while True:
             try:
                 self._latest = await self._take()
-            except Exception:  # noqa: BLE001 - told to the log; the next one may do
+            except Exception:  # noqa: BLE001 - logged; the next snapshot may succeed
                 _log.exception("the state of the service cannot be shown")
-            self._tell()
+            self._notify()
             await asyncio.sleep(_SECONDS)
 
-    def _tell(self) -> None:
-        news, self._news = self._news, asyncio.Event()
-        news.set()
+    def _notify(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
-    def _rest(self) -> None:
+    def _stop_taking(self) -> None:
         if self._taking is not None:
             self._taking.cancel()
             self._taking = None

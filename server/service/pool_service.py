@@ -1,14 +1,13 @@
-"""Run a pool as a service: start it beside the server, count its calls, watch it for stalls, end
-it.
-
-It counts as stalled while the workers have had a call for longer than the limit, and while they
-have one that has timed out. The answer to the latter is not reported, so they count as having it
-until a later call is answered.
+"""Run a pool as a service: start it, count its calls, detect stalls, shut it down.
 
 States: *starting* while the workers load; *ready* once a probe call was answered; *restarting*
 while lost workers are replaced; *stalled* while calls are not answered in time; *failed* for good
-when the workers did not start, or the pool broke; *stopping* from `PoolService.stop` on. While it
-is restarting, requests are refused; those that were accepted before are computed again.
+when the workers did not start, or the pool broke; *stopping* from `PoolService.stop` on. While the
+pool restarts, new requests are rejected, and accepted requests are computed again.
+
+The pool is stalled while a call runs longer than the limit, and after a call has timed out. The
+reply to a timed-out call is not visible, so the call counts as running until a later call is
+answered.
 """
 
 from __future__ import annotations
@@ -41,11 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class StallDetector:
-    """The calls of one pool that the workers have. Any thread may use it.
-
-    Attributes:
-        limit: seconds that a call may run before the pool counts as stalled.
-    """
+    """Running calls of one pool; older than ``limit`` seconds is a stall. Thread-safe."""
 
     limit: float
     _began: dict[int, float] = field(default_factory=dict)
@@ -53,41 +48,41 @@ class StallDetector:
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     def begin(self, now: float) -> int:
-        """A call was sent; returns its number."""
+        """Add a call; return its number."""
         number = next(self._numbers)
         self._began[number] = now
         return number
 
     def answered(self, number: int) -> None:
-        """A call was answered, with a result or an error; so were late ones before it."""
+        """Remove a call with a result or an error, and all timed-out calls before it."""
         for each in (*(late for late in self._timed_out.copy() if late < number), number):
             self._timed_out.discard(each)
             self._began.pop(each, None)
 
     def timed_out(self, number: int) -> None:
-        """A call has timed out that the workers have, or for which there are none just now."""
+        """Mark a call that timed out while the workers ran it or restarted."""
         self._timed_out.add(number)
 
     def withdrawn(self, number: int) -> None:
-        """A call has not come to the workers, or nobody waits for it any more."""
+        """Remove a call that was not sent, or has no waiting caller."""
         del self._began[number]
 
     @property
     def running(self) -> int:
-        """How many calls the workers have."""
+        """Return the number of running calls."""
         return len(self._began)
 
     @property
     def awaited(self) -> bool:
-        """Whether somebody waits for one of them."""
+        """Return whether a caller waits for a running call."""
         return len(self._began) > len(self._timed_out)
 
     def oldest(self, now: float) -> float:
-        """Seconds that they have had the oldest call; 0 if they have none."""
+        """Return the age of the oldest running call in seconds; 0 without one."""
         return now - min([*self._began.values()], default=now)
 
     def stalled(self, now: float) -> bool:
-        """Whether the pool counts as stalled."""
+        """Return whether the pool is stalled."""
         return bool(self._timed_out) or self.oldest(now) >= self.limit
 
 
@@ -97,16 +92,9 @@ _log = logging.getLogger(__name__)
 
 
 class InstrumentedPool:
-    """A running pool; belongs to one event loop, but for `call`.
+    """Counts and times the calls of a started pool.
 
-    Args:
-        pool: the pool, which has started.
-        metrics: where its calls are counted.
-        limits: how long a call may take, and when the pool counts as stalled.
-
-    Attributes:
-        pool: as given.
-        call_timeout: seconds that a call may take.
+    Belongs to one event loop; `call` may run in any thread. ``call_timeout``: seconds for a call.
     """
 
     def __init__(
@@ -125,52 +113,50 @@ class InstrumentedPool:
 
     @property
     def last_failure(self) -> tuple[float, BaseException] | None:
-        """When the pool broke or a call failed last, in seconds since the epoch, and why."""
+        """Return when (seconds since the epoch) and why the pool or a call last failed."""
         known = [each for each in (self.pool.last_failure, self._failed_call) if each is not None]
         return max(known, key=lambda failure: failure[0], default=None)
 
     @property
     def failure(self) -> CoordinatorError | None:
-        """What broke the pool: it cannot recover."""
+        """Return the error that broke the pool for good."""
         failure = self.pool.failure
         return None if isinstance(failure, PoolClosedError) else failure
 
     @property
     def stalled(self) -> str:
-        """Which calls were not answered in time; ``""`` unless the pool is stalled."""
+        """Return why the pool is stalled; ``""`` if it is not."""
         now = time.monotonic()
         if not self._watch.stalled(now):
             return ""
         seconds, reason = self._watch.oldest(now), self.pool.restarting
         if reason is None:
-            told = " ".join(line for line in self._held_up if not line.startswith(" "))
-            why = told or "; ".join(map(str, self.workers()))
+            waits = " ".join(line for line in self._held_up if not line.startswith(" "))
+            why = waits or "; ".join(map(str, self.workers()))
         else:
             why = f"the pool is being restarted after this: {reason}"
         return f"a call was not answered for {seconds:.0f} s: {why}"
 
     @property
     def running(self) -> tuple[int, float]:
-        """Calls that the workers have, and for how many seconds they have had the oldest."""
+        """Return the number of running calls, and the age of the oldest in seconds."""
         return self._watch.running, self._watch.oldest(time.monotonic())
 
     def workers(self) -> Sequence[MemberStatus]:
-        """What every worker was last seen doing; empty once they were told to end."""
+        """Return every worker's status; empty after `shutdown`."""
         return () if self._closed else self.pool.status()
 
     def totals(self) -> Mapping[int, Sequence[VerbTotal]]:
-        """What the operations of each worker came to, by rank; empty once they were told to end."""
+        """Return each worker's operation totals by rank; empty after `shutdown`."""
         return {} if self._closed else self.pool.totals()
 
     def call(self, method: str, *args: Any) -> Any:
-        """As `WorkerPool.call`; for any thread.
+        """Call a method as `WorkerPool.call`, from any thread.
 
-        Args:
-            method: the method.
-            args: the rows of a step; a call without any computes no batch, and is not counted.
+        ``args`` are rows of a step; a call without rows computes no batch, and is not counted.
 
         Raises:
-            CallTimeoutError: the workers did not answer in time; says which.
+            CallTimeoutError: workers timed out; names them.
             CoordinatorError: the workers failed.
         """
         sizes = [len(row.tokens) for rows in args for row in rows]
@@ -178,20 +164,15 @@ class InstrumentedPool:
             return self.pool.call(method, *args, timeout=self.call_timeout)
 
     async def hang_report(self) -> list[str]:
-        """The first sentences of `WorkerPool.hang_report`."""
+        """Return the first sentences of `WorkerPool.hang_report`."""
         try:
-            told = await asyncio.to_thread(self.pool.hang_report)
-        except RuntimeError:  # no thread can be started: the rest goes on all the same
+            report = await asyncio.to_thread(self.pool.hang_report)
+        except RuntimeError:  # no thread can be started: continue without a report
             return []
-        return [clipped(line) for line in told[:_SENTENCES]]
+        return [clipped(line) for line in report[:_SENTENCES]]
 
     async def watch(self, probe: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Log when the pool stalls, and when it answers again; return when the pool has broken for
-        good.
-
-        Args:
-            probe: computes something, to find out whether a stalled pool answers again.
-        """
+        """Log stalls and recoveries until the pool has broken; ``probe`` computes a small batch."""
         stalled = ""
         probing: asyncio.Task[Any] | None = None
         while self.failure is None:
@@ -209,13 +190,13 @@ class InstrumentedPool:
         _log.critical("the pool has broken: %s", with_notes(self.failure))
 
     async def shutdown(self, seconds: float) -> None:
-        """End the workers; see `WorkerPool.shutdown`."""
+        """Shut down the pool; see `WorkerPool.shutdown`."""
         self._closed = True
         await asyncio.to_thread(self.pool.shutdown, seconds)
 
     @contextmanager
     def counted(self, sizes: Sequence[int]) -> Iterator[None]:
-        """Count a call, of items of ``sizes`` tokens, and how it ends."""
+        """Count a call of items with ``sizes`` tokens, and its outcome."""
         outcome, end = "error", self._watch.withdrawn
         began = time.monotonic()
         number = self._watch.begin(began)
@@ -229,7 +210,7 @@ class InstrumentedPool:
             if isinstance(error, CallTimeoutError):
                 lacks_workers = error.waiting_for or self.pool.restarting is not None
                 end = self._watch.timed_out if lacks_workers else self._watch.withdrawn
-                if not isinstance(error, CallStuckError):  # breaks the pool, whose log shows it
+                if not isinstance(error, CallStuckError):  # breaks the pool, which logs it
                     _log.error("%s", with_notes(error))
             raise
         finally:
@@ -241,26 +222,23 @@ class InstrumentedPool:
 
 
 _UNANSWERED_SECONDS = 1.0
-"""Seconds that clients have to read that their requests were given up, before the server ends."""
-_LEAVE_SECONDS = 3.0
-"""Seconds that workers have to end once all requests are answered."""
+"""Seconds for clients to read the error of abandoned requests."""
+_SHUTDOWN_SECONDS = 3.0
+"""Seconds for workers to exit after all requests are answered."""
 _SLOW_SECONDS = 1.0
-"""A call that takes longer has `PoolService.seen` look who waits for whom."""
+"""Age of a call from which `PoolService.seen` includes a hang report."""
 _FAILED_SECONDS = 2.0
-"""Seconds for which a service that has failed still tells clients and probes why."""
+"""Seconds for which a failed service still sends the reason to clients and probes."""
 
 
 class NotReadyError(CoordinatorError):
-    """The service cannot answer now: it is starting, stalled, failed or stopping."""
+    """The service is starting, restarting, stalled, failed or stopping."""
 
 
 class PoolService(ABC):
-    """The life of a pool that answers requests; belongs to one event loop.
+    """Runs a pool that answers requests; belongs to one event loop.
 
-    Args:
-        make_pool: starts the workers; runs in a thread.
-        limits: see `ServiceLimits`.
-        kind: what requests are answered with, for the metrics.
+    ``make_pool`` starts the pool, in a thread; ``kind`` names the service in metrics.
     """
 
     def __init__(
@@ -283,21 +261,19 @@ class PoolService(ABC):
     @property
     @abstractmethod
     def waiting(self) -> int:
-        """How many inputs wait to be sent to the workers."""
+        """Return the number of inputs that wait for the workers."""
 
     @abstractmethod
     async def _probe(self, pool: InstrumentedPool) -> None:
-        """Have the workers compute something small: before the first request, and when the pool
-        stands still.
-        """
+        """Compute a small batch: before the first request, and while the pool is stalled."""
 
     @abstractmethod
     async def _finish(self) -> None:
-        """Take no more requests, and answer what was accepted."""
+        """Refuse new requests, and wait until accepted ones are answered."""
 
     @property
     def state(self) -> str:
-        """One of `metrics.STATES`."""
+        """Return one of `metrics.STATES`."""
         if self.failure is not None:
             return "failed"
         if self._stopping:
@@ -310,23 +286,23 @@ class PoolService(ABC):
 
     @property
     def failure(self) -> Exception | None:
-        """Why the workers did not start, or what broke the pool: it cannot recover."""
+        """Return the error of the start, or the error that broke the pool for good."""
         if self._failure is None and self._pool is not None:
             self._failure = self._pool.failure
         return self._failure
 
     @property
     def restarting(self) -> CoordinatorError | None:
-        """What broke the pool, while it is restarted for that."""
+        """Return the error for which the pool is being restarted, or ``None``."""
         return None if self._pool is None else self._pool.pool.restarting
 
     @property
     def stalled(self) -> str:
-        """Which calls were not answered in time; ``""`` unless the service is stalled."""
+        """Return why the service is stalled; ``""`` if it is not."""
         return self._pool.stalled if self._probed and self._pool is not None else ""
 
     def workers(self) -> Sequence[MemberStatus]:
-        """What every worker was last seen doing; empty before they run and after they stop."""
+        """Return every worker's status; empty before the start and after the end."""
         return () if self._pool is None else self._pool.workers()
 
     def _now(self) -> Iterator[Metric]:
@@ -335,83 +311,80 @@ class PoolService(ABC):
         yield from of_operations({} if self._pool is None else self._pool.totals())
 
     def activity(self) -> Activity:
-        """What the service does at this moment."""
+        """Return the current state and load."""
         running, seconds = (0, 0.0) if self._pool is None else self._pool.running
         restarts = 0 if self._pool is None else self._pool.pool.restarts
         return Activity(self.state, self.waiting, running, seconds, restarts)
 
     def status(self) -> dict[str, Any]:
-        """State, failures, load, totals and workers as plain data, for JSON."""
-        watched = self._pool
+        """Return state, failures, load, totals and workers as plain data, for JSON."""
+        pool = self._pool
         return {
             "now": time.time(),
             **asdict(self.activity()),
             "failure": None if self.failure is None else clipped(self.failure),
             "reason": clipped(self._reason),
-            "last_failure": None if watched is None else past_failure(watched.last_failure),
+            "last_failure": None if pool is None else past_failure(pool.last_failure),
             "totals": self.metrics.totals(),
-            "grid": {} if watched is None else watched.pool.grid.sizes,
-            "workers": [] if watched is None else workers(watched.pool.grid, self.workers()),
+            "grid": {} if pool is None else pool.pool.grid.sizes,
+            "workers": [] if pool is None else workers(pool.pool.grid, self.workers()),
         }
 
     async def seen(self) -> dict[str, Any]:
-        """The status, and who holds up whom where a call takes long."""
+        """Return the status, with a hang report if a call takes long."""
         status = self.status()
-        slow, verdict = status["oldest_call_seconds"] >= _SLOW_SECONDS, []
+        slow, report = status["oldest_call_seconds"] >= _SLOW_SECONDS, []
         if slow and self._pool is not None:
-            verdict = await self._pool.hang_report()
-        return {**status, "verdict": verdict}
+            report = await self._pool.hang_report()
+        return {**status, "verdict": report}
 
     @property
     def _reason(self) -> object:
-        """Why the state is what it is, where it is not that all is well."""
         return self.failure or self.restarting or self.stalled
 
     def check_ready(self) -> None:
-        """Raise unless requests can be answered.
-
-        Raises:
-            NotReadyError: they cannot; says why.
-        """
+        """Raise `NotReadyError` with the reason unless requests can be answered."""
         if self.state != "ready":
-            told = f": {self._reason}" if self._reason else ""
-            raise NotReadyError(f"the service is {self.state}{told}") from self.failure
+            reason = f": {self._reason}" if self._reason else ""
+            raise NotReadyError(f"the service is {self.state}{reason}") from self.failure
 
     def start(self, on_failure: Callable[[], None]) -> None:
-        """Begin to start the workers.
+        """Start the workers, without waiting for them.
 
         Args:
-            on_failure: called in the event loop if they do not start, and when the pool has broken,
-                once clients have had time to hear of it.
+            on_failure: called in the event loop if the start fails, or when the pool has broken for
+                good and clients had time to read the reason.
         """
         self._loop = asyncio.get_running_loop()
         self._running = asyncio.create_task(self._run(on_failure))
 
     async def stop(self) -> None:
-        """Finish what was accepted, then end the workers. Workers that still load end when this
-        process does.
+        """Answer accepted requests, then end the workers.
+
+        Workers that are still loading end with this process.
         """
         self._stopping = True
         if self._running is not None:
             self._running.cancel()
         await self._finish()
         if self._pool is not None:
-            await self._pool.shutdown(_LEAVE_SECONDS)
+            await self._pool.shutdown(_SHUTDOWN_SECONDS)
         self._stopped = True
 
     def give_up(self, then: Callable[[], None]) -> None:
-        """End the workers now: requests that wait get an error. From any thread or signal handler.
-        Does nothing after `stop`.
+        """End the workers now; waiting requests get an error.
+
+        May be called in any thread or signal handler. Does nothing after `stop`.
 
         Args:
-            then: called in the event loop after clients have had time to read that error.
+            then: called in the event loop after clients had time to read the error.
         """
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._begin_giving_up, then)
 
     def _begin_giving_up(self, then: Callable[[], None]) -> None:
-        if not self._stopped:  # afterwards the loop ends, perhaps without another look at its tasks
-            _log.warning("accepted requests are given up: their time is over, or a 2nd signal came")
+        if not self._stopped:  # afterwards the loop may end before a new task runs
+            _log.warning("accepted requests are abandoned: drain timeout, or second signal")
             self._giving_up = asyncio.create_task(self._give_up(then))
 
     async def _give_up(self, then: Callable[[], None]) -> None:
@@ -424,12 +397,12 @@ class PoolService(ABC):
     async def _run(self, on_failure: Callable[[], None]) -> None:
         try:
             pool = await asyncio.wrap_future(submit_in_thread(self._make_pool, "start-pool"))
-            self._pool = watched = InstrumentedPool(pool, self.metrics, self._limits)
-            await self._probe(watched)
-        except Exception as error:  # noqa: BLE001 - it is kept, and raised by whoever serves
+            self._pool = instrumented = InstrumentedPool(pool, self.metrics, self._limits)
+            await self._probe(instrumented)
+        except Exception as error:  # noqa: BLE001 - kept as `failure`
             self._failure = error
         else:
             self._probed = True
-            await watched.watch(lambda: self._probe(watched))
+            await instrumented.watch(lambda: self._probe(instrumented))
             await asyncio.sleep(_FAILED_SECONDS)
         on_failure()

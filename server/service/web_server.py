@@ -1,22 +1,22 @@
-"""Run uvicorn with limits to each connection and to their number, and an orderly end.
+"""Run uvicorn with limits for connections, and with an orderly shutdown.
 
-The server waits for the head of a request for `ConnectionLimits.head_seconds`, for its body for
-``body_seconds``, and for the client to read the answer for ``send_seconds``. A client that takes
-longer is told so (408), unless an answer was begun, and disconnected. (Connections without a
-request are closed by uvicorn itself.)
+A client has a limited time to send the head of a request and its body, and to read the answer
+(`ConnectionLimits`). A client that takes longer gets a 408, unless an answer has begun, and is
+disconnected. uvicorn itself closes idle connections.
 
-If there are too many connections, the one that has kept the server waiting longest is closed for a
-new one, so clients that hold connections and send no request cannot keep others out. If all of them
-wait for the server, some more are accepted: on these it reports its state, but takes no work.
+Above the maximum number of connections, the connection that has kept the server waiting longest is
+closed for a new one, so clients that hold connections without a request cannot block others. If all
+connections wait for the server, a few spare ones are accepted: the server reports its state on
+them, but takes no work.
 
-A client that has shut down its sending side still gets its answer. One that has left looks the same
-to the server, but its host answers any byte with a reset. So the first byte of the answer, which is
-always the same, is sent at once, and the server watches for a reset until the answer is complete.
+A client that shuts down its sending side still gets its answer. A client that has exited looks the
+same, but its host answers any byte with a reset. So the first byte of the answer, always the same,
+is sent at once, and the server polls for a reset until the answer is complete.
 
-At the first SIGTERM, SIGINT or SIGHUP it refuses new connections and finishes accepted requests. At
-a second one, or after the drain timeout, it abandons unfinished requests. Plain uvicorn reacts only
-to a second SIGINT, drops connections without an answer, is killed by SIGHUP, and raises the signals
-again after an orderly end.
+The first SIGTERM, SIGINT or SIGHUP refuses new connections and finishes accepted requests. A second
+one, or the drain timeout, abandons unfinished requests. Plain uvicorn reacts only to a second
+SIGINT, drops connections without an answer, is killed by SIGHUP, and raises the signals again after
+an orderly end.
 """
 
 from __future__ import annotations
@@ -46,31 +46,30 @@ if TYPE_CHECKING:
 
 
 _AHEAD = b"H"
-"""The first byte of every answer, which begins with ``HTTP/1.1``."""
-_LOOK_SECONDS = 0.2
-"""Seconds between two looks whether a client that sends no more has left."""
+"""First byte of every answer, which begins with ``HTTP/1.1``."""
+_POLL_SECONDS = 0.2
+"""Seconds between two polls for a reset."""
 
 _ABSOLUTE = re.compile(rb"https?://([^/]*)(.*)", re.IGNORECASE | re.DOTALL)
-"""A request's target that names the host as well, and counts before the ``Host``; as to a proxy."""
+"""Absolute form of a request's target (RFC 9112), whose host overrides ``Host``."""
 
 _LATE = ApiError(408, "the request did not arrive in time")
 _TWO_LENGTHS = ApiError(400, "the request has a Content-Length beside its Transfer-Encoding")
-_MOVED = ApiError(503, "the server is shutting down", "server_error", code="not_ready")
+_SHUTTING_DOWN = ApiError(503, "the server is shutting down", "server_error", code="not_ready")
 _FULL = too_many_connections()
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """How many connections there may be, and how long the server waits for their clients.
+    """Maximum number of connections, and timeouts of their clients.
 
     Attributes:
-        connections: how many may be open at once.
-        spare: how many more are accepted where all of those wait for the server.
-        head_seconds: for the head of a request, counted from its first byte, and for a new
-            connection from its beginning.
-        body_seconds: for the body, counted from the end of the head.
-        send_seconds: for the client to read what was sent.
-        refused: called with the status that a client is told beyond these limits.
+        connections: maximum open connections.
+        spare: further connections while all others wait for the server.
+        head_seconds: for the head of a request, from its first byte or from a new connection.
+        body_seconds: for the body, from the end of the head.
+        send_seconds: for the client to read sent data.
+        refused: called with the HTTP status of each refusal.
     """
 
     connections: int = 1000
@@ -82,21 +81,21 @@ class ConnectionLimits:
 
 
 class TimedConnection(H11Protocol):
-    """A connection that waits for its client for a limited time.
+    """Connection with timeouts for its client.
 
     Attributes:
-        limits: how long it waits.
-        owed: what it waits for: ``"head"``, ``"body"``, ``"taking"`` (the client has not read all
-            that was sent), ``"request"`` (it is idle), or ``""``: the client waits for the server.
-        since: when that began, by the monotonic clock.
-        spare: whether it was accepted beyond the limit, and has not come within it.
+        limits: limits of all connections.
+        owed: input that the server waits for: ``"head"``, ``"body"``, ``"taking"`` (unread data),
+            ``"request"`` (idle connection), or ``""``: the client waits for the server.
+        since: monotonic time since which ``owed`` is unchanged.
+        spare: whether the connection is beyond the maximum.
     """
 
     limits: ClassVar = ConnectionLimits()
 
     @classmethod
     def within(cls, limits: ConnectionLimits) -> type[TimedConnection]:
-        """A class of connections with limits of their own."""
+        """Return a subclass with its own limits."""
         return type("TimedConnection", (cls,), {"limits": limits})
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -115,9 +114,9 @@ class TimedConnection(H11Protocol):
         self._half_closed = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take the connection; where there are too many, close another one for it."""
+        """Register the connection; if there are too many, close another."""
         super().connection_made(transport)
-        self._note("head")
+        self._set_owed("head")
         beyond = len(self.connections) - self.limits.connections
         if beyond > 0 and self._is_crowded() and not self._displace(spare=False):
             self.spare = True
@@ -125,56 +124,56 @@ class TimedConnection(H11Protocol):
                 self._refuse(_FULL)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection was closed: wait for nothing more."""
+        """Cancel the timer."""
         super().connection_lost(exc)
-        self._note("")
+        self._set_owed("")
 
     def data_received(self, data: bytes) -> None:
-        """Take in some bytes from the client."""
+        """Parse received bytes, and set the timer."""
         super().data_received(data)
-        self._note(self._what_is_owed())
+        self._set_owed(self._owed_now())
 
     def on_response_complete(self) -> None:
-        """An answer was handed to the transport."""
+        """Close a half-closed connection, otherwise set the timer."""
         super().on_response_complete()
         if self._half_closed and self.cycle.response_complete:
             self.transport.close()
-        self._note(self._what_is_owed())
+        self._set_owed(self._owed_now())
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's
-        """What came is not HTTP: say what is wrong with it."""
+        """Refuse data that is not HTTP, with the reason."""
         self._refuse(ApiError(400, f"this is not HTTP/1.1: {sys.exception()}"))
 
     def pause_writing(self) -> None:
-        """The client has not read much of what was sent."""
+        """Start the timer of a client that does not read."""
         super().pause_writing()
-        self._note(self._what_is_owed())
+        self._set_owed(self._owed_now())
 
     def resume_writing(self) -> None:
-        """The client has read enough of what was sent for more to be sent."""
+        """Set the timer after the client has read."""
         super().resume_writing()
-        self._note(self._what_is_owed())
+        self._set_owed(self._owed_now())
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends no more; whether to keep the connection open."""
-        self._half_closed = self.cycle is not None and self._what_is_owed() in ("", "taking")
+        """Return whether to keep a half-closed connection: an answer is due."""
+        self._half_closed = self.cycle is not None and self._owed_now() in ("", "taking")
         if self._half_closed:
             if not self.cycle.response_started:
                 self.transport.write(_AHEAD)
-                self.cycle.transport = _Rest(self.transport, len(_AHEAD))  # type: ignore[assignment]
-            self.loop.call_later(_LOOK_SECONDS, self._look_for_reset)
+                self.cycle.transport = _RestOfAnswer(self.transport, len(_AHEAD))  # type: ignore[assignment]
+            self.loop.call_later(_POLL_SECONDS, self._poll_reset)
         return self._half_closed
 
     def shutdown(self) -> None:
-        """The server ends: a request that has not arrived as a whole is not waited for."""
+        """Close the connection, after an answer that is due."""
         if self.cycle is None or self.owed == "":
             super().shutdown()
         elif self.owed == "body" and not self.cycle.response_started:
-            self._refuse(_MOVED)
+            self._refuse(_SHUTTING_DOWN)
         else:
             self.transport.close()
 
-    def _what_is_owed(self) -> str:
+    def _owed_now(self) -> str:
         if self.transport.is_closing():
             return "taking"
         if not self.cycle:
@@ -187,8 +186,8 @@ class TimedConnection(H11Protocol):
             return "taking"
         return "head" if self.conn.trailing_data[0] else "request"
 
-    def _note(self, owed: str) -> None:
-        """Wait for this from now on; the time runs on if it is what was waited for before."""
+    def _set_owed(self, owed: str) -> None:
+        """Set ``owed`` and its timer; an unchanged ``owed`` keeps the timer."""
         if owed == self.owed:
             return
         self.owed = owed
@@ -206,7 +205,7 @@ class TimedConnection(H11Protocol):
             self._refuse(_LATE)
 
     def _should_upgrade(self) -> bool:
-        """No: who asks for another protocol gets this one, and the log is not told of it."""
+        """Ignore requests for another protocol, without uvicorn's warning."""
         return False
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -232,7 +231,7 @@ class TimedConnection(H11Protocol):
         ]
 
     def _displace(self, *, spare: bool) -> bool:
-        """Close the connection that has kept the server waiting longest; whether there is one."""
+        """Close the connection that kept the server waiting longest, if any; return whether."""
         waiting = [each for each in self._others(spare=spare) if each.owed]
         if not waiting:
             return False
@@ -247,7 +246,6 @@ class TimedConnection(H11Protocol):
             self.transport.abort()
 
     def _refuse(self, error: ApiError) -> None:
-        """Close the connection, and say why unless an answer was begun."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = error.body()
             headers = [
@@ -267,25 +265,20 @@ class TimedConnection(H11Protocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        self._note("taking")
+        self._set_owed("taking")
 
-    def _look_for_reset(self) -> None:
+    def _poll_reset(self) -> None:
         if self.transport.is_closing() or self.cycle.response_complete:
             return
-        link: socket.socket = self.transport.get_extra_info("socket")
-        if link.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+        peer: socket.socket = self.transport.get_extra_info("socket")
+        if peer.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.transport.abort()
         else:
-            self.loop.call_later(_LOOK_SECONDS, self._look_for_reset)
+            self.loop.call_later(_POLL_SECONDS, self._poll_reset)
 
 
-class _Rest:
-    """A transport on which the first bytes of the answer have been sent already.
-
-    Args:
-        transport: where the rest is written.
-        sent: how many bytes have been sent.
-    """
+class _RestOfAnswer:
+    """Transport that skips the first ``sent`` bytes of an answer, which were sent ahead."""
 
     def __init__(self, transport: asyncio.Transport, sent: int) -> None:
         self._sent = sent
@@ -294,7 +287,6 @@ class _Rest:
         self.is_closing: Callable[[], bool] = transport.is_closing
 
     def write(self, data: bytes) -> None:
-        """Send ``data`` without the bytes that were sent already."""
         ahead, self._sent = self._sent, 0
         self._write(data[ahead:])
 
@@ -303,18 +295,18 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class WebServer(uvicorn.Server):
-    """A server that hears signals from `handle_signals` on, also before it runs.
+    """Server with an orderly shutdown; `handle_signals` works also before it runs.
 
     Attributes:
-        heard: the signals that came.
-        gave_up: whether what was unfinished was given up.
+        heard: received signals.
+        gave_up: whether unfinished requests were abandoned.
 
     Args:
         config: uvicorn's.
-        give_up: called once to give up what is unfinished, in the main thread, between any two
-            instructions; it must call its argument after clients have had time to read of it.
-        leave: called when it begins to finish: ends the answers that have no end of their own.
-        drain_seconds: how long it may take from the first signal to finish what was accepted.
+        give_up: called once to abandon unfinished requests, in the main thread, between any two
+            bytecodes; must call its argument after clients had time to read the error.
+        leave: called at the begin of the shutdown; ends endless answers.
+        drain_seconds: timeout of accepted requests, from the first signal.
     """
 
     def __init__(
@@ -332,23 +324,23 @@ class WebServer(uvicorn.Server):
         self._drain_seconds = drain_seconds
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - uvicorn's
-        """Take a signal."""
+        """Begin the shutdown; at the second signal abandon unfinished requests."""
         self.heard.append(sig)
         self.should_exit = True
         if len(self.heard) == 2:
             self._give_up_now()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to serve; what cannot be accepted yet waits in the queue that `listen` gave.
+        """Start to serve, with the full backlog of `listen`.
 
-        asyncio shortens it to ``config.backlog``, which is how many it accepts at a time.
+        asyncio lowers it to ``config.backlog``, the number of connections accepted at once.
         """
         await super().startup(sockets)
         for each in sockets or ():
             each.listen(BACKLOG)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Finish what was accepted; after ``drain_seconds`` give it up."""
+        """Finish accepted requests; abandon them after ``drain_seconds``."""
         self._leave()
         over = asyncio.get_running_loop().call_later(self._drain_seconds, self._give_up_now)
         try:
@@ -358,10 +350,10 @@ class WebServer(uvicorn.Server):
 
     @contextmanager
     def handle_signals(self) -> Iterator[None]:
-        """Handle signals in this block; in the main thread only.
+        """Handle signals in this block, which must run in the main thread.
 
-        A hang-up that is ignored, as under nohup, stays so. Once a signal was heard, later ones are
-        ignored: the process ends, and with its own exit status.
+        An ignored SIGHUP (nohup) stays ignored. After a signal, later ones are ignored at the end
+        of the block, so that the process exits with its own status.
         """
         before = {number: signal.getsignal(number) for number in SIGNALS}
         if before[signal.SIGHUP] is signal.SIG_IGN:
@@ -376,7 +368,7 @@ class WebServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals as they are; uvicorn would take them over here."""
+        """Leave signals alone, unlike uvicorn."""
         yield
 
     def _give_up_now(self) -> None:

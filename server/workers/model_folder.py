@@ -1,4 +1,4 @@
-"""Read the JSON files that describe a model, and divide its layers and heads."""
+"""Read the JSON files of a model folder, and divide layers and heads."""
 
 from __future__ import annotations
 
@@ -18,11 +18,7 @@ PositiveInt = Annotated[int, msgspec.Meta(gt=0)]
 
 
 def read_description(path: Path, kind: type[T], error: type[ValueError]) -> T:
-    """A file's content as ``kind``.
-
-    Raises:
-        What ``error`` is: the file cannot be read, or holds something else; names it and says why.
-    """
+    """Decode a JSON file as ``kind``; raise ``error`` with file and reason on failure."""
     try:
         return msgspec.convert(json.loads(path.read_bytes()), kind)
     except FileNotFoundError as failed:
@@ -34,9 +30,9 @@ def read_description(path: Path, kind: type[T], error: type[ValueError]) -> T:
 
 
 def share(total: int, part: int, parts: int) -> range:
-    """The consecutive items of one of ``parts``; earlier ones have one more if they do not divide.
+    """Return the consecutive items of one of ``parts``; earlier parts have the remainder.
 
-    Such as the layers of a pipeline stage, or the heads of a rank.
+    Items are layers of pipeline stages, or heads of ranks.
     """
     each, more = divmod(total, parts)
     start = part * each + min(part, more)
@@ -45,11 +41,11 @@ def share(total: int, part: int, parts: int) -> range:
 
 @dataclass(frozen=True, slots=True)
 class HeadSplit:
-    """Attention heads cut over ranks: whole key heads, each with the query heads that use it.
+    """Attention heads sharded over ranks: whole key heads, each with its query heads.
 
     Attributes:
         queries: query heads of each rank.
-        keys: heads of each rank that have a key and a value.
+        keys: key-value heads of each rank.
     """
 
     queries: tuple[int, ...]
@@ -57,10 +53,8 @@ class HeadSplit:
 
     @classmethod
     def over(cls, queries: int, keys: int, ranks: int) -> HeadSplit:
-        """Cut ``keys`` heads, and ``queries``, a multiple of them.
-
-        Raises:
-            ValueError: a rank would have none, or ``queries`` is no multiple.
+        """Shard the heads; raise `ValueError` if a rank gets none, or ``keys`` does not divide
+        ``queries``.
         """
         if queries % keys:
             raise ValueError(f"{queries} query heads do not share {keys} key-value heads evenly")
@@ -70,9 +64,9 @@ class HeadSplit:
         return cls(tuple(count * (queries // keys) for count in each), each)
 
     def query_sizes(self, head_size: int) -> tuple[int, ...]:
-        """The outputs of the query projection on each rank."""
+        """Return the outputs of the query projection on each rank."""
         return tuple(count * head_size for count in self.queries)
 
     def key_sizes(self, head_size: int) -> tuple[int, ...]:
-        """The outputs of the key projection, and of the value projection, on each rank."""
+        """Return the outputs of the key, or the value, projection on each rank."""
         return tuple(count * head_size for count in self.keys)

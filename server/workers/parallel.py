@@ -1,23 +1,20 @@
-"""Layers of models whose parameters are cut over the ranks of a tensor-parallel group, and their
-stages.
+"""Shard the layers of a model over a tensor-parallel group, and connect pipeline stages.
 
-torch's own float32 product repacks the weight in every call: for the few rows of one text that
-takes longer than the product itself.
-
-oneDNN keeps kernels, 0.6 MiB of them, for each number of rows that it has met. So rows are computed
-in blocks, and the last block is padded to one of a few sizes. The same goes for oneDNN's own
-functions, such as gelu. Their kernels are small, but fragment the heap between the tensors of
-batches: 600 batches of different sizes left 0.5 GiB that later batches could not use.
-
-A column-parallel layer cuts its outputs and needs no communication; a row-parallel one cuts
-its inputs and sums its outputs over the group: together, one all-reduce. Sizes that the group
-does not divide are padded with zeros, which change no sum; or each rank has as many as it is told
-to, as where attention heads must stay whole (`model_folder.HeadSplit`).
+A column-parallel layer shards its outputs, without communication; a row-parallel layer shards its
+inputs and sums its outputs over the group. Together they need one all-reduce. Sizes that the group
+does not divide are padded with zeros, which change no sum; ``sizes`` gives each rank its own size,
+where attention heads must stay whole (`model_folder.HeadSplit`).
 
     heads = HeadSplit.over(queries=9, keys=3, ranks=2)   # rank 0: 6 and 2, rank 1: 3 and 1
     query = ColumnParallelLinear(576, 576, tp, sizes=heads.query_sizes(64))   # 384, 192 outputs
     out = RowParallelLinear(576, 576, tp, sizes=heads.query_sizes(64))
-    y = out(attention(query(x)))                         # the same on all ranks
+    y = out(attention(query(x)))                         # equal on all ranks
+
+On the CPU, float32 products use prepacked weights: torch's own product repacks the weight in every
+call, which takes longer than the product of a short text. oneDNN keeps 0.6 MiB of kernels per
+number of rows, so rows are computed in blocks, and the last block is padded to one of a few sizes.
+The same goes for oneDNN's functions such as gelu, whose kernels fragment the heap (600 batches of
+different sizes left 0.5 GiB unusable).
 """
 
 from __future__ import annotations
@@ -41,21 +38,21 @@ if TYPE_CHECKING:
 
 
 _BLOCK = 128
-"""Rows computed at once; fewer make poor use of the caches, more need more memory for kernels."""
+"""Rows computed at once; fewer use the caches badly, more need more memory for kernels."""
 _COARSE, _FINE = 32, 8
-"""A block is filled up to a multiple of these rows: of `_COARSE` beyond ``2 * _COARSE`` rows."""
+"""A block is padded to a multiple of `_FINE` rows, above ``2 * _COARSE`` rows of `_COARSE`."""
 _FUSED: dict[object, tuple[str, str]] = {None: ("none", ""), functional.gelu: ("gelu", "none")}
-"""What oneDNN computes along with a product, which saves a pass over the memory: its names."""
+"""oneDNN's names of activations that it fuses into the product."""
 
 
 def can_prepack(weight: torch.Tensor) -> bool:
-    """Whether `linear` takes such a weight once it is prepacked."""
+    """Return whether `prepack` supports a weight."""
     on_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32
     return on_cpu and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
 
 
 def prepack(weight: torch.Tensor) -> torch.Tensor:
-    """A float32 weight [outputs, inputs] as `linear` takes it: opaque, and of the same size."""
+    """Return a float32 weight [outputs, inputs] in the opaque layout of `linear`; same size."""
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _BLOCK)
     return packed
 
@@ -66,13 +63,13 @@ def linear(
     bias: torch.Tensor | None,
     activation: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """``activation(x @ weight.T + bias)``: float32 [rows, inputs] → a new [rows, outputs].
+    """Return ``activation(x @ weight.T + bias)``: float32 [rows, inputs] → new [rows, outputs].
 
     Args:
         x: on the CPU.
         weight: prepacked.
         bias: [outputs].
-        activation: a function of each element.
+        activation: elementwise function.
     """
     blocks = [_block(each, weight, bias, activation) for each in torch.split(x, _BLOCK)]
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
@@ -101,24 +98,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WholeParameter:
-    """A parameter as the checkpoint has it.
-
-    Attributes:
-        shape: of the whole tensor.
-        layout: how it is cut over the group.
-    """
+    """Shape of a parameter in the checkpoint, and its sharding over the group."""
 
     shape: tuple[int, ...]
     layout: Layout
 
 
 class ShardedModule(nn.Module):
-    """A module that declares whole parameters, and holds this rank's part of each.
+    """Module that declares whole parameters, and holds this rank's part of each.
 
-    Parameters are on the ``meta`` device until real tensors are assigned to them.
-
-    Args:
-        group: the group that the parameters are cut over.
+    Parameters are on the ``meta`` device until tensors are loaded.
     """
 
     def __init__(self, group: GroupCoordinator) -> None:
@@ -127,7 +116,7 @@ class ShardedModule(nn.Module):
         self.whole: dict[str, WholeParameter] = {}
 
     def declare(self, name: str, shape: tuple[int, ...], placement: Placement) -> None:
-        """Register parameter ``name``: a whole of ``shape``, cut by ``placement``."""
+        """Register parameter ``name``: a whole tensor of ``shape``, sharded by ``placement``."""
         whole = WholeParameter(shape, Layout((placement,)))
         local = torch.empty(whole.layout.local_shape(shape, [self.group]), device="meta")
         self.whole[name] = whole
@@ -135,20 +124,20 @@ class ShardedModule(nn.Module):
 
 
 class ShardedLinear(ShardedModule):
-    """``x @ weight.T + bias``, of which this rank has a part."""
+    """``x @ weight.T + bias`` with this rank's part of the weight."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
 
     def declare_bias(self, outputs: int, placement: Placement | None) -> None:
-        """Register the bias, cut by ``placement``; ``None``: there is none."""
+        """Register the bias, sharded by ``placement``; ``None``: no bias."""
         if placement is None:
             self.register_parameter("bias", None)
         else:
             self.declare("bias", (outputs,), placement)
 
     def prepack(self) -> None:
-        """Lay the weight out as this device computes best; no other use of it is possible then."""
+        """Convert the weight to the device's fastest layout, which only `product` can use."""
         if can_prepack(self.weight):
             self.weight = nn.Parameter(prepack(self.weight), requires_grad=False)
 
@@ -158,7 +147,7 @@ class ShardedLinear(ShardedModule):
         bias: torch.Tensor | None,
         activation: Activation | None = None,
     ) -> torch.Tensor:
-        """``activation(x @ weight.T + bias)``, of this rank's part of the weight; a new tensor."""
+        """Return ``activation(x @ weight.T + bias)`` of this rank's weight, as a new tensor."""
         if self.weight.is_mkldnn:
             return linear(x, self.weight, bias, activation)
         y = functional.linear(x, self.weight, bias)
@@ -166,14 +155,11 @@ class ShardedLinear(ShardedModule):
 
 
 class ColumnParallelLinear(ShardedLinear):
-    """``x @ weight.T + bias`` with the outputs cut: [rows, inputs] → [rows, ceil(outputs / tp)].
-
-    Collective: no.
+    """``x @ weight.T + bias``, outputs sharded: [rows, inputs] → [rows, ceil(outputs / tp)].
 
     Args:
-        activation: a function of each output.
-        bias: whether there is one.
-        sizes: how many outputs each rank has, without padding; ``None``: all as many.
+        activation: elementwise function of the outputs.
+        sizes: outputs of each rank, without padding; ``None``: equal sizes.
     """
 
     def __init__(
@@ -193,17 +179,15 @@ class ColumnParallelLinear(ShardedLinear):
         self.declare_bias(outputs, placement if bias else None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's outputs."""
+        """Return this rank's outputs."""
         return self.product(x, self.bias, self.activation)
 
 
 class MergedColumnParallelLinear(ShardedLinear):
-    """Column-parallel products of the same rows, computed as one: their outputs side by side.
-
-    Collective: no.
+    """Column-parallel layers of the same input, computed as one product; outputs concatenated.
 
     Args:
-        parts: those products, whose parameters are there; all have a bias, or none.
+        parts: loaded layers; all with a bias, or none.
     """
 
     def __init__(self, parts: Sequence[ColumnParallelLinear]) -> None:
@@ -215,18 +199,17 @@ class MergedColumnParallelLinear(ShardedLinear):
         self.register_parameter("bias", bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's outputs of each part."""
+        """Return this rank's outputs of each part."""
         return self.product(x, self.bias)
 
 
 class RowParallelLinear(ShardedLinear):
-    """``x @ weight.T + bias`` with the inputs cut: [rows, ceil(inputs / tp)] → [rows, outputs].
+    """``x @ weight.T + bias``, inputs sharded: [rows, ceil(inputs / tp)] → [rows, outputs].
 
     The bias is added once, to the sum. Collective: yes, every member of the group.
 
     Args:
-        bias: whether there is one.
-        sizes: how many inputs each rank has, without padding; ``None``: all as many.
+        sizes: inputs of each rank, without padding; ``None``: equal sizes.
     """
 
     def __init__(
@@ -243,13 +226,13 @@ class RowParallelLinear(ShardedLinear):
         self.declare_bias(outputs, Replicate() if bias else None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """All outputs, the same on every rank."""
+        """Return all outputs, equal on all ranks."""
         total: torch.Tensor = self.group.all_reduce_(self.product(x, None))
         return total if self.bias is None else total.add_(self.bias)
 
 
 class VocabParallelEmbedding(ShardedModule):
-    """Rows of a table that is cut by rows: int64 [...] → [..., size].
+    """Rows of a table that is sharded by rows: int64 [...] → [..., size].
 
     Collective: yes, every member of the group.
     """
@@ -261,38 +244,35 @@ class VocabParallelEmbedding(ShardedModule):
         self.declare("weight", (rows, size), Shard(0, padded=True))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """The rows of ``ids``, the same on every rank."""
+        """Return the rows of ``ids``, equal on all ranks."""
         rows = self.weight.shape[0]
         local = ids - rows * self.group.rank_in_group
         elsewhere = (local < 0) | (local >= rows)
-        found = functional.embedding(local.masked_fill(elsewhere, 0), self.weight)
-        return self.group.all_reduce_(found.masked_fill_(elsewhere.unsqueeze(-1), 0))
+        vectors = functional.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return self.group.all_reduce_(vectors.masked_fill_(elsewhere.unsqueeze(-1), 0))
 
 
 def regroup(model: nn.Module, group: GroupCoordinator) -> None:
-    """Have all layers of ``model`` go on in another group, in which this rank has the same place.
-
-    Collective: no.
-    """
+    """Move all layers of ``model`` to another group, with unchanged ranks."""
     for module in model.modules():
         if isinstance(module, ShardedModule):
             module.group = group
 
 
 def whole_parameters(model: nn.Module) -> dict[str, WholeParameter]:
-    """Every parameter of ``model`` as the checkpoint has it, by its name in ``model``.
+    """Return every parameter of ``model`` as in the checkpoint, by its name in ``model``.
 
-    Parameters of modules that are not `ShardedModule` are replicated.
+    Parameters outside a `ShardedModule` are replicated.
     """
-    found: dict[str, WholeParameter] = {}
+    parameters: dict[str, WholeParameter] = {}
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             full = f"{prefix}.{name}" if prefix else name
             if isinstance(module, ShardedModule):
-                found[full] = module.whole[name]
+                parameters[full] = module.whole[name]
             else:
-                found[full] = WholeParameter(tuple(parameter.shape), Layout())
-    return found
+                parameters[full] = WholeParameter(tuple(parameter.shape), Layout())
+    return parameters
 
 
 def read_parameters(
@@ -305,21 +285,18 @@ def read_parameters(
     dtype: torch.dtype,
     report: Callable[[int, int, str], None],
 ) -> dict[str, torch.Tensor]:
-    """Read this rank's part of a stage's parameters, as ``dtype``.
+    """Read this rank's part of a stage's parameters.
 
     Args:
-        path: the checkpoint.
-        whole: the stage's parameters, of `whole_parameters`.
-        names: what the checkpoint calls them.
-        tp: the group that they are cut over.
-        device: where they shall lie.
-        dtype: what they shall be.
-        report: called with ``(done, total, what)`` meanwhile.
+        path: checkpoint.
+        whole: parameters of the stage, from `whole_parameters`.
+        names: name in the checkpoint of each parameter.
+        tp: group over which they are sharded.
+        device, dtype: of the results.
+        report: called with ``(done, total, what)`` during the read.
 
     Raises:
-        CheckpointError: the weights are not those of this stage.
-
-    Collective: no.
+        CheckpointError: the checkpoint does not have these parameters.
     """
     return load_sharded(
         path,
@@ -334,12 +311,12 @@ def read_parameters(
 
 
 def checkpoint_name(name: str, layers: str, modules: Mapping[str, str]) -> str:
-    """The checkpoint's name of a stage's parameter.
+    """Return the checkpoint's name of a stage's parameter.
 
     Args:
-        name: the stage's name of it: ``"layers.3.query.weight"``.
-        layers: what the checkpoint calls its layers: ``"encoder.layer"``.
-        modules: what it calls the modules: ``"query"`` gives ``"attention.self.query"``.
+        name: name in the stage: ``"layers.3.query.weight"``.
+        layers: the checkpoint's name of the layers: ``"encoder.layer"``.
+        modules: the checkpoint's names of modules: ``"query"`` gives ``"attention.self.query"``.
     """
     module, _, parameter = name.rpartition(".")
     if module.startswith("layers."):
@@ -349,22 +326,21 @@ def checkpoint_name(name: str, layers: str, modules: Mapping[str, str]) -> str:
 
 
 def send_activations(groups: ParallelGroups, hidden: torch.Tensor) -> None:
-    """Send what this stage has computed to the next. Collective: yes, every rank of the stage."""
+    """Send this stage's result to the next. Collective: yes, every rank of the stage."""
     groups.pp.send_tensor_dict({"hidden": hidden}, all_gather_group=groups.tp)
 
 
 def recv_activations(groups: ParallelGroups) -> torch.Tensor:
-    """What the stage before has sent. Collective: yes, every rank of this stage."""
+    """Receive the result of the previous stage. Collective: yes, every rank of this stage."""
     hidden: torch.Tensor = groups.pp.recv_tensor_dict(all_gather_group=groups.tp)["hidden"]
     return hidden
 
 
 def compute_with(threads: int | None, dtype: str) -> torch.dtype:
-    """Have torch use ``threads`` in this process, if they are given, and attention that takes any
-    length at once; return the dtype.
+    """Set torch's threads, and attention for any length; return the dtype.
 
     Raises:
-        ValueError: ``threads`` is less than 1, or ``dtype`` none of `TOLERANCES`.
+        ValueError: ``threads`` is less than 1, or ``dtype`` is not in `TOLERANCES`.
     """
     if dtype not in TOLERANCES:
         raise ValueError(f"dtype must be one of {', '.join(TOLERANCES)}; got {dtype!r}")
@@ -372,7 +348,7 @@ def compute_with(threads: int | None, dtype: str) -> torch.dtype:
         if threads < 1:
             raise ValueError(f"threads must be 1 or more; got {threads}")
         torch.set_num_threads(threads)
-    # cuDNN makes a plan for each new length of a sequence: 2.4 ms in every layer.
+    # cuDNN plans each new sequence length: 2.4 ms in every layer.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    found: torch.dtype = getattr(torch, dtype)
-    return found
+    torch_dtype: torch.dtype = getattr(torch, dtype)
+    return torch_dtype

@@ -1,16 +1,12 @@
 """Read the programs of this user from outside: processes, boards and queues.
 
-Reading stops, changes and locks nothing. Each host reads the processes on it; `join` unites what
-hosts read.
+Nothing is stopped, changed or locked, so even a stuck program can be inspected. Segments have no
+name; those that a process holds open appear under ``/proc/PID/fd``, visible only to processes of
+the same user. They are read by pread(2), which maps nothing and never blocks.
 
-Segments have no name, but those that a process holds open appear under ``/proc/PID/fd``, visible
-only to processes of the same user. They are read by pread(2), which maps nothing and never waits.
-
-Processes that end meanwhile are left out.
-
-Boards that share a process belong to one program: a pool, the ranks that torchrun has started, the
-engine and the workers of vLLM. Even a stuck program can be inspected: a copy of the board is read,
-without waiting for anything. Boards that are just being made or torn down are left out.
+Boards that share a process belong to one program: a pool, the ranks of torchrun, vLLM's engine and
+workers. Processes that exit and boards that are set up or freed meanwhile are omitted. Each host
+reads its own processes; `merge_hosts` unites the results.
 """
 
 from __future__ import annotations
@@ -50,7 +46,7 @@ CONDITIONS: Final = {
     "Z": "ended",
     "X": "ended",
 }
-"""What the letters of proc(5) mean."""
+"""The meanings of proc(5)'s state letters."""
 
 _HEADER: Final = struct.Struct("<IIQ16s")
 _COMMAND_BYTES: Final = 4096
@@ -58,43 +54,31 @@ _COMMAND_BYTES: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class SegmentInfo:
-    """A segment that processes hold open.
+    """A segment that processes hold open."""
 
-    Attributes:
-        label: what it is, as `layout.BOARD_LABEL`.
-        nonce: names it.
-        size: its bytes.
-        paths: where it can be opened, while the process of that path holds it.
-    """
-
-    label: str
+    label: str  # its kind, such as layout.BOARD_LABEL
     nonce: bytes
     size: int
-    paths: list[str]
+    paths: list[str]  # in /proc, each valid while that process holds it
 
     def read(self, size: int) -> bytes:
-        """Its first ``size`` bytes, or all if it has fewer.
+        """Return its first ``size`` bytes, or all if it has fewer.
 
-        Raises:
-            OSError: nobody holds it any more.
+        Raises OSError if no process holds it any more.
         """
         with self.opened() as fd:
             return os.pread(fd, min(size, self.size), 0)
 
     @contextmanager
     def opened(self) -> Iterator[int]:
-        """A descriptor to read it by.
-
-        Raises:
-            OSError: nobody holds it any more.
-        """
+        """Yield a descriptor for reading; raises as `read`."""
         for path in self.paths:
             try:
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-            except OSError:  # that holder has ended
+            except OSError:  # that holder has exited
                 continue
             try:
-                # It may have closed it since, and have something else under the same number.
+                # The descriptor's number may belong to another file by now.
                 header = os.pread(fd, _HEADER.size, 0)
                 if len(header) == _HEADER.size and _HEADER.unpack(header)[-1] == self.nonce:
                     yield fd
@@ -106,47 +90,30 @@ class SegmentInfo:
 
 @dataclass(frozen=True, slots=True)
 class ProcessInfo:
-    """A process of this user.
-
-    Attributes:
-        pid: its process id here.
-        inner_pid: its process id in its own pid namespace, as it says on boards.
-        start_time: see `ProcessId`.
-        parent: its parent's pid.
-        condition: one of `CONDITIONS`.
-        memory: bytes of memory that it has mapped in, shared ones included.
-        command: its command line.
-        held: the segments that it holds open, by nonce.
-        cores: those that it may run on, as a list such as ``0-3,8``; ``""`` if it holds nothing.
-    """
+    """A process of this user."""
 
     pid: int
-    inner_pid: int
-    start_time: int
+    inner_pid: int  # in its own pid namespace, as on boards
+    start_time: int  # see ProcessId
     parent: int
-    condition: str
-    memory: int
+    condition: str  # one of CONDITIONS
+    memory: int  # bytes, shared memory included
     command: str
-    held: dict[bytes, SegmentInfo]
-    cores: str
+    held: dict[bytes, SegmentInfo]  # segments that it holds open, by nonce
+    cores: str  # usable CPUs, as "0-3,8"; "" if it holds no segment
 
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """What one look into /proc has found.
+    """The result of one pass over /proc."""
 
-    Attributes:
-        processes: this user's, by pid.
-        unseen: the pids of those of this user that may not be looked into.
-    """
-
-    processes: dict[int, ProcessInfo]
-    unseen: tuple[int, ...]
+    processes: dict[int, ProcessInfo]  # this user's, by pid
+    unseen: tuple[int, ...]  # pids of this user's processes that may not be read
 
 
 def scan() -> Scan:
-    """Look at all processes of this user."""
-    me, found, unseen = os.geteuid(), {}, []
+    """Read all processes of this user."""
+    me, processes, unseen = os.geteuid(), {}, []
     known: dict[tuple[int, int], SegmentInfo | None] = {}
     for name in os.listdir("/proc"):  # noqa: PTH208 - a Path for each of thousands takes longer
         if not name.isdecimal():
@@ -154,16 +121,16 @@ def scan() -> Scan:
         pid = int(name)
         try:
             if os.stat(f"/proc/{pid}").st_uid == me:  # noqa: PTH116
-                found[pid] = _process(pid, known)
+                processes[pid] = _process(pid, known)
         except PermissionError:
             unseen.append(pid)
-        except (OSError, ValueError):  # it has ended meanwhile
+        except (OSError, ValueError):  # the process has exited
             continue
-    return Scan(found, tuple(unseen))
+    return Scan(processes, tuple(unseen))
 
 
 def condition_of(pid: int) -> str:
-    """What the process ``pid`` does, of `CONDITIONS`; ``"ended"`` if there is none."""
+    """Return the condition of process ``pid``, of `CONDITIONS`; ``"ended"`` if there is none."""
     try:
         return _condition(stat_fields(_bytes_of(pid, "stat")))
     except OSError:
@@ -198,8 +165,8 @@ def _held(pid: int, known: dict[tuple[int, int], SegmentInfo | None]) -> Iterato
         with suppress(FileNotFoundError):  # closed meanwhile
             target = os.readlink(path)  # noqa: PTH115
             if target.startswith("/memfd:"):
-                about = os.stat(path)  # noqa: PTH116
-                key = about.st_dev, about.st_ino
+                stat = os.stat(path)  # noqa: PTH116
+                key = stat.st_dev, stat.st_ino
                 if key not in known:
                     known[key] = _segment(path, target)
                 segment = known[key]
@@ -209,17 +176,16 @@ def _held(pid: int, known: dict[tuple[int, int], SegmentInfo | None]) -> Iterato
 
 
 def _segment(path: str, target: str) -> SegmentInfo | None:
-    """The segment at ``path``; None if it is none, or is just being made."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        about, header = os.fstat(fd), os.pread(fd, _HEADER.size, 0)
-        if len(header) < _HEADER.size or about.st_uid != os.geteuid():
+        stat, header = os.fstat(fd), os.pread(fd, _HEADER.size, 0)
+        if len(header) < _HEADER.size or stat.st_uid != os.geteuid():
             return None
         magic, version, size, nonce = _HEADER.unpack(header)
         sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS == SEALS
         if (magic, version) != (layout.MAGIC, layout.VERSION) or not sealed or not any(nonce):
             return None
-        if size != about.st_size:
+        if size != stat.st_size:
             return None
         label = target.removeprefix("/memfd:").removesuffix(" (deleted)")
         return SegmentInfo(label, nonce, size, [])
@@ -228,10 +194,9 @@ def _segment(path: str, target: str) -> SegmentInfo | None:
 
 
 def _pid_and_cores(pid: int) -> tuple[int, str]:
-    """The process id in its own pid namespace, and the cores that it may run on."""
     lines = _bytes_of(pid, "status").decode(errors="replace").splitlines()
-    told = {line.partition(":")[0]: line.split() for line in lines}
-    return int(told.get("NSpid", [str(pid)])[-1]), told.get("Cpus_allowed_list", [""])[-1]
+    fields = {line.partition(":")[0]: line.split() for line in lines}
+    return int(fields.get("NSpid", [str(pid)])[-1]), fields.get("Cpus_allowed_list", [""])[-1]
 
 
 def _command(pid: int) -> str:
@@ -249,116 +214,74 @@ _LARGEST_BOARD = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class MemberSnapshot:
-    """A member of a board.
+    """A member of a board."""
 
-    Attributes:
-        status: what its slot says; the pid is the one that it has here.
-        place: its ranks in its groups: ``"tp 0, pp 1"``.
-        condition: its process's, of `CONDITIONS`; ``""`` if it is not seen.
-        memory: bytes of memory that its process uses.
-        waits: what its threads wait for, the longest wait first.
-        stacks: the descriptor that it writes its stacks to.
-        cores: those that its process may run on, as a list; ``""`` if it is not seen.
-        groups: those that it is in, or was in before it closed them; () if its process has ended.
-    """
-
-    status: MemberStatus
-    place: str
-    condition: str
-    memory: int
-    waits: tuple[Wait, ...]
-    stacks: int | None
-    cores: str = ""
-    groups: tuple[Membership, ...] = ()
+    status: MemberStatus  # from its slot, but with the pid in this namespace
+    place: str  # its ranks in its groups: "tp 0, pp 1"
+    condition: str  # one of CONDITIONS; "" if its process is not visible
+    memory: int  # bytes that its process uses
+    waits: tuple[Wait, ...]  # of its threads, the longest first
+    stacks: int | None  # the descriptor of its stack file
+    cores: str = ""  # usable CPUs of its process, as a list
+    groups: tuple[Membership, ...] = ()  # closed ones included; () if its process has exited
 
 
 @dataclass(frozen=True, slots=True)
 class ReaderSnapshot:
-    """A reader of a queue.
+    """A reader of a queue."""
 
-    Attributes:
-        rank: what its board calls it.
-        behind: how many messages it has not read, the one under way included.
-        left: whether it has left.
-    """
-
-    rank: int
-    behind: int
-    left: bool
+    rank: int  # on its board
+    behind: int  # unread messages, the one under way included
+    left: bool  # whether it has closed the queue
 
 
 @dataclass(frozen=True, slots=True)
 class QueueSnapshot:
-    """A queue of a board.
+    """A queue of a board."""
 
-    Attributes:
-        writer: what its board calls the writer.
-        readers: who reads.
-        messages: how many were begun.
-        used: bytes that some reader has not read.
-        capacity: bytes of its ring.
-        closed: whether its writer has shut it down.
-    """
-
-    writer: int
+    writer: int  # its rank on the board
     readers: tuple[ReaderSnapshot, ...]
-    messages: int
-    used: int
-    capacity: int
-    closed: bool
+    messages: int  # how many were begun
+    used: int  # unread bytes of the slowest reader
+    capacity: int  # bytes of the ring
+    closed: bool  # whether the writer has shut it down
 
     @property
     def behind(self) -> int:
-        """How many messages the slowest reader has not read."""
+        """Return how many messages the slowest reader has not read."""
         return max((reader.behind for reader in self.readers), default=0)
 
 
 @dataclass(frozen=True, slots=True)
 class BoardSnapshot:
-    """A board.
+    """A board."""
 
-    Attributes:
-        name: the group's; ``""`` for the ranks of a host.
-        members: by member number.
-        failure: why it was aborted; None if it was not.
-        queues: those between its members.
-        key: names it among all boards: its segment's nonce.
-    """
-
-    name: str
-    members: tuple[MemberSnapshot, ...]
+    name: str  # the group's; "" for the ranks of a host
+    members: tuple[MemberSnapshot, ...]  # by member number
     failure: Failure | None
     queues: tuple[QueueSnapshot, ...]
-    key: str = ""
+    key: str = ""  # the segment's nonce
 
     @property
     def is_pool(self) -> bool:
-        """Whether it is a pool's: its driver shows there which generation of workers it has."""
+        """Return whether it is a pool's: its driver publishes a generation of workers there."""
         return any(each.status.rank == DRIVER_RANK and each.place for each in self.members)
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Boards that share processes.
+    """Boards that share processes."""
 
-    Attributes:
-        pid: of the process that stands for it: the driver, or the first rank.
-        command: that process's command line.
-        boards: those of pools first, then the one with the most members.
-        pids: of all processes that hold one of its segments open.
-        shared: bytes of shared memory.
-    """
-
-    pid: int
-    command: str
-    boards: tuple[BoardSnapshot, ...]
-    pids: tuple[int, ...]
-    shared: int
+    pid: int  # of the driver, or of the first rank
+    command: str  # that process's command line
+    boards: tuple[BoardSnapshot, ...]  # those of pools first, then by the number of members
+    pids: tuple[int, ...]  # all processes that hold one of its segments open
+    shared: int  # bytes of shared memory
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentCopy:
-    """The bytes of a segment at one moment, or the first of them."""
+    """A copy of the first bytes of a segment at one moment."""
 
     words: Words
     memory: memoryview
@@ -371,18 +294,15 @@ class SegmentCopy:
 
 
 def programs(seen: Scan) -> list[Program]:
-    """What uses this library among the processes that were seen, in the order of their pids."""
-    found = [_program(seen, nonces) for nonces in _connected(seen)]
-    return sorted((each for each in found if each is not None), key=lambda each: each.pid)
+    """Return the programs among the scanned processes, in the order of their pids."""
+    every = [_program(seen, nonces) for nonces in _connected(seen)]
+    return sorted((each for each in every if each is not None), key=lambda each: each.pid)
 
 
 def of_process(pid: int, seen: Scan, found: Iterable[Program]) -> list[Program]:
-    """The programs that a process takes part in, or if there is none, one that it has started.
+    """Return the programs of a process, or else those that it has started.
 
-    Args:
-        pid: a process.
-        seen: what `found` was found in.
-        found: all programs.
+    ``found`` are all programs of ``seen``.
     """
     own = [each for each in found if pid in each.pids]
     return own or [each for each in found if any(_descends(p, pid, seen) for p in each.pids)]
@@ -399,7 +319,7 @@ def _descends(pid: int, ancestor: int, seen: Scan) -> bool:
 
 
 def _connected(seen: Scan) -> list[set[bytes]]:
-    """The nonces of all segments, those together that processes hold together."""
+    """Return sets of nonces: the segments that processes hold together."""
     parts: list[set[bytes]] = []
     for process in seen.processes.values():
         touched = [part for part in parts if part & process.held.keys()]
@@ -432,10 +352,10 @@ def _program(seen: Scan, nonces: set[bytes]) -> Program | None:
     first = min(
         (m.status for m in boards[0].members if m.status.pid), key=lambda s: s.rank, default=None
     )
-    stands = {each.pid: each for each in holders}.get(first.pid if first else 0, holders[0])
+    main = {each.pid: each for each in holders}.get(first.pid if first else 0, holders[0])
     return Program(
-        pid=stands.pid,
-        command=stands.command,
+        pid=main.pid,
+        command=main.command,
         boards=tuple(boards),
         pids=tuple(sorted(each.pid for each in holders)),
         shared=sum(segment.size for segment in segments.values()),
@@ -443,7 +363,7 @@ def _program(seen: Scan, nonces: set[bytes]) -> Program | None:
 
 
 def copy_of_board(segment: SegmentInfo) -> SegmentCopy | None:
-    """A copy of a board without its histories; None if it has gone, or is not finished."""
+    """Return a copy of a board without its histories; None if it is gone or incomplete."""
     try:
         head = SegmentCopy.of(segment.read(layout.BOARD_SLOTS))
         n_members = head.words.load32(layout.BOARD_MEMBERS)
@@ -467,7 +387,6 @@ def copy_of_board(segment: SegmentInfo) -> SegmentCopy | None:
 
 
 def _ring(segment: SegmentInfo) -> SegmentCopy | None:
-    """A copy of what a ring says about itself; None if it has gone, or is not finished."""
     try:
         head = segment.read(layout.RING_READERS)
         n_readers = SegmentCopy.of(head).words.load32(layout.RING_READER_COUNT)
@@ -486,7 +405,7 @@ def _board(
         _signed(words.load32(layout.member_slot(member) + layout.MEMBER_RANK))
         for member in range(n_members)
     ]
-    # A process says on the board which pid it has in its own pid namespace.
+    # Boards have the pids of the processes' own pid namespaces.
     here = {
         (each.inner_pid, each.start_time): each for each in holders if each.condition != "ended"
     }
@@ -497,25 +416,25 @@ def _board(
     name = read_text(copy, layout.BOARD_NAME, layout.BOARD_NAME_BYTES)
     members = Members(copy, ranks, name, runs)
 
-    def member_seen(member: int) -> MemberSnapshot:
+    def snapshot(member: int) -> MemberSnapshot:
         status = members.status(member)
         start = words.load64(layout.member_slot(member) + layout.MEMBER_START_TIME)
         process = here.get((status.pid, start))
-        there = process is not None and status.state in ("idle", "busy")
+        joined = process is not None and status.state in ("idle", "busy")
         return MemberSnapshot(
             status=status if process is None else replace(status, pid=process.pid),
             place=read_place(copy, member, n_members),
             condition=process.condition if process is not None else "",
             memory=process.memory if process is not None else 0,
-            waits=read_waits(copy, member, n_members) if there else (),
-            stacks=read_stacks_descriptor(copy, member, n_members) if there else None,
+            waits=read_waits(copy, member, n_members) if joined else (),
+            stacks=read_stacks_descriptor(copy, member, n_members) if joined else None,
             cores=process.cores if process is not None else "",
-            groups=read_groups(copy, member, n_members) if there else (),
+            groups=read_groups(copy, member, n_members) if joined else (),
         )
 
     return BoardSnapshot(
         name=name,
-        members=tuple(member_seen(member) for member in range(n_members)),
+        members=tuple(snapshot(member) for member in range(n_members)),
         failure=first_failure(copy, ranks),
         queues=tuple(each for ring in rings if (each := _queue(ring, ranks)) is not None),
         key=key,
@@ -556,29 +475,22 @@ def _signed(word: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class HostSnapshot:
-    """What another host sees of a program.
-
-    Attributes:
-        host: what it is called.
-        shared: the key of the board here, of whose members some are on that host.
-        there: that host's own board for these members.
-        beside: its further boards.
-    """
+    """Another host's view of a program."""
 
     host: str
-    shared: str
-    there: BoardSnapshot
-    beside: tuple[BoardSnapshot, ...]
+    shared: str  # the key of the board here that has members on that host
+    there: BoardSnapshot  # that host's own board for these members
+    beside: tuple[BoardSnapshot, ...]  # its further boards
 
 
 def merge_hosts(program: Program, elsewhere: Iterable[HostSnapshot]) -> Program:
-    """A program with its members, and boards, on other hosts."""
+    """Return a program with its members and boards on other hosts."""
     boards = list(program.boards)
     for seen in elsewhere:
         for place, board in enumerate(boards):
             if board.key == seen.shared and len(board.members) == len(seen.there.members):
-                there = zip(board.members, _named(seen.there, seen.host), strict=True)
-                members = tuple(here if here.status.pid else found for here, found in there)
+                pairs = zip(board.members, _named(seen.there, seen.host), strict=True)
+                members = tuple(own if own.status.pid else remote for own, remote in pairs)
                 boards[place] = replace(board, members=members)
                 boards += [replace(each, members=_named(each, seen.host)) for each in seen.beside]
                 break
@@ -586,5 +498,4 @@ def merge_hosts(program: Program, elsewhere: Iterable[HostSnapshot]) -> Program:
 
 
 def _named(board: BoardSnapshot, host: str) -> tuple[MemberSnapshot, ...]:
-    """A host's members of a board, as on that host."""
     return tuple(replace(each, status=replace(each.status, host=host)) for each in board.members)

@@ -1,14 +1,13 @@
-"""Write the recorded operations of a program as a trace: for Perfetto, or as torch's dumps.
+"""Write the recorded operations of a program as a trace for Perfetto, or as torch's dumps.
 
-A history is on a board, so it exists as long as any process of the program holds the board.
+A history exists as long as any process of the program holds its board.
 
-Each process is a track group, with a track for each of its groups, on the clock that all
-processes of the host share. Overlapping operations of a group get separate tracks, since one track
-cannot show them.
+Perfetto: each process is a track group with a track for each of its groups, on the host's monotonic
+clock. Overlapping operations of a group get separate tracks.
 
-torch's analyser takes one pickle for each rank, and matches the operations of each process group by
-their number. There a transfer between two ranks belongs to a group of these two, as in torch. The
-names of operations begin with ``gloo:``, one of the few libraries that it knows.
+torch's analyser takes one pickle per rank, and matches the operations of each process group by
+number. A transfer belongs to a group of its two ranks, as in torch. Names begin with ``gloo:``, one
+of the few libraries that the analyser accepts.
 """
 
 from __future__ import annotations
@@ -36,23 +35,16 @@ from shm_broadcast.state.status import Membership, read_groups
 
 @dataclass(frozen=True, slots=True)
 class MemberHistory:
-    """What a member of a board did.
-
-    Attributes:
-        seen: the member.
-        groups: the groups that it is in.
-        past: its last operations, the oldest first.
-        pool: its board's name, if that is a pool's; else ``""``.
-    """
+    """The last operations of a member of a board."""
 
     seen: MemberSnapshot
     groups: tuple[Membership, ...]
-    past: tuple[OperationRecord, ...]
-    pool: str = ""
+    past: tuple[OperationRecord, ...]  # the oldest first
+    pool: str = ""  # its board's name if that is a pool's; else ""
 
 
 def histories(seen: Scan, program: Program) -> list[tuple[MemberHistory, ...]]:
-    """What the members of each board of a program did; those without a history are left out."""
+    """Return the histories of each board's members; boards without histories are omitted."""
     return [past for board in program.boards if (past := _of_board(seen, program, board))]
 
 
@@ -63,7 +55,7 @@ def _of_board(seen: Scan, program: Program, board: BoardSnapshot) -> tuple[Membe
     copy = copy_of_board(segment)
     if copy is None:
         return ()
-    with suppress(OSError), segment.opened() as fd:  # its holders may have ended
+    with suppress(OSError), segment.opened() as fd:  # its holders may have exited
 
         def read(at: int, size: int) -> bytes:
             return os.pread(fd, size, at)
@@ -86,11 +78,9 @@ _QUEUE_VERBS: Final = layout.DID_NAMES[layout.DID_ENQUEUE :]
 
 
 def chrome_trace(boards: Sequence[Sequence[MemberHistory]], now: int) -> dict[str, Any]:
-    """The trace of all members of some boards.
+    """Return the trace of all members of some boards.
 
-    Args:
-        boards: their members.
-        now: monotonic ns; operations that have not ended are drawn until then.
+    ``now`` is in monotonic ns; operations under way are drawn until then.
     """
     names: list[dict[str, Any]] = []
     events: list[dict[str, Any]] = []
@@ -115,16 +105,15 @@ def chrome_trace(boards: Sequence[Sequence[MemberHistory]], now: int) -> dict[st
 def _on_tracks(
     members: Sequence[MemberHistory], now: int
 ) -> list[tuple[OperationRecord, MemberHistory, str]]:
-    """All operations of a process, with the name of a track that is free for each."""
     free: dict[str, list[int]] = {}
     placed = []
     every = [(past, member) for member in members for past in member.past]
     for past, member in sorted(every, key=lambda each: each[0].begin):
         track = past.group or (_QUEUES if past.verb in _QUEUE_VERBS else _CALLS)
         ends = free.setdefault(track, [])
-        lane = next((index for index, end in enumerate(ends) if end <= past.begin), len(ends))
-        ends[lane : lane + 1] = [now if past.end is None else past.end]
-        placed.append((past, member, f"{track} ({lane + 1})" if lane else track))
+        slot = next((index for index, end in enumerate(ends) if end <= past.begin), len(ends))
+        ends[slot : slot + 1] = [now if past.end is None else past.end]
+        placed.append((past, member, f"{track} ({slot + 1})" if slot else track))
     return placed
 
 
@@ -159,7 +148,6 @@ def _event(past: OperationRecord, member: MemberHistory, track: int, now: int) -
 
 
 def _title(member: MemberHistory, several: bool) -> str:
-    """What a process is called, where there are ``several`` pools or not."""
     status = member.seen.status
     pool = f" of {member.pool}" if several and member.pool and status.rank != DRIVER_RANK else ""
     where = f", {member.seen.place}" if member.seen.place else ""
@@ -176,12 +164,12 @@ DUMP_VERSION: Final = "2.10"
 _NAMES: Final = {"all_gatherv": "all_gather_v", "reduce_scatterv": "reduce_scatter_v"}
 _TRANSFERS: Final = ("send", "recv")
 _BITS: Final = re.compile(r"\d+")
-"""Those of an element, in its dtype's name."""
+"""The bits of an element, in its dtype's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """A group, or two ranks of one; ``ranks`` are the global ones, in the group's order."""
+    """A group, or two ranks of one; ``ranks`` are global, in the group's order."""
 
     name: str
     ranks: tuple[int, ...]
@@ -189,35 +177,25 @@ class _Group:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """An operation in its group.
-
-    Attributes:
-        group: where.
-        line: those of one line are numbered together: the collectives, or the sends of one rank.
-        number: what matches it with operations of other ranks.
-        past: the operation.
-    """
+    """An operation in its group."""
 
     group: _Group
-    line: int
-    number: int
+    line: int  # numbers count per line: the collectives, or the sends of one rank
+    number: int  # matches it with operations of other ranks
     past: OperationRecord
 
 
 def flight_dumps(board: Sequence[MemberHistory], epoch: int) -> dict[int, dict[str, Any]]:
-    """The dump of each rank of a board that is in a group.
+    """Return the dump of each rank of a board that is in a group.
 
-    Groups with members that are not on this board, on another host, are left out.
-
-    Args:
-        board: its members.
-        epoch: ns to add to the monotonic clock for the time since 1970.
+    Groups with members on another host are omitted. ``epoch``: ns to add to the monotonic clock for
+    the time since 1970.
     """
     groups = _groups(board)
     steps = {
         each.seen.status.rank: list(_steps(each, groups))
         for each in board
-        if any((each.seen.status.rank, said.name) in groups for said in each.groups)
+        if any((each.seen.status.rank, group.name) in groups for group in each.groups)
     }
     first = _first_known(steps)
     dumps = {}
@@ -241,14 +219,13 @@ def flight_dumps(board: Sequence[MemberHistory], epoch: int) -> dict[int, dict[s
 
 
 def _groups(board: Sequence[MemberHistory]) -> dict[tuple[int, str], _Group]:
-    """The groups whose members are all known: by a member's rank and the group's name."""
-    found: dict[Membership, dict[int, int]] = defaultdict(dict)
-    said = [(each.seen.status.rank, group) for each in board for group in each.groups]
-    for rank, group in said:
-        found[_of_rank_0(group)][group.rank] = rank
+    ranks_of: dict[Membership, dict[int, int]] = defaultdict(dict)
+    published = [(each.seen.status.rank, group) for each in board for group in each.groups]
+    for rank, group in published:
+        ranks_of[_of_rank_0(group)][group.rank] = rank
     whole = {}
-    for rank, group in said:
-        ranks = found[_of_rank_0(group)]
+    for rank, group in published:
+        ranks = ranks_of[_of_rank_0(group)]
         if len(ranks) == group.size:
             members = tuple(ranks[index] for index in range(group.size))
             whole[rank, group.name] = _Group(group.name, members)
@@ -260,7 +237,7 @@ def _of_rank_0(group: Membership) -> Membership:
 
 
 def _steps(member: MemberHistory, groups: Mapping[tuple[int, str], _Group]) -> Iterator[_Step]:
-    """A member's operations in groups, without those of an earlier group of the same name."""
+    """Yield a member's operations in groups, without earlier groups of the same name."""
     rank = member.seen.status.rank
     latest: dict[tuple[_Group, int], list[_Step]] = defaultdict(list)
     for past in member.past:
@@ -285,13 +262,13 @@ def _transfer(rank: int, group: _Group, peer: int, past: OperationRecord) -> _St
     other = group.ranks[peer]
     pair = min(rank, other), max(rank, other)
     line = pair.index(rank if past.verb == "send" else other)
-    # Each rank counts its sends from 1: the two must not be taken for each other.
+    # Each rank counts its sends from 1: odd and even numbers keep the two directions apart.
     number = 2 * past.number + line
     return _Step(_Group(f"{group.name} {pair[0]}:{pair[1]}", pair), line, number, past)
 
 
 def _first_known(steps: Mapping[int, Sequence[_Step]]) -> dict[tuple[_Group, int], int]:
-    """The first number of each line that no rank has forgotten, of those that know any."""
+    """Return the first number of each line that all ranks with such operations have kept."""
     first: dict[tuple[_Group, int], int] = {}
     for taken in steps.values():
         lowest: dict[tuple[_Group, int], int] = {}
@@ -335,7 +312,7 @@ def _entry(index: int, step: _Step, rank: int, epoch: int) -> dict[str, Any]:
 
 
 def _counts(past: OperationRecord, size: int, root: bool) -> tuple[int, int]:
-    """The elements that a rank gives and gets; 0 where its bytes do not tell."""
+    """Return the numbers of elements of input and output; 0 if the bytes are no evidence."""
     bits = _BITS.search(past.dtype)
     count = past.size * 8 // int(bits[0] if bits else 8)
     match past.verb:

@@ -1,9 +1,9 @@
-/* Atomic words of shared memory, and waiting and waking on them across processes.
+/* Atomic words in shared memory, and futex waits on them across processes.
  *
  * The ordering rule (shm_broadcast/layout.py): data is published by a release store and read after
- * an acquire load. Whoever may have to wake a sleeper puts a full fence between its own store and
- * its load of the sleepers' count: without it the load may move before the store, so that the
- * sleeper misses the change and the waker misses the sleeper. */
+ * an acquire load. A process that may have to wake a sleeper puts a full fence between its own store
+ * and its load of the sleepers' count. Without the fence the load may move before the store: the
+ * sleeper misses the change, and the waker misses the sleeper. */
 #ifndef GC_ATOMICS_H
 #define GC_ATOMICS_H
 
@@ -58,13 +58,13 @@ static inline void gc_relax(void) {
 #endif
 }
 
-/* A spin loop: GC_PAUSES looks without giving up the core (about 2 us), then one sched_yield per
- * look. Where processes are `oversubscribed`, more than the cores, the peer that is waited for may be the
- * one that lacks a core: it is given up at once.
+/* A spin loop: GC_PAUSES polls on the core (about 2 us), then one sched_yield per poll. Where the
+ * cores are `oversubscribed` (more processes than cores), every poll yields: the awaited peer may be
+ * runnable and lack a core.
  *
  * Two processes that hand one core to each other by sched_yield both stay runnable, and Linux takes
- * tens of milliseconds to move one to a free core. One that wakes from a sleep is put on a free core
- * at once: after GC_LONG_YIELDS yields in which another process ran, this one sleeps. */
+ * tens of milliseconds to move one of them to a free core. A process that wakes from a sleep gets a
+ * free core at once, so this one sleeps after GC_LONG_YIELDS yields in which another process ran. */
 #define GC_PAUSES 64
 #define GC_LONG_YIELD_NS 1200u
 #define GC_LONG_YIELDS 16u
@@ -82,7 +82,7 @@ static inline gc_spin gc_spin_for(uint64_t spin_ns, bool oversubscribed) {
                      .oversubscribed = oversubscribed};
 }
 
-/* Yields the core; `now` is the time. */
+/* Yields the core, or sleeps for a nanosecond (see above); `now` is gc_now_ns(). */
 static inline void gc_yield(uint64_t now) {
     static _Thread_local uint64_t slept;
     static _Thread_local unsigned long_yields;
@@ -95,7 +95,7 @@ static inline void gc_yield(uint64_t now) {
     nanosleep(&(struct timespec){.tv_nsec = 1}, NULL);
 }
 
-/* Returns false when the window is over. */
+/* Pauses or yields; returns false once the window is over. */
 static inline bool gc_spin_again(gc_spin *spin) {
     if (spin->until_ns == 0) return false;
     if (spin->looks++ < GC_PAUSES) {
@@ -111,7 +111,7 @@ static inline bool gc_spin_again(gc_spin *spin) {
     return true;
 }
 
-/* Sleeps while the word still holds `seen`, for at most `timeout_ns`. Spurious returns are fine. */
+/* Sleeps while the word holds `seen`, for at most `timeout_ns`; may return early. */
 static inline void gc_futex_wait(void *base, size_t offset, uint32_t seen, uint64_t timeout_ns) {
     struct timespec timeout = {.tv_sec = (time_t)(timeout_ns / 1000000000u),
                                .tv_nsec = (long)(timeout_ns % 1000000000u)};
@@ -122,8 +122,8 @@ static inline void gc_futex_wake_all(void *base, size_t offset) {
     syscall(SYS_futex, GC_AT32(base, offset), FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 }
 
-/* A eventcount is two 32-bit words: the counter that a futex sleeps on, then the number of announced
- * sleepers. That number spares the system call while nobody sleeps. */
+/* An eventcount is two 32-bit words: the counter that a futex sleeps on, then the number of announced
+ * sleepers. No system call is made while that number is 0. */
 
 static inline bool gc_has_waiters(const void *base, size_t eventcount) {
     return gc_load32(base, eventcount + EVENTCOUNT_WAITERS) != 0;
@@ -133,17 +133,17 @@ static inline void gc_change(void *base, size_t eventcount) {
     atomic_fetch_add_explicit(GC_AT32(base, eventcount), 1, memory_order_seq_cst);
 }
 
-/* Wakes the eventcount's sleepers. The caller has stored its change and then passed a full fence. */
+/* Wakes the eventcount's sleepers. The caller has stored its change, then executed a full fence. */
 static inline void gc_notify_after_fence(void *base, size_t eventcount) {
     if (!gc_has_waiters(base, eventcount)) return;
     gc_change(base, eventcount);
     gc_futex_wake_all(base, eventcount);
 }
 
-/* As gc_notify_after_fence, for several eventcounts, two with each system call: a sleeper that is woken
- * may get this very core when the call returns, and the others would be woken only when it has
- * finished. FUTEX_WAKE_OP wakes the second word's sleepers unless its value is -1, which it has once
- * in 2^32 rings; these sleepers then look again after their slice. */
+/* As gc_notify_after_fence, for several eventcounts, two per system call: a woken process may preempt
+ * this one when the call returns, and would delay the remaining wake-ups. FUTEX_WAKE_OP wakes the
+ * second word's sleepers unless its value is -1, once in 2^32 notifications; these sleepers poll
+ * again after their slice. */
 static inline void gc_notify_all_after_fence(void *base, const size_t *eventcounts, size_t n) {
     const int always = FUTEX_OP(FUTEX_OP_OR, 0, FUTEX_OP_CMP_NE, 0xfff);
     const size_t *first = NULL;

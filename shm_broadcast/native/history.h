@@ -1,5 +1,6 @@
-/* A member's history: its last operations, each with begin and end, and its totals. Its layout is drawn in
- * shm_broadcast/layout.py. One thread of the member at a time, as for its slot: the GIL sees to that. */
+/* A member's flight recorder: its last operations with begin and end, and its totals. The layout is
+ * drawn in shm_broadcast/layout.py. All functions need the GIL: one thread of the member writes at a
+ * time, here and in the member's slot. */
 #ifndef GC_HISTORY_H
 #define GC_HISTORY_H
 
@@ -27,7 +28,7 @@ _Static_assert(sizeof(gc_entry) == ENTRY_STRIDE && offsetof(gc_entry, begin) == 
                    offsetof(gc_entry, group) == ENTRY_GROUP,
                "as in layout.h");
 
-/* The entry of an operation; NULL if none are kept. */
+/* Returns the entry of an operation; NULL if the board has no flight recorder. */
 static inline gc_entry *gc_entry_of(char *history, uint64_t sequence) {
     if (history == NULL) return NULL;
     return (gc_entry *)history + ((sequence - 1) & (HISTORY_ENTRIES - 1));
@@ -42,7 +43,7 @@ _Static_assert(sizeof(gc_total) == TOTAL_STRIDE && offsetof(gc_total, ended) == 
                    offsetof(gc_total, ns) == TOTAL_NS && offsetof(gc_total, bytes) == TOTAL_BYTES,
                "as in layout.h");
 
-/* Adds an operation that has ended to its group's and verb's totals. */
+/* Adds an ended operation to the totals of its group and verb. */
 static inline void gc_count(char *history, const gc_entry *entry) {
     if (entry->verb == 0 || entry->verb >= TOTAL_VERBS) return;
     size_t group = 0;
@@ -61,7 +62,7 @@ static inline void gc_count(char *history, const gc_entry *entry) {
     gc_store64(total, TOTAL_ENDED, total->ended + 1);
 }
 
-/* Writes down an operation, which is under way if its end is 0. */
+/* Records an operation; an end of 0 means that it has not ended. */
 static inline void gc_enter(char *history, gc_entry about, uint64_t sequence) {
     gc_entry *entry = gc_entry_of(history, sequence);
     if (entry == NULL) return;
@@ -71,8 +72,8 @@ static inline void gc_enter(char *history, gc_entry about, uint64_t sequence) {
     if (about.end) gc_count(history, &about);
 }
 
-/* Writes down how an operation ended, unless that was done, or the entry is another one's by now.
- * `bytes` and `number` are 0 if they stand there already. */
+/* Records an operation's outcome, unless its entry has an outcome or was reused. A `bytes` or
+ * `number` of 0 keeps the recorded value. */
 static inline void gc_leave(char *history, uint64_t sequence, uint8_t outcome, uint64_t bytes,
                             uint32_t number, uint64_t now) {
     gc_entry *entry = gc_entry_of(history, sequence);
@@ -84,10 +85,10 @@ static inline void gc_leave(char *history, uint64_t sequence, uint8_t outcome, u
     gc_count(history, entry);
 }
 
-/* Notes in a member slot that an operation begins: its name, NUL-padded, its number, the time and
- * the state; returns the number. The state shares a cache line with the eventcount, which other
- * processes read: it is stored only if it changes, so that their copy of the line stays valid.
- * An operation that has a begin already is done now. */
+/* Publishes the begin of an operation in a member slot: its name (NUL-padded), sequence number, time
+ * and state; returns the sequence number. If about.begin is set, the operation ends now. The state
+ * is stored only if it changes: it shares a cache line with the eventcount, and a store would
+ * invalidate that line in the other processes' caches. */
 static inline uint64_t gc_stamp(void *base, size_t slot, uint32_t state,
                                 const char name[OPERATION_BYTES], char *history, gc_entry about) {
     memcpy((char *)base + slot + MEMBER_OPERATION, name, OPERATION_BYTES);

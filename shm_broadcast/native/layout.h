@@ -1,5 +1,4 @@
-/* Offsets in shared memory, the same as in shm_broadcast/layout.py, which draws and explains them.
- * A test compares the two. */
+/* Offsets in shared memory. shm_broadcast/layout.py draws and explains them; a test compares both. */
 #ifndef GC_LAYOUT_H
 #define GC_LAYOUT_H
 

@@ -1,6 +1,6 @@
-/* Long messages: copies their records into the ring while there is room, and out of it while
- * records come, without the GIL. When there is no room, or no record, it returns: ring/writer.py
- * and ring/reader.py then sleep, check deadlines and peers, and call again. */
+/* Long messages: copies their records into the ring while it has room, and out of it while it holds
+ * records, without the GIL. Without room or records it returns: ring/writer.py and ring/reader.py
+ * then sleep, check deadlines and peers, and call again. */
 #include <string.h>
 
 #include "atomics.h"
@@ -9,15 +9,15 @@
 #include "words.h"
 
 /* A message of this size or more does not fit into a core's caches, so its reader copies past them
- * (stream.h), whatever the writer does (way.h). */
+ * (stream.h), independently of the writer (way.h). */
 #define LARGE_BYTES (8 << 20)
 
-/* After so many bytes push and pull return, for Python runs signal handlers (Ctrl-C) only between
+/* push and pull return after this many bytes: Python runs signal handlers (Ctrl-C) only between
  * calls into C. */
 #define AT_ONCE (64 << 20)
 
-/* A message's buffers as one run of `total` bytes, with a cursor at byte `within` of `parts[part]`.
- * At the writer the first part is the table of sizes; the reader's parts are without it. */
+/* A message's buffers as one sequence of `total` bytes, with a cursor at byte `within` of
+ * `parts[part]`. The writer's first part is the table of sizes; the reader's parts exclude it. */
 typedef struct {
     Py_buffer *parts;
     Py_ssize_t n_parts, part;
@@ -26,8 +26,8 @@ typedef struct {
 
 static uint64_t smaller(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
-/* The contiguous bytes at the cursor, at most `most`, and their number in `size`; moves the cursor
- * behind them. NULL at the end. */
+/* Returns the contiguous bytes at the cursor, at most `most`, and stores their number in `size`.
+ * Advances the cursor past them. Returns NULL at the end. */
 static char *next_run(body *b, uint64_t most, uint64_t *size) {
     while (b->part < b->n_parts && b->within == (uint64_t)b->parts[b->part].len) {
         b->part++;
@@ -65,8 +65,8 @@ static void release(body *b) {
     PyMem_Free(b->parts);
 }
 
-/* Takes the buffers of a tuple, with the cursor at byte `offset`; -1 with an error set if it
- * cannot. */
+/* Acquires the buffers of a tuple, with the cursor at byte `offset`; returns -1 with an error set on
+ * failure. */
 static int acquire(body *b, PyObject *buffers, int flags, uint64_t offset) {
     *b = (body){0};
     if (!PyTuple_Check(buffers)) {
@@ -96,15 +96,14 @@ static int acquire(body *b, PyObject *buffers, int flags, uint64_t offset) {
     return 0;
 }
 
-/* After each record, not only at the end: the other end goes on while this one copies the next
- * record, and whoever asks sees that this one is slow, not stuck. */
+/* Called after each record, not only at the end: the other end continues while this one copies the
+ * next record, and inspection shows this member as slow, not stuck. */
 static void made_progress(RingEnd *self) {
     gc_store64(self->board, self->slot + MEMBER_PROGRESS, gc_now_ns());
     ring_peers(self);
 }
 
-/* The header of the next record, and how much padding goes before it: Body.place of
- * ring/writer.py, in C. */
+/* Returns the header of the next record, and the padding before it: Body.place of ring/writer.py. */
 static record_header next_record(const RingEnd *self, const body *b, uint64_t position,
                                  uint64_t largest, uint64_t *padding) {
     bool splits = b->total > largest;
@@ -126,8 +125,8 @@ static record_header next_record(const RingEnd *self, const body *b, uint64_t po
                            .offset = offset};
 }
 
-/* Publishes records from byte `moved` on, until the message or AT_ONCE is out, there has been no
- * room for `patience_ns`, or the board is aborted. */
+/* Publishes records from byte `moved` on. Returns after the message or AT_ONCE bytes, after
+ * `patience_ns` without room, or when the board is aborted. */
 static void push(RingEnd *self, body *b, uint8_t codec, uint64_t largest, uint64_t patience_ns) {
     uint64_t until = smaller(b->total, self->moved + AT_ONCE);
     gc_spin spin = gc_spin_for(patience_ns, self->oversubscribed);
@@ -157,9 +156,9 @@ static void push(RingEnd *self, body *b, uint8_t codec, uint64_t largest, uint64
     }
 }
 
-/* Takes records of one message out of the ring until it or AT_ONCE is complete, no record has come
- * for `spin_ns`, or the board is aborted. False if a record holds more bytes than are missing, or
- * than there are: the ring is damaged; the record is left in it. */
+/* Reads records of one message. Returns after the message or AT_ONCE bytes, after `spin_ns` without
+ * a record, or when the board is aborted. Returns false if a record is longer than the rest of the
+ * message or of the ring: the ring is corrupt; the record stays in it. */
 static bool pull(RingEnd *self, body *b, uint64_t spin_ns) {
     uint64_t until = smaller(b->total, self->moved + AT_ONCE);
     bool took_some = self->moved > 0, fits = true;
@@ -174,7 +173,7 @@ static bool pull(RingEnd *self, body *b, uint64_t spin_ns) {
         record_header header;
         memcpy(&header, record, sizeof header);
         bool begins = header.kind == KIND_MESSAGE;
-        /* Another message: ring/reader.py decides what becomes of this one. */
+        /* The message was cancelled, or another one begins: ring/reader.py handles both. */
         if (header.kind == KIND_CANCEL || (begins && took_some)) break;
         if (header.kind != KIND_PADDING) {
             uint64_t table = begins ? 8 * (uint64_t)header.buffers : 0;

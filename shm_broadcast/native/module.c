@@ -1,5 +1,4 @@
-/* shm_broadcast._native: atomic words of shared memory, which Python has not, and the ring's fast
- * path. */
+/* shm_broadcast._native: atomic words in shared memory, and the ring's fast path. */
 #include <Python.h>
 
 #include "layout.h"
@@ -25,7 +24,7 @@ static PyObject *write_past_caches(PyObject *Py_UNUSED(module), PyObject *args) 
 
 static PyMethodDef functions[] = {
     {"write_past_caches", write_past_caches, METH_VARARGS,
-     "write_past_caches(past, always=False): how new ends begin to write what others read next."},
+     "write_past_caches(past, always=False): set how new ends write: past the caches or through them."},
     {NULL, NULL, 0, NULL},
 };
 

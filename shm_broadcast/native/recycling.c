@@ -1,38 +1,38 @@
-/* A pool of memory for large results: a block comes back to it with its last reference, and is given
- * out again. The first pass over newly mapped pages costs four to seven times a later one. All of it
- * runs with the GIL. */
+/* A pool of memory for large results: a block returns to the pool with its last reference, and is
+ * reused. The first pass over newly mapped pages costs four to seven times a later one. All functions
+ * need the GIL. */
 #define _GNU_SOURCE
 #include "recycling.h"
 
 #include <stdlib.h>
 #include <sys/mman.h>
 
-/* Smaller requests are malloc's, which keeps their pages itself: shm_broadcast/ring/buffers.py. */
+/* Smaller requests go to malloc, which keeps their pages itself: shm_broadcast/ring/buffers.py. */
 #define RECYCLED_BYTES ((size_t)1 << 20)
 
-/* Larger mappings ask for huge pages, of which each covers so much. */
+/* Bytes of a huge page; mappings of two or more request huge pages. */
 #define HUGE_BYTES ((size_t)2 << 20)
 
 typedef struct unused {
-    struct unused *next; /* given back before this one */
+    struct unused *next; /* released before this one */
     size_t capacity;
 } unused;
 
 typedef struct {
     PyObject_HEAD
-    unused *latest; /* what lies at the beginning of each block that nobody uses */
+    unused *latest; /* list of unused blocks, each headed by its `unused` */
     size_t kept, limit;
     PyTypeObject *block_type;
 } RecyclingPool;
 
 typedef struct {
     PyObject_HEAD
-    RecyclingPool *pool; /* NULL: it is malloc's */
+    RecyclingPool *pool; /* NULL: memory of malloc */
     void *memory;
     size_t size, capacity;
 } Block;
 
-/* As `size_class` of shm_broadcast/ring/buffers.py: at most an eighth more. */
+/* Rounds up by at most an eighth, as `size_class` of shm_broadcast/ring/buffers.py. */
 static size_t size_class(size_t size) {
     size_t step = 1;
     for (size_t rest = size >> 4; rest > 0; rest >>= 1) step <<= 1;
@@ -46,7 +46,7 @@ static void *map(size_t capacity) {
     return memory;
 }
 
-/* The block of this capacity that was given back last; NULL if there is none. */
+/* Removes and returns the block of this capacity that was released last; NULL without one. */
 static void *take_unused(RecyclingPool *self, size_t capacity) {
     for (unused **at = &self->latest; *at != NULL; at = &(*at)->next) {
         unused *found = *at;
@@ -58,7 +58,7 @@ static void *take_unused(RecyclingPool *self, size_t capacity) {
     return NULL;
 }
 
-/* Gives what has been unused for longest back to the system, until no more is kept than may be. */
+/* Unmaps the blocks that were released first, until at most `limit` bytes are kept. */
 static void keep_to(RecyclingPool *self, size_t limit) {
     while (self->kept > limit) {
         unused **last = &self->latest;
@@ -151,12 +151,12 @@ static void block_dealloc(PyObject *object) {
 
 static PyMethodDef pool_methods[] = {
     {"take", take, METH_O,
-     "take(size) -> Block: writable memory of so many bytes; its content is undefined."},
+     "take(size) -> Block: return writable memory of `size` bytes with undefined content."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef pool_attributes[] = {
-    {"kept_bytes", kept_bytes, NULL, "Bytes of blocks that nobody uses now.", NULL},
+    {"kept_bytes", kept_bytes, NULL, "Bytes of unused blocks.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -176,7 +176,7 @@ static PyType_Spec pool_spec = {.name = "shm_broadcast._native.RecyclingPool",
 static PyType_Slot block_slots[] = {
     {Py_tp_dealloc, block_dealloc},
     {Py_bf_getbuffer, block_buffer},
-    {Py_tp_doc, "Memory that its pool uses again when nothing refers to this, or to views of it."},
+    {Py_tp_doc, "Memory that its pool reuses once no reference to this or to a view of it is left."},
     {0, NULL},
 };
 

@@ -1,10 +1,10 @@
-/* Memory for large messages and results that is used again: see recycling.c. */
+/* Recycled memory for large messages and results: see recycling.c. */
 #ifndef GC_RECYCLING_H
 #define GC_RECYCLING_H
 
 #include <Python.h>
 
-/* Each creates a type; returns a new reference, or NULL with an error set. */
+/* Create the types; return a new reference, or NULL with an error set. */
 PyObject *recycling_pool_type(PyObject *module);
 PyObject *block_type(PyObject *module);
 

@@ -1,5 +1,5 @@
-/* The two ends of a ring as Python types, and the fast path for small messages: those without
- * out-of-band buffers that fit into one record. */
+/* The two ends of a ring as Python types, and the fast path for small messages: one record, no
+ * out-of-band buffers. */
 #include "ring.h"
 
 #include <string.h>
@@ -26,14 +26,14 @@ static uint64_t smallest_consumed(const RingEnd *self) {
 
 bool ring_has_room(RingEnd *self, uint64_t position, uint64_t need) {
     uint64_t gate = gc_load64(self->ring, RING_GATE);
-    /* The readers' words lie in cache lines that they keep writing: load them only if the cached
-     * gate is not enough. */
+    /* Load the readers' words only if the cached gate is insufficient: readers store into their
+     * cache lines all the time. */
     if (position + need - gate <= self->capacity) return true;
     gate = smallest_consumed(self);
-    if (gate == UINT64_MAX) return false; /* LEFT: every reader has left */
+    if (gate == UINT64_MAX) return false; /* LEFT, of every reader */
     gc_store64(self->ring, RING_GATE, gate);
-    /* A reader may join again just now: with a fence on both sides it sees this gate, or the second
-     * look sees its position. See RingReader._join_again in ring/reader.py. */
+    /* A reader may rejoin concurrently: with a fence on both sides it loads this gate, or the second
+     * scan loads its position. See RingReader._join_again in ring/reader.py. */
     gc_fence();
     uint64_t again = smallest_consumed(self);
     if (again < gate) gc_store64(self->ring, RING_GATE, gate = again);
@@ -46,7 +46,7 @@ void ring_pad(RingEnd *self, uint64_t position, uint64_t padding) {
 }
 
 void ring_peers(RingEnd *self) {
-    gc_fence(); /* one for all peers */
+    gc_fence(); /* once for all peers */
     gc_notify_all_after_fence(self->board, self->peers, self->n_peers);
 }
 
@@ -79,8 +79,8 @@ static PyObject *try_write(PyObject *object, PyObject *const *args, Py_ssize_t n
     uint64_t position = gc_load64(self->ring, RING_PUBLISHED);
     uint64_t to_end = self->capacity - position % self->capacity;
     uint64_t padding = stride > to_end ? to_end : 0;
-    /* At most a quarter of the ring: with the padding the record needs less than half of it to be
-     * free. What is larger is streamed, so that it need not wait for the ring to drain. */
+    /* At most a quarter of the ring: with its padding the record needs less than half of the ring.
+     * Larger messages are split (write_parts), so that they need not wait for the ring to drain. */
     bool written = size <= UINT32_MAX && 4 * stride <= self->capacity && !ring_aborted(self) &&
                    ring_has_room(self, position, padding + stride + RESERVED_FOR_CANCEL);
     if (written) {
@@ -111,10 +111,9 @@ static PyObject *try_write(PyObject *object, PyObject *const *args, Py_ssize_t n
     return PyBool_FromLong(written);
 }
 
-/* Waits up to `spin_ns`, without the GIL, for a record at `position`; whether there is one, or -1 if
- * the handler of a signal that came meanwhile has raised: before anything is taken, which would be
- * lost. The GIL is kept if it is there already: to drop it and take it again costs more than a small
- * read. */
+/* Waits up to `spin_ns`, without the GIL, for a record at `position`. Returns 1, or 0 without a
+ * record, or -1 if a signal handler has raised: then nothing is consumed, so no message is lost. If
+ * the record is there at once, the GIL is kept: releasing it costs more than a small read. */
 static int spin_for_record(RingEnd *self, uint64_t position, uint64_t spin_ns) {
     if (gc_load64(self->ring, RING_PUBLISHED) != position) return 1;
     if (spin_ns == 0) return 0;
@@ -126,7 +125,7 @@ static int spin_for_record(RingEnd *self, uint64_t position, uint64_t spin_ns) {
     return there && PyErr_CheckSignals() < 0 ? -1 : there;
 }
 
-/* Steals three references, any of which may be NULL with an error set. */
+/* Steals three references; each may be NULL with an error set. */
 static PyObject *make_message(PyObject *codec, PyObject *body, PyObject *buffers) {
     PyObject *message = codec && body && buffers ? PyTuple_New(3) : NULL;
     if (message == NULL) {
@@ -164,7 +163,7 @@ static PyObject *try_read(PyObject *object, PyObject *const *args, Py_ssize_t n)
         record_header header;
         memcpy(&header, record, sizeof header);
         uint64_t next = position + record_stride(header.size);
-        if (header.kind == KIND_PADDING) { /* the writer is not rung: a record follows at once */
+        if (header.kind == KIND_PADDING) { /* no wake-up of the writer: a record follows at once */
             gc_store64(self->ring, self->own_line + READER_CONSUMED, next);
             continue;
         }
@@ -198,8 +197,8 @@ static PyObject *look(PyObject *object, PyObject *const *args, Py_ssize_t n) {
     return there < 0 ? NULL : PyBool_FromLong(there);
 }
 
-/* (ring, board, data_offset, slot, history, eventcounts, oversubscribed[, own_line]). Every offset is
- * checked against the segments' sizes here, once, so that the hot path need not. */
+/* (ring, board, data_offset, slot, history, eventcounts, oversubscribed[, own_line]). Checks every
+ * offset against the segments' sizes once; the hot path does not check. */
 static PyObject *end_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
     PyObject *ring, *board, *history, *eventcounts;
     Py_ssize_t data, slot, own_line = 0;
@@ -271,32 +270,32 @@ static void end_dealloc(PyObject *object) {
 
 static PyMethodDef writer_methods[] = {
     FAST("try_write", try_write,
-         "try_write(codec, body) -> bool: publish a message as one record; False if there is no "
-         "room, it is larger than a quarter of the ring, or the board is aborted."),
+         "try_write(codec, body) -> bool: publish a message as one record; False if the ring has no "
+         "room, the record exceeds a quarter of the ring, or the board is aborted."),
     FAST("write_parts", write_parts,
          "write_parts(codec, largest, parts, patience_ns): publish records of a long message from "
-         "byte `moved` on, while there is room."),
+         "byte `moved` on, while the ring has room."),
     {NULL, NULL, 0, NULL},
 };
 
 static PyMethodDef reader_methods[] = {
     FAST("try_read", try_read,
-         "try_read(spin_ns, begins) -> (codec, body, ()) | None | False: a message of one record; "
-         "None if there is no record, or the board is aborted; False if the next record is of "
-         "another kind."),
+         "try_read(spin_ns, begins) -> (codec, body, ()) | None | False: read a message of one "
+         "record; None without a record, or if the board is aborted; False if the next record is "
+         "of another kind."),
     FAST("look", look,
-         "look(spin_ns) -> bool: whether a record is in the ring, or arrives within spin_ns."),
+         "look(spin_ns) -> bool: return True if the ring holds a record within spin_ns."),
     FAST("read_parts", read_parts,
-         "read_parts(targets, spin_ns): take records of one long message from byte `moved` on, "
-         "while there are any."),
+         "read_parts(targets, spin_ns): read records of one long message from byte `moved` on, "
+         "while the ring holds any."),
     {NULL, NULL, 0, NULL},
 };
 
 static PyMemberDef members[] = {
     {"moved", T_ULONGLONG, offsetof(RingEnd, moved), 0,
-     "Bytes of the current long message that were written or read so far."},
+     "Bytes of the current long message written or read so far."},
     {"begun", T_ULONGLONG, offsetof(RingEnd, begun), READONLY,
-     "Reader only: which operation of this member the last dequeue was."},
+     "Reader only: the sequence number on the board of the last dequeue."},
     {NULL, 0, 0, 0, NULL},
 };
 

@@ -6,8 +6,8 @@
 #include <emmintrin.h>
 #include <stdint.h>
 
-/* Smaller copies go through the caches: whoever reads them next gets the lines faster from this
- * core's cache than from memory. */
+/* Smaller copies go through the caches: the next reader gets the lines faster from this core's cache
+ * than from memory. */
 #define STREAMED_BYTES 4096
 
 #define LINE 64

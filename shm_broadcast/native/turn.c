@@ -1,6 +1,6 @@
-/* A turn that threads take one by one, for `with`: between its taking and the block that gives it back
- * no signal handler runs, so that none can raise there and leave it taken. A thread that has it is
- * refused, and does not wait for itself. */
+/* An owner lock for `with`. No signal handler runs between the acquisition and the block, or between
+ * the block and the release: a handler that raised there would leave the lock held. A thread that
+ * acquires the lock twice gets an error instead of a deadlock. */
 #include <Python.h>
 #include <pythread.h>
 #include <stdbool.h>
@@ -10,7 +10,7 @@
 typedef struct {
     PyObject_HEAD
     PyThread_type_lock lock;
-    bool taken; /* guarded by the lock, as is the owner: the thread that has it */
+    bool taken; /* guarded by the lock, like the owner */
     unsigned long owner;
 } Turn;
 
@@ -88,14 +88,13 @@ static PyObject *take_within(PyObject *object, PyObject *seconds) {
 
 static PyMethodDef methods[] = {
     {"__enter__", enter, METH_NOARGS,
-     "__enter__() -> bool: take the turn if no thread has it; RuntimeError if this one does."},
+     "__enter__() -> bool: acquire the lock if it is free; RuntimeError if this thread owns it."},
     {"__exit__", (PyCFunction)(void (*)(void))leave, METH_FASTCALL,
-     "__exit__(*_): let another thread have the turn, if this one has it."},
+     "__exit__(*_): release the lock, if this thread owns it."},
     {"take_within", take_within, METH_O,
-     "take_within(seconds) -> bool: take the turn, which may be awaited so long; a signal ends the "
-     "wait earlier."},
-    {"is_owned", is_owned, METH_NOARGS, "is_owned() -> bool: whether this thread has the turn."},
-    {"adopt", adopt, METH_NOARGS, "adopt(): the turn, which a thread has, is this one's from now on."},
+     "take_within(seconds) -> bool: acquire the lock within `seconds`; a signal ends the wait early."},
+    {"is_owned", is_owned, METH_NOARGS, "is_owned() -> bool: return True if this thread owns the lock."},
+    {"adopt", adopt, METH_NOARGS, "adopt(): make this thread the owner of the lock, which is held."},
     {NULL, NULL, 0, NULL},
 };
 

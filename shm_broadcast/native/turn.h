@@ -1,4 +1,4 @@
-/* The type by which threads take turns. */
+/* The owner lock: see turn.c. */
 #ifndef GC_TURN_H
 #define GC_TURN_H
 

@@ -8,14 +8,14 @@
 #define MIB (1u << 20)
 #define LINE 64
 
-/* The other way is taken when it is so much quicker: 19 of 20 parts. */
+/* The way changes only if the other one costs less than 19/20. */
 #define CLEARLY_NEW 20u
 #define CLEARLY_OLD 19u
 
-/* By how much more than what both ends measure it counts to write past the caches: a reader usually
- * follows at once, while the data is still on its way to memory, and plain stores go on beside what
- * the writer does next. With 7/5, what pieces are estimated to take is in the order of what whole
- * operations do, also where cores are neither near nor far (benchmarks/results/README.md). */
+/* The measured cost of writing past the caches is multiplied by 7/5. The samples underestimate it: a
+ * reader usually follows at once, while the data is in flight to memory, whereas plain stores
+ * overlap with the writer's next work. With 7/5 the estimates per piece rank the two ways as whole
+ * operations do, also at medium distances between cores (benchmarks/results/README.md). */
 #define PAST_TIMES 7u
 #define PAST_PARTS 5u
 
@@ -28,8 +28,8 @@ void way_begin_with(bool past, bool always) {
 
 gc_way way_new(void) { return (gc_way){.past = begins_past}; }
 
-/* Numbers follow each other in any stride: without mixing, trials could always meet the same piece
- * of a program that repeats itself. (The finalizer of MurmurHash3.) */
+/* Mixes the number with the finalizer of MurmurHash3: numbers follow each other in any stride, and
+ * without mixing a periodic program could have the same piece timed every time. */
 way_kind way_tried(uint64_t number, uint64_t size) {
     if (is_fixed || size < WAY_LEAST_BYTES) return WAYS;
     number = (number ^ number >> 33) * 0xff51afd7ed558ccdu;
@@ -38,7 +38,7 @@ way_kind way_tried(uint64_t number, uint64_t size) {
     return left < WAYS ? (way_kind)left : WAYS;
 }
 
-/* Counts at one pace, whatever the core does; all that came before is done by then. */
+/* Reads a counter of constant rate, after all earlier loads and stores are complete. */
 static uint64_t ticks(void) {
 #if defined(__x86_64__)
     __builtin_ia32_mfence();
@@ -67,7 +67,7 @@ static void touch(const void *from, size_t size) {
 }
 
 static void copy(bool past, void *to, const void *from, size_t size) {
-    if (size == 0) return; /* an empty tensor's address may be NULL, which memcpy may not get */
+    if (size == 0) return; /* an empty tensor's address may be NULL; memcpy(NULL) is undefined */
     if (past)
         stream_copy(to, from, size);
     else
@@ -80,7 +80,7 @@ void way_copy(gc_way *way, way_kind tried, void *to, const void *from, size_t si
         copy(past, to, from, size);
         return;
     }
-    touch(from, size); /* what the writer has yet to fetch is the same either way */
+    touch(from, size); /* fetch the source first: its cost is the same either way */
     uint64_t begin = ticks();
     copy(tried == WAY_PAST, to, from, size);
     count(&way->written, begin, size);
@@ -103,7 +103,7 @@ static uint32_t median(const way_samples *samples) {
     return c < low ? low : c > high ? high : c;
 }
 
-/* What the piece took, in ticks for a MiB, and begins the next; 0 if too little was moved to tell. */
+/* Returns the ticks per MiB of a piece and resets its tally; 0 if the piece was too small. */
 static uint32_t pace(way_tally *tally) {
     uint64_t pace = 0;
     if (tally->bytes >= WAY_LEAST_BYTES / 2) pace = tally->ticks * MIB / tally->bytes + 1;

@@ -1,9 +1,9 @@
-/* How a process writes what others read next: through the caches, with plain stores, or past them
- * (stream.h). Which is quicker depends on whether writer and reader share a cache, up to five times
- * either way, and a virtual machine's host changes that while they run. So it is measured: some
- * pieces are tried either way, and both ends see by a piece's number which. Of such a piece the
- * writer times its stores, and the reader its fetching of every line; the reader says in shared
- * memory what that takes. The writer takes the way whose sum is less. */
+/* How a process writes data that others read next: through the caches, with plain stores, or past
+ * them (stream.h). The faster way depends on whether writer and reader share a cache, by up to five
+ * times either way, and a virtual machine's host changes that at run time. So it is measured. Some
+ * pieces, chosen by number at both ends alike, are written either way and timed: the writer times
+ * its stores, the reader its fetching of every line. The reader publishes its median in shared
+ * memory. The writer uses the way with the smaller sum. */
 #ifndef GC_WAY_H
 #define GC_WAY_H
 
@@ -13,59 +13,59 @@
 
 typedef enum { WAY_PLAIN, WAY_PAST, WAYS } way_kind;
 
-/* Of 256 pieces one is tried either way: where one way takes five times as long as the other, trials
- * take 1.6 % of the time. */
+/* Of 256 pieces one is timed either way. If one way takes five times as long as the other, timing
+ * costs 1.6 % of the time. */
 #define WAY_TRIED_OF 256
 
-/* Smaller pieces are not tried. */
+/* Smaller pieces are not timed. */
 #define WAY_LEAST_BYTES 8192
 
-/* Where readers say what fetching takes: two u32, ticks for a MiB by way; 0: not known yet. */
+/* Bytes of a reader's published words: two u32, ticks per MiB by way; 0: not measured yet. */
 #define WAY_WORDS_BYTES 8
 
-/* The median of the last three: one of them may be of a moment when this process lacked the core. */
+/* The last three samples. Their median counts: one may include a time when this process lost its
+ * core. */
 typedef struct {
     uint32_t last[3];
     unsigned n;
 } way_samples;
 
-/* Of the piece that is tried, so far. */
+/* The current timed piece, so far. */
 typedef struct {
     uint64_t ticks, bytes;
 } way_tally;
 
-/* One process's end of a place that others read, or that it reads. */
+/* One process's measurements for one memory area that it writes or reads. */
 typedef struct {
-    bool past;            /* what is taken */
-    uint32_t costs[WAYS]; /* estimated ticks for a MiB, both ends; 0: not known yet */
+    bool past;            /* the way in use */
+    uint32_t costs[WAYS]; /* estimated ticks per MiB, both ends; 0: not measured yet */
     way_samples writes[WAYS], reads[WAYS];
     way_tally written, fetched;
 } gc_way;
 
-/* Where ends begin, before anything is measured; `always`: nothing is. For all of this process. */
+/* Sets the way of new ends before anything is measured; `always`: nothing is measured. For the whole
+ * process. */
 void way_begin_with(bool past, bool always);
 
-/* A new end. */
 gc_way way_new(void);
 
-/* How piece `number` of `size` bytes is tried; WAYS: it is not. */
+/* Returns the way in which piece `number` of `size` bytes is timed; WAYS: not timed. */
 way_kind way_tried(uint64_t number, uint64_t size);
 
-/* Writes a part of a piece. `stream_end` must come before the store that publishes it. */
+/* Writes a part of a piece. Call `stream_end` before the store that publishes it. */
 void way_copy(gc_way *way, way_kind tried, void *to, const void *from, size_t size);
 
-/* After a piece was written: takes the way that is quicker by now. The words of `readers` lie
+/* Ends a timed piece at the writer, and selects the faster way. The published words of `readers` lie
  * `stride` bytes apart. */
 void way_wrote(gc_way *way, way_kind tried, const char *words, size_t stride, size_t readers);
 
-/* Fetches a part of a piece before it is read. */
+/* Fetches a part of a timed piece before it is read. */
 void way_fetch(gc_way *way, const void *from, size_t size);
 
-/* After a piece was fetched: says so in this reader's words. */
+/* Ends a timed piece at the reader, and publishes the median in the reader's words. */
 void way_fetched(gc_way *way, way_kind tried, char *words);
 
-/* What `way_wrote` does, without a clock: a piece took so many ticks for a MiB to write, and so many
- * to read. */
+/* Selects the faster way from one sample: ticks per MiB to write a piece, and to read it. */
 void way_weigh(gc_way *way, way_kind tried, uint32_t write, const uint32_t *reads);
 
 #endif

@@ -38,7 +38,7 @@ char *words_memory(PyObject *object, size_t need) {
     return self->view.buf;
 }
 
-/* Checks the number of arguments, reads the offset and checks that `width` bytes lie there. */
+/* Checks the number of arguments, reads the offset, and checks its alignment and bounds. */
 static char *at(PyObject *self, PyObject *const *args, Py_ssize_t given, Py_ssize_t wanted,
                 size_t width, size_t *offset) {
     if (given != wanted) {
@@ -92,7 +92,7 @@ static PyObject *add32(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     if (value == -1 && PyErr_Occurred()) return NULL;
     uint32_t before =
         atomic_fetch_add_explicit(GC_AT32(base, offset), (uint32_t)value, memory_order_seq_cst);
-    gc_fence(); /* C11 orders no later acquire load after a seq_cst read-modify-write */
+    gc_fence(); /* C11 does not order later acquire loads after a seq_cst read-modify-write */
     return PyLong_FromUnsignedLong(before);
 }
 
@@ -160,11 +160,12 @@ static PyObject *spin64(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     return PyBool_FromLong(changed);
 }
 
-/* From this size on a copy runs without the GIL; dropping it costs more than a smaller copy. */
+/* Copies of this size or more release the GIL; releasing it costs more than a smaller copy. */
 #define LARGE_COPY 65536
 
-/* Only blocks (ring/buffers.py) are written in pieces of this size. Their readers begin when the whole
- * block is there; by then this core's caches would have lost its beginning, so it is streamed. */
+/* Only blocks (ring/buffers.py) are written in pieces of this size. Their readers start after the
+ * whole block is written; by then this core's caches have evicted its beginning, so it is written
+ * past them. */
 #define STREAMED_WRITE (8 << 20)
 
 static PyObject *copy(PyObject *self, PyObject *const *args, Py_ssize_t n, bool into_segment) {
@@ -204,7 +205,8 @@ static PyObject *read_into(PyObject *self, PyObject *const *args, Py_ssize_t n) 
     return copy(self, args, n, false);
 }
 
-/* Copies a text, cut to `size` bytes, into zeroed memory; -1 with an error set if it is none. */
+/* Copies a string, truncated to `size` bytes, into zeroed memory; returns -1 with an error set if
+ * `object` is not a string. */
 static int text_argument(PyObject *object, char *to, size_t size) {
     Py_ssize_t length;
     const char *text = PyUnicode_AsUTF8AndSize(object, &length);
@@ -316,26 +318,27 @@ static PyMethodDef methods[] = {
     FAST("load64", load64, "load64(offset) -> int: acquire load."),
     FAST("store32", store32, "store32(offset, value): release store."),
     FAST("store64", store64, "store64(offset, value): release store."),
-    FAST("add32", add32, "add32(offset, value) -> int: atomic add, full fence; the value before."),
+    FAST("add32", add32, "add32(offset, value) -> int: atomic add, full fence; the previous value."),
     FAST("compare_and_swap32", compare_and_swap32,
          "compare_and_swap32(offset, expected, desired) -> bool: full fence."),
     FAST("compare_and_swap64", compare_and_swap64,
          "compare_and_swap64(offset, expected, desired) -> bool: full fence."),
-    FAST("ring", ring, "ring(eventcount): full fence, then wake whoever sleeps on the eventcount."),
+    FAST("ring", ring, "ring(eventcount): full fence, then wake all sleepers of the eventcount."),
     FAST("sleep_on", sleep_on,
          "sleep_on(eventcount, seen, seconds): sleep while the eventcount holds `seen`, without the "
          "GIL."),
     FAST("spin64", spin64,
-         "spin64(offset, seen, spin_ns) -> bool: wait until the word differs from `seen`, without "
-         "the GIL; whether it does."),
+         "spin64(offset, seen, spin_ns) -> bool: poll until the word differs from `seen`, without "
+         "the GIL; False after spin_ns."),
     FAST("write", write_bytes, "write(offset, buffer): copy a buffer into the segment."),
     FAST("read_into", read_into, "read_into(offset, buffer): fill a buffer from the segment."),
     FAST("stamp", stamp,
          "stamp(slot, state, operation[, history, group, verb, bytes, number, peer, dtype]) -> int: "
-         "note that an operation begins, also in the history if that is not 0; its number."),
+         "record the begin of an operation, also in the flight recorder at `history` unless 0; "
+         "return its sequence number."),
     FAST("leave", leave,
-         "leave(history, sequence, outcome, bytes, number): note how an operation ended."),
-    FAST("progress", progress, "progress(slot, state): note the time of progress and the state."),
+         "leave(history, sequence, outcome, bytes, number): record an operation's outcome."),
+    FAST("progress", progress, "progress(slot, state): store the time of progress and the state."),
     {"fence", fence, METH_NOARGS, "fence(): full memory fence."},
     {NULL, NULL, 0, NULL},
 };

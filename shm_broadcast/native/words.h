@@ -9,18 +9,18 @@ typedef struct {
     Py_buffer view;
 } Words;
 
-/* Adds the type to the module; returns a new reference, or NULL with an error set. */
+/* Creates the type; returns a new reference, or NULL with an error set. */
 PyObject *words_type(PyObject *module);
 
-/* Borrows the memory of a Words that must hold `need` bytes; NULL with an error set otherwise. */
+/* Borrows the memory of a Words; returns NULL with an error set if it has fewer than `need` bytes. */
 char *words_memory(PyObject *object, size_t need);
 
-/* Reads a non-negative integer argument; returns -1 with an error set if it is none. */
+/* Read a non-negative integer argument; return -1 with an error set if it is not one. */
 int size_argument(PyObject *object, size_t *value);
 int u32_argument(PyObject *object, uint32_t *value);
 
-/* Reads where in a Words a history lies; NULL where the offset is 0. Returns -1 with an error set if
- * there is no room for it. */
+/* Reads the offset of a flight recorder in a Words, and stores its address; NULL for offset 0.
+ * Returns -1 with an error set if it does not fit there. */
 int history_argument(PyObject *words, PyObject *offset, char **history);
 
 #endif

@@ -8,15 +8,10 @@ MIN_SECRET_BYTES: Final = 16
 
 
 def derive_key(secret: bytes, salt: bytes, purpose: bytes) -> bytes:
-    """A 32-byte key by HKDF-SHA256 (RFC 5869), from which ``secret`` cannot be computed.
+    """Return a 32-byte key by HKDF-SHA256 (RFC 5869); it does not reveal ``secret``.
 
-    Args:
-        secret: 16 bytes or more.
-        salt: makes keys for the same purpose differ; may be public.
-        purpose: what the key is for; may be public.
-
-    Raises:
-        ValueError: the secret has fewer than 16 bytes.
+    ``salt`` and ``purpose`` may be public; either makes keys differ. Raises ValueError if the
+    secret has fewer than 16 bytes.
     """
     import hmac  # noqa: PLC0415 - loads OpenSSL
 

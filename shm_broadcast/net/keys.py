@@ -1,12 +1,11 @@
-"""Keys for readers on other hosts: derived from the launcher's secret, never sent anywhere.
+"""Keys for readers on other hosts, derived from the launcher's secret and never sent.
 
-Whoever holds the secret can derive every key of a queue: all its holders trust each other. Hand it
+Every process with the secret can derive every key of a queue: its holders trust each other. Pass it
 to child processes through a pipe or a file with mode 0600, not through the rendezvous store, which
-anyone who reaches its port can read.
+any process that reaches its port can read.
 
-Each queue has a random nonce (public, in its handle), so its keys are used by no other queue. Each
-reader has its own key: a frame counts as sent by the rank whose key its connection proved, whatever
-the frame says.
+Each queue has keys of its own, by a random public nonce in its handle. Each reader has a key: a
+frame counts as sent by the rank whose key its connection proved, regardless of its contents.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ class CurveKey:
 
 
 def writer_key(secret: bytes, nonce: bytes) -> CurveKey:
-    """The key pair of the queue's writer. Every reader needs its public half."""
+    """Return the key pair of the queue's writer. Every reader needs its public half."""
     return _derive(secret, nonce, b"writer")
 
 
 def reader_key(secret: bytes, nonce: bytes, rank: int) -> CurveKey:
-    """The key pair of the queue's reader ``rank``."""
+    """Return the key pair of the queue's reader ``rank``."""
     return _derive(secret, nonce, b"reader %d" % rank)
 
 
@@ -51,7 +50,7 @@ def _derive(secret: bytes, nonce: bytes, role: bytes) -> CurveKey:
 
 
 class AllowList(ThreadAuthenticator):
-    """Admits the readers of one queue to the sockets of ``context``, and nobody else.
+    """Admits only the readers of one queue to the sockets of ``context``.
 
     The ``User-Id`` of a message's frames is the rank of the reader whose key its connection proved.
     It answers zmq's authentication requests (ZAP) in a thread of its own.
@@ -69,9 +68,9 @@ class AllowList(ThreadAuthenticator):
         self.configure_curve_callback(ZAP_DOMAIN, credentials_provider=self)
 
     def callback(self, _domain: str, public_key: bytes) -> bool:
-        """Whether the reader with ``public_key`` (z85) is admitted; called by the base class."""
+        """Return whether the reader with ``public_key`` (z85) is admitted."""
         return public_key in self._ranks
 
     def curve_user_id(self, client_public_key: bytes) -> str:
-        """The rank of the reader with this public key (32 bytes); called by the base class."""
+        """Return the rank of the reader with this public key (32 bytes)."""
         return str(self._ranks[z85.encode(client_public_key)])

@@ -1,9 +1,7 @@
-"""Define the wire protocol between a queue's writer and its readers on other hosts. Uses no socket.
+"""The wire protocol between a queue's writer and its readers on other hosts, without sockets.
 
-The frames
-----------
-A message is a list of buffers ("parts"). It is sent as one or more fragments; every fragment is
-one zmq message: a header, then chunks of the parts in order::
+A message is a list of buffers ("parts"). It is sent as one or more fragments; every fragment is one
+zmq message: a header, then chunks of the parts in order::
 
     Fragment(sequence, sizes)  chunk  chunk ...     sizes: of all parts, in the first fragment only
 
@@ -13,17 +11,15 @@ counts fragments from 0 on each connection. All other frames are a header alone.
     reader -> writer   ReaderHello, then Credit as it consumes, Closed at the end
     writer -> reader   Welcome or Refused, then Fragment, Cancel, Probe, Closed at the end
 
-Byte credits
-------------
-The writer may have up to ``credit_bytes`` (the window) on their way to a reader, as `cost` counts
-them. The reader sends the running total of what it has taken out whenever a quarter of the window
-has not been reported. A fragment costs at most a quarter of the window (an eighth for the header,
-an eighth for the chunks). So once a reader has taken everything out, at most a quarter is not
-reported, and the next fragment fits: the writer is never stuck while its reader reads.
+Byte credits: the writer may have up to ``credit_bytes`` (the window) under way to a reader, as
+`cost` counts them. The reader sends the total that it has consumed whenever a quarter of the window
+is unreported. A fragment costs at most a quarter of the window (an eighth for the header, an eighth
+for the chunks). So after a reader has consumed everything, at most a quarter is unreported, and the
+next fragment fits: the writer is never stuck while its reader reads.
 
-A reader is ``absent``, ``busy`` from its `ReaderHello` on, and at the end ``closed``, ``lost`` or
-``faulty``, for good. The writer no longer waits for one that has closed. The first connection that
-says hello with the reader's key is the reader's; frames over any other connection change nothing.
+A reader is ``absent``, ``busy`` after its `ReaderHello`, and at the end ``closed``, ``lost`` or
+``faulty``, for good. The writer does not wait for a closed reader. The first connection that sends
+a `ReaderHello` with the reader's key is the reader's; frames over other connections change nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +35,7 @@ from shm_broadcast.codec import UNDECODABLE
 from shm_broadcast.errors import MemberStatus, PeerLostError, PeerProtocolError
 
 FRAME_COST: Final = 64
-"""Bytes charged for every frame beside its contents: roughly what zmq allocates for it."""
+"""Bytes charged for every frame beside its contents: roughly zmq's allocation for it."""
 
 MIN_CREDIT_BYTES: Final = 1 << 16
 DEFAULT_CREDIT_BYTES: Final = 8 << 20
@@ -48,23 +44,14 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class RemoteHandle(msgspec.Struct, frozen=True):
-    """Names a writer to its readers on other hosts. Plain data, and no secret: it may be published.
+    """Names a writer to its readers on other hosts. It holds no secret and may be published."""
 
-    Attributes:
-        address: where the writer listens, ``tcp://host:port``.
-        nonce: random bytes from which, with the launcher's secret, the queue's keys are derived.
-        writer: the writer's rank.
-        readers: the ranks that may read.
-        credit_bytes: the byte-credit window of each reader.
-        silence: seconds without a heartbeat after which a peer counts as lost.
-    """
-
-    address: str
-    nonce: bytes
+    address: str  # of the writer, tcp://host:port
+    nonce: bytes  # random; the queue's keys are derived from it and the launcher's secret
     writer: int
-    readers: tuple[int, ...]
-    credit_bytes: int
-    silence: float
+    readers: tuple[int, ...]  # the ranks that may read
+    credit_bytes: int  # the byte-credit window of each reader
+    silence: float  # seconds without a heartbeat after which a peer counts as lost
 
 
 class _Frame(msgspec.Struct, frozen=True, array_like=True):
@@ -78,7 +65,7 @@ class ReaderHello(_Frame, frozen=True, tag="hello"):
 
 
 class Credit(_Frame, frozen=True, tag="credit"):
-    """Totals of what a reader has taken out: bytes as `cost` counts them, and whole messages."""
+    """A reader's totals: consumed bytes as `cost` counts them, and whole messages."""
 
     consumed: Count
     messages: Count
@@ -104,11 +91,11 @@ class Fragment(_Frame, frozen=True, tag="fragment"):
 
 
 class Cancel(_Frame, frozen=True, tag="cancel"):
-    """The message whose fragments were sent last will not be finished: forget it."""
+    """The unfinished message is dropped."""
 
 
 class Probe(_Frame, frozen=True, tag="probe"):
-    """Has no content: the writer sends it to learn whether the connection still exists."""
+    """An empty frame by which the writer tests whether the connection still exists."""
 
 
 class Closed(_Frame, frozen=True, tag="closed"):
@@ -124,43 +111,43 @@ decode_from_writer = msgspec.msgpack.Decoder(FromWriter).decode
 
 
 class FrameError(ValueError):
-    """A frame came that the protocol does not allow at that point."""
+    """The protocol does not allow this frame at this point."""
 
 
 def cost(frames: Sequence[bytes | memoryview]) -> int:
-    """Bytes of credit that a zmq message of these frames takes."""
+    """Return the bytes of credit that a zmq message of these frames takes."""
     return sum(len(frame) for frame in frames) + FRAME_COST * len(frames)
 
 
 def fragment_limit(credit_bytes: int) -> int:
-    """The largest `cost` of a fragment's chunks, in bytes; also the largest size of its header."""
+    """Return the largest `cost` of a fragment's chunks, and size of its header, in bytes."""
     return credit_bytes // 8
 
 
 def split_message(parts: Sequence[memoryview], limit: int) -> list[list[memoryview]]:
-    """Cut a message into fragments; a list of chunks for each, at least one. Nothing is copied.
+    """Cut a message into fragments without copying: a list of chunks for each, at least one.
 
     Args:
-        parts: the message's parts, as one-dimensional views of bytes.
+        parts: one-dimensional views of bytes.
         limit: the largest `cost` of a fragment's chunks; more than `FRAME_COST`.
     """
     fragments: list[list[memoryview]] = [[]]
     room = limit
     for part in parts:
-        taken = 0
-        while taken < len(part):
+        begin = 0
+        while begin < len(part):
             if room <= FRAME_COST:
                 fragments.append([])
                 room = limit
-            chunk = part[taken : taken + room - FRAME_COST]
+            chunk = part[begin : begin + room - FRAME_COST]
             fragments[-1].append(chunk)
-            taken += len(chunk)
+            begin += len(chunk)
             room -= len(chunk) + FRAME_COST
     return fragments
 
 
 class Assembler:
-    """Puts a connection's messages together from their fragments."""
+    """Assembles a connection's messages from their fragments."""
 
     def __init__(self) -> None:
         self._sequence = 0
@@ -171,17 +158,14 @@ class Assembler:
 
     @property
     def partial(self) -> bool:
-        """Whether a message has begun and is not complete."""
+        """Return whether a message has begun and is not complete."""
         return self._sizes is not None
 
     def add(self, fragment: Fragment, chunks: Sequence[memoryview]) -> list[memoryview] | None:
         """Add a fragment; return the message's parts if it completes the message, else ``None``.
 
-        A part that came in one chunk is that chunk, not a copy; others are put together in new
-        memory.
-
-        Raises:
-            FrameError: the fragment does not follow from those before it.
+        A part of one chunk is that chunk, not a copy; others are assembled in new memory. Raises
+        FrameError if the fragment does not follow its predecessors.
         """
         if fragment.sequence != self._sequence:
             raise FrameError(f"fragment {fragment.sequence} where {self._sequence} was due")
@@ -191,14 +175,14 @@ class Assembler:
         if fragment.sizes is not None:
             self._sizes = fragment.sizes
         for chunk in chunks:
-            self._take(chunk)
+            self._add_chunk(chunk)
         return self._complete()
 
     def cancel(self) -> None:
-        """Forget the message under assembly, if there is one."""
+        """Drop the message under assembly, if there is one."""
         self._sizes, self._parts, self._open, self._filled = None, [], None, 0
 
-    def _take(self, chunk: memoryview) -> None:
+    def _add_chunk(self, chunk: memoryview) -> None:
         size = self._due()
         if size is None or self._filled + len(chunk) > size:
             raise FrameError("more bytes than the message's header announced")
@@ -214,9 +198,9 @@ class Assembler:
             self._open, self._filled = None, 0
 
     def _due(self) -> int | None:
-        """The size of the part that the next chunk belongs to; ``None`` if all parts are complete.
+        """Return the size of the part of the next chunk; ``None`` if all parts are complete.
 
-        Adds empty parts on the way: no chunk comes for them.
+        Adds empty parts on the way: they have no chunks.
         """
         sizes = self._sizes or ()
         while len(self._parts) < len(sizes):
@@ -252,18 +236,17 @@ class CreditWindow:
 
     @property
     def available(self) -> int:
-        """Bytes that may be sent now."""
+        """Return how many bytes may be sent now."""
         return self._size - (self._spent - self._returned)
 
     def spend(self, amount: int) -> None:
-        """Note that ``amount`` bytes were sent; at most what is `available`."""
+        """Count ``amount`` bytes as sent; at most `available`."""
         self._spent += amount
 
     def restore(self, credit: Credit) -> None:
-        """Give back the credit for what the reader says it has consumed.
+        """Restore the credit of a reader's report.
 
-        Raises:
-            FrameError: the total is less than before, or more than was sent.
+        Raises FrameError if the total is less than before, or more than was sent.
         """
         if not self._returned <= credit.consumed <= self._spent:
             raise FrameError(f"credit for {credit.consumed} bytes of {self._spent} sent")
@@ -271,7 +254,7 @@ class CreditWindow:
 
 
 class CreditAccount:
-    """A reader's account of what it has taken out, in bytes as `cost` counts them."""
+    """A reader's account of its consumption, in bytes as `cost` counts them."""
 
     def __init__(self, size: int) -> None:
         self._threshold = size // 4
@@ -280,14 +263,9 @@ class CreditAccount:
         self.messages = 0
 
     def consume(self, amount: int, *, completes: bool) -> Credit | None:
-        """Note that a fragment of ``amount`` bytes was taken out.
+        """Count a fragment of ``amount`` bytes; ``completes``: it completes a message.
 
-        Args:
-            amount: its `cost`.
-            completes: whether it completes a message.
-
-        Returns:
-            The frame to send to the writer; None if less than a quarter of the window is due.
+        Returns the frame to send to the writer; None if less than a quarter of the window is due.
         """
         self._consumed += amount
         self.messages += completes
@@ -298,12 +276,11 @@ class CreditAccount:
 
 
 class RemoteReaderState:
-    """One reader as its writer sees it.
+    """The writer's state of one reader.
 
     Attributes:
-        rank: the reader's rank.
-        identity: the routing id that zmq gave its connection; empty while it is absent.
-        host: the address that its connection comes from; empty while it is absent.
+        identity: the routing id of its connection; empty while it is absent.
+        host: the address of its connection; empty while it is absent.
         window: its byte credits.
     """
 
@@ -314,37 +291,32 @@ class RemoteReaderState:
         self.window = CreditWindow(credit_bytes)
         self._state = "absent"
         self._pid = 0
-        self._heard_at: float | None = None
+        self._received_at: float | None = None
         self._fault = ""
 
     @property
     def joined(self) -> bool:
-        """Whether it is connected, as far as is known."""
+        """Return whether it is connected, as far as is known."""
         return self._state == "busy"
 
     @property
     def left(self) -> bool:
-        """Whether it has closed its end, or was removed."""
+        """Return whether it has closed its end, or was removed."""
         return self._state == "closed"
 
     def can_take(self, amount: int) -> bool:
-        """Whether the writer may send ``amount`` bytes: the reader has the credit, or has left."""
+        """Return whether the reader has credit for ``amount`` bytes, or is closed."""
         return self.left or (self.joined and self.window.available >= amount)
 
     def receive(
         self, identity: bytes, frames: Sequence[bytes | memoryview]
     ) -> Welcome | Refused | None:
-        """Handle a zmq message that came over a connection which proved this reader's key.
+        """Handle a zmq message over the connection ``identity``, which proved this reader's key.
 
-        Args:
-            identity: the connection's routing id.
-            frames: the message's frames.
-
-        Returns:
-            What to answer on that connection; None: nothing.
+        Returns the answer for that connection, or None.
         """
         if self.identity and identity != self.identity:
-            return Refused(f"rank {self.rank} came on another connection before ({self._state})")
+            return Refused(f"rank {self.rank} used another connection before ({self._state})")
         if self.identity and not self.joined:
             return None
         try:
@@ -356,41 +328,35 @@ class RemoteReaderState:
             return Refused(self._fault)
 
     def mark_lost(self) -> None:
-        """Note that its connection has ended. A reader that closed its end before is not lost."""
+        """Mark its connection as ended. A reader that closed its end before is not lost."""
         if self.joined:
             self._state = "lost"
 
     def remove(self) -> None:
-        """Treat a lost or faulty reader as one that has closed: the writer stops waiting for it.
+        """Treat a lost or faulty reader as closed, so that the writer stops waiting for it.
 
-        Raises:
-            ValueError: it is neither lost nor faulty.
+        Raises ValueError if it is neither lost nor faulty.
         """
         if self._state not in ("lost", "faulty"):
             raise ValueError(f"{self.status()}: it is not lost")
         self._state = "closed"
 
     def require(self, operation: str) -> None:
-        """Check that the reader is neither lost nor faulty.
-
-        Raises:
-            PeerLostError: its connection has ended.
-            PeerProtocolError: it sent what the protocol does not allow.
-        """
+        """Raise PeerLostError if the reader is lost, PeerProtocolError if it is faulty."""
         if self._state == "lost":
             raise PeerLostError(operation, self.status())
         if self._state == "faulty":
             raise PeerProtocolError(operation, self.rank, self._fault)
 
     def status(self) -> MemberStatus:
-        """What is known of it; ``sequence`` is the number of messages it has reported as taken."""
-        age = None if self._heard_at is None else time.monotonic() - self._heard_at
+        """Return its state; ``sequence`` is the number of messages that it has reported."""
+        age = None if self._received_at is None else time.monotonic() - self._received_at
         operation = "dequeue" if self.identity else ""
         messages = self.window.messages
         return MemberStatus(self.rank, self._pid, self._state, operation, messages, age, self.host)
 
     def _handle(self, identity: bytes, frame: ReaderHello | Credit | object) -> Welcome | None:
-        self._heard_at = time.monotonic()
+        self._received_at = time.monotonic()
         if isinstance(frame, ReaderHello):
             if self.joined:
                 raise FrameError("a second hello")

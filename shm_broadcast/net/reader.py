@@ -1,13 +1,10 @@
-"""The reading end of a queue whose writer is on another host.
+"""The reading end of a queue whose writer is on another host: a DEALER socket.
 
-One DEALER socket that connects to the writer's address.
-
-Guarantees
 - Messages arrive whole and in order, each once. A `RemoteReader.recv` that raises has consumed
   nothing; the next one returns the message.
 - A waiting call raises at once when the writer's process or host has closed the connection, and
-  after the handle's ``silence`` seconds when nothing is heard from the writer. Messages that had
-  arrived are delivered first.
+  after the handle's ``silence`` seconds without a frame or heartbeat from the writer. Messages that
+  had arrived are delivered first.
 
 Assumes: one reader per rank; a second one with the same rank is refused.
 """
@@ -57,24 +54,12 @@ _RECONNECT_MAX_MS: Final = 2000
 
 
 class RemoteReader(RemoteEnd):
-    """The reading end. Make it from the writer's handle, `wait_ready`, `recv`, `close`.
-
-    Attributes:
-        rank: this reader's rank.
-    """
+    """The reading end: make it from the writer's handle, then `wait_ready`, `recv`, `close`."""
 
     def __init__(self, handle: RemoteHandle, rank: int, secret: bytes) -> None:
-        """Begin to connect; `wait_ready` waits for the connection.
+        """Begin to connect as ``rank``; `wait_ready` waits for the connection.
 
-        Collective: no.
-
-        Args:
-            handle: the writer's `RemoteWriter.handle`.
-            rank: this reader's rank, one of ``handle.readers``.
-            secret: the launcher's secret, the same as at the writer.
-
-        Raises:
-            ValueError: ``rank`` may not read from this writer, or the secret is too short.
+        Raises ValueError if ``rank`` may not read from this writer, or the secret is too short.
         """
         if rank not in handle.readers:
             raise ValueError(f"rank must be one of {handle.readers}; got {rank}")
@@ -82,11 +67,11 @@ class RemoteReader(RemoteEnd):
         self._writer = handle.writer
         self._writer_at = handle.address.removeprefix("tcp://")
         self._writer_pid = 0
-        self._heard_at: float | None = None
+        self._received_at: float | None = None
         self._state = "absent"
         self._fault = ""
         self._assembler = Assembler()
-        self._ledger = CreditAccount(handle.credit_bytes)
+        self._credit = CreditAccount(handle.credit_bytes)
         self._message: list[memoryview] | None = None
         server = writer_key(secret, handle.nonce).public
         super().__init__(
@@ -109,15 +94,7 @@ class RemoteReader(RemoteEnd):
     ) -> None:
         """Wait until the writer has admitted this reader.
 
-        Collective: yes, the writer and every reader.
-
-        Args:
-            deadline: when to give up.
-            check: called between slices of waiting; what it raises ends the wait.
-
-        Raises:
-            GroupTimeoutError: the writer could not be reached, or has another secret.
-            PeerLostError, PeerProtocolError, GroupClosedError: as for `recv`.
+        Collective: yes, the writer and every reader. Errors as in `recv`.
         """
         operation, until = "wait_until_ready", Deadline.after(deadline)
         with self._use(operation, until):
@@ -128,20 +105,17 @@ class RemoteReader(RemoteEnd):
     ) -> list[memoryview]:
         """Wait for the next message; return its parts as they were sent.
 
-        Collective: no.
+        The parts are writable views that belong to the caller and stay valid after `close`.
 
         Args:
-            deadline: when to give up; 0 takes a message only if it is there.
-            check: called every `SLICE_SECONDS` of waiting; what it raises ends the wait.
-
-        Returns:
-            Writable views that belong to the caller; they stay valid after `close`.
+            deadline: 0 receives a message only if it has arrived.
+            check: called every `SLICE_SECONDS` of waiting; its exceptions end the wait.
 
         Raises:
             GroupTimeoutError: no whole message yet; nothing is consumed.
             PeerLostError: the connection with the writer has ended; every later call raises it too.
-            PeerProtocolError: the writer sent what the protocol does not allow, or refused this
-                reader; every later call raises it too.
+            PeerProtocolError: the writer violated the protocol, or refused this reader; every later
+                call raises it too.
             GroupClosedError: this end was closed, or the writer closed its own.
         """
         operation, until = "dequeue", Deadline.after(deadline)
@@ -151,12 +125,12 @@ class RemoteReader(RemoteEnd):
             return message or []
 
     def readable(self) -> bool:
-        """Whether a message, or a part of one, has arrived, or `recv` has an error to raise.
+        """Return whether part of a message has arrived, or `recv` has an error to raise.
 
         Never waits; False while another thread is in `recv`.
         """
         with suppress(GroupTimeoutError), self._use("readable", Deadline.after(0)):
-            self._take_in()
+            self._receive_all()
             return (
                 self._message is not None
                 or self._assembler.partial
@@ -170,7 +144,7 @@ class RemoteReader(RemoteEnd):
         self._zmq.reconnect_ivl_max = _RECONNECT_MAX_MS
         self._poller.register(self._connection.events, zmq.POLLIN)
         self._connection.begin()
-        self._tell(ReaderHello(os.getpid()))
+        self._post(ReaderHello(os.getpid()))
 
     def _wait(
         self,
@@ -180,7 +154,7 @@ class RemoteReader(RemoteEnd):
         check: Callable[[], None] | None,
     ) -> None:
         while True:
-            self._take_in()
+            self._receive_all()
             if ready():
                 return
             self._require_writer(operation)
@@ -189,17 +163,17 @@ class RemoteReader(RemoteEnd):
                 raise GroupTimeoutError(operation, deadline.timeout, (self._status(),), why)
             self._pause(operation, deadline, check)
 
-    def _take_in(self) -> None:
+    def _receive_all(self) -> None:
         """Handle the frames that have arrived, up to the end of one message."""
-        # Look at the events first, then at the frames: zmq delivers all frames of a connection
-        # before it reports its end, so what is read after the report is complete.
+        # Events first, then frames: zmq delivers all frames of a connection before it reports its
+        # end, so no frame is missing after the report.
         with self._unbroken():
-            self._note_events()
+            self._poll_events()
             while self._message is None and self._state not in ("closed", "faulty"):
                 received = self._receive()
                 if received is None:
                     return
-                self._heard_at = time.monotonic()
+                self._received_at = time.monotonic()
                 try:
                     self._handle([frame.buffer for frame in received])
                 except (*UNDECODABLE, FrameError) as error:
@@ -209,9 +183,9 @@ class RemoteReader(RemoteEnd):
         frame = decode_from_writer(frames[0])
         if isinstance(frame, Fragment):
             self._message = self._assembler.add(frame, frames[1:])
-            credit = self._ledger.consume(cost(frames), completes=self._message is not None)
+            credit = self._credit.consume(cost(frames), completes=self._message is not None)
             if credit is not None:
-                self._tell(credit)
+                self._post(credit)
         elif len(frames) != 1:
             raise FrameError(f"{len(frames)} frames where 1 was due")
         elif isinstance(frame, Welcome):
@@ -223,8 +197,7 @@ class RemoteReader(RemoteEnd):
         elif isinstance(frame, Refused):
             self._state, self._fault = "faulty", f"it refused this reader: {frame.reason}"
 
-    def _note_events(self) -> None:
-        """Take in the connection's events."""
+    def _poll_events(self) -> None:
         connection = self._connection
         connection.poll()
         if self._state in ("absent", "busy"):
@@ -244,23 +217,23 @@ class RemoteReader(RemoteEnd):
             )
 
     def _status(self) -> MemberStatus:
-        age = None if self._heard_at is None else time.monotonic() - self._heard_at
-        operation = "enqueue" if self._ledger.messages else ""
-        messages = self._ledger.messages
+        age = None if self._received_at is None else time.monotonic() - self._received_at
+        operation = "enqueue" if self._credit.messages else ""
+        messages = self._credit.messages
         return MemberStatus(
             *(self._writer, self._writer_pid, self._state, operation, messages, age),
             self._writer_at,
         )
 
-    def _tell(self, frame: ReaderHello | Credit | Closed) -> None:
-        with suppress(zmq.Again):  # there is no connection any more: its events say why
+    def _post(self, frame: ReaderHello | Credit | Closed) -> None:
+        with suppress(zmq.Again):  # the connection has ended: its events have the reason
             self._zmq.send(encode(frame), zmq.NOBLOCK)
 
     def _send_closed(self) -> None:
-        self._note_events()
-        # Not welcomed yet, but connected: the writer may have this reader's hello, or will read it.
+        self._poll_events()
+        # Connected without a `Welcome`: the writer has or will receive this reader's `ReaderHello`.
         if self._state == "busy" or (self._state == "absent" and self._connection.made):
-            self._tell(Closed())
+            self._post(Closed())
         else:
             self._zmq.linger = 0
 

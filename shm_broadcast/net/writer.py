@@ -1,17 +1,15 @@
-"""The writing end of a queue whose readers are on other hosts.
+"""The writing end of a queue whose readers are on other hosts: a ROUTER socket.
 
-One ROUTER socket, bound to one address. A PUB socket would drop messages for a slow reader and
-receives nothing from readers; here every reader has a window of byte credits (see
-`shm_broadcast.net.protocol`), and the writer waits for the slowest.
+A PUB socket would drop messages for a slow reader. Here every reader has a window of byte credits
+(see `shm_broadcast.net.protocol`), and the writer waits for the slowest.
 
-Guarantees
 - Every reader gets every message, whole and in order; or `RemoteWriter.send` raises and no reader
-  gets it. A reader that has left gets none, and is not waited for.
-- The caller may change its buffers once `RemoteWriter.send` has returned.
+  gets it. A closed reader gets none, and is not waited for.
+- The caller may change its buffers after `RemoteWriter.send` has returned.
 - A waiting call raises within `PROBE_SECONDS` plus one slice when a reader's process or host has
-  closed the connection, and after ``silence`` seconds when nothing is heard from a reader (a cut
-  cable, a stopped process). If no call waits, the next one raises.
-- Connections without the right key, and frames beyond 1 KiB, are dropped by libzmq's own thread.
+  closed the connection, and after ``silence`` seconds without a heartbeat (a cut cable, a stopped
+  process). If no call waits, the next one raises.
+- libzmq's own thread drops connections without the right key, and frames beyond 1 KiB.
 
 Assumes: the writer calls `RemoteWriter.wait_ready`, `RemoteWriter.send` or `RemoteWriter.poll` now
 and then: only these admit readers that have connected.
@@ -51,21 +49,17 @@ if TYPE_CHECKING:
 
 
 PROBE_SECONDS: Final = 0.25
-"""How often a waiting writer asks zmq whether its readers' connections are still there.
+"""How often a waiting writer tests its readers' connections.
 
-zmq reports a lost connection only to whoever sends on it. The probes pile up at a reader that never
-reads: about 0.5 KiB for each second that the writer waits.
+zmq reports a lost connection only to a send. A reader that never reads accumulates the probes:
+about 0.5 KiB for each second that the writer waits.
 """
 
 DEFAULT_SILENCE: Final = 10.0
 
 
 class RemoteWriter(RemoteEnd):
-    """The writing end. Make it, publish its `handle`, `wait_ready`, `send`, `close`.
-
-    Attributes:
-        handle: what readers connect with; holds no secret.
-    """
+    """The writing end: make it, publish its `handle`, then `wait_ready`, `send`, `close`."""
 
     def __init__(
         self,
@@ -79,14 +73,12 @@ class RemoteWriter(RemoteEnd):
     ) -> None:
         """Listen on a free port of ``bind_host``.
 
-        Collective: no.
-
         Args:
             rank: the writer's rank, for error messages.
             readers: the ranks that may read, each once; `send` waits until all have connected.
             bind_host: this host's address that the readers reach: IPv4, IPv6, or a name.
             secret: the launcher's secret, 16 bytes or more, the same in all processes.
-            credit_bytes: the most bytes on their way to each reader; bounds memory at both ends.
+            credit_bytes: the most bytes under way to each reader; limits memory at both ends.
             silence: seconds without a heartbeat after which a reader counts as lost.
 
         Raises:
@@ -126,15 +118,7 @@ class RemoteWriter(RemoteEnd):
     ) -> None:
         """Wait until every reader has connected.
 
-        Collective: yes, the writer and every reader.
-
-        Args:
-            deadline: when to give up.
-            check: called between slices of waiting; what it raises ends the wait.
-
-        Raises:
-            GroupTimeoutError: names the readers that have not connected.
-            PeerLostError, PeerProtocolError, GroupClosedError: as for `send`.
+        Collective: yes, the writer and every reader. ``check`` and errors as in `send`.
         """
         operation, until = "wait_until_ready", Deadline.after(deadline)
         with self._use(operation, until):
@@ -146,23 +130,20 @@ class RemoteWriter(RemoteEnd):
         deadline: Deadline | float | None,
         check: Callable[[], None] | None = None,
     ) -> None:
-        """Send one message, a list of buffers of any size, to every reader that has not left.
+        """Send one message, a list of contiguous buffers of any size, to every open reader.
 
-        Waits while a reader has no credit left or has not connected. While a message larger than
-        the credit window is sent, the readers must be receiving it.
-
-        Collective: no.
+        Waits while a reader has no credit left or has not connected. The readers of a message
+        larger than the credit window must receive it meanwhile. The buffers may be changed after
+        the call.
 
         Args:
-            parts: contiguous buffers; may be changed once this returns.
-            deadline: when to give up.
-            check: called every `SLICE_SECONDS` of waiting; what it raises ends the call.
+            check: called every `SLICE_SECONDS` of waiting; its exceptions end the call.
 
         Raises:
             GroupTimeoutError: no reader gets the message; names the readers that are behind.
             PeerLostError: a reader's connection has ended; every later call raises it too, until
                 `remove`.
-            PeerProtocolError: a reader sent what the protocol does not allow; likewise.
+            PeerProtocolError: a reader violated the protocol; likewise.
             GroupClosedError: this end was closed.
             MessageTooLargeError: too many parts for one header.
         """
@@ -188,41 +169,38 @@ class RemoteWriter(RemoteEnd):
             self._messages += 1
 
     def poll(self) -> None:
-        """Take in what readers have sent. Never waits; does nothing while another thread sends.
+        """Handle frames from readers. Never waits; does nothing while another thread sends.
 
-        Raises:
-            PeerLostError, PeerProtocolError, GroupClosedError: as for `send`.
+        Raises PeerLostError, PeerProtocolError and GroupClosedError as `send`.
         """
         with suppress(GroupTimeoutError), self._use("poll", Deadline.after(0)):
             self._probe()
-            self._take_in()
+            self._receive_all()
             self._require_readers("poll")
 
     def has_no_readers(self) -> bool:
-        """Whether every reader has left or was removed, as far as is known."""
+        """Return whether every reader is closed or was removed, as far as is known."""
         return all(link.left for link in self._links.values())
 
     def remove(self, rank: int) -> None:
-        """Go on without reader ``rank``, which a call has named as lost or at fault.
+        """Continue without reader ``rank``.
 
-        Raises:
-            ValueError: it is neither.
+        Raises ValueError if it is neither lost nor faulty.
         """
         with self._use("remove_reader", Deadline.after(None)):
             self._probe()
-            self._take_in()
+            self._receive_all()
             self._links[rank].remove()
 
     def status(self) -> list[MemberStatus]:
-        """What is known of each reader; ``sequence``: the messages it has reported as taken."""
+        """Return each reader's state; ``sequence``: the messages that it has reported."""
         return [link.status() for link in self._links.values()]
 
     def _wait(
         self, need: int, operation: str, deadline: Deadline, check: Callable[[], None] | None
     ) -> None:
-        """Wait until every reader is connected and has ``need`` bytes of credit, or has left."""
         while True:
-            self._take_in()
+            self._receive_all()
             self._require_readers(operation)
             late = [link for link in self._links.values() if not link.can_take(need)]
             if not late:
@@ -237,11 +215,9 @@ class RemoteWriter(RemoteEnd):
             self._pause(operation, deadline, check)
             self._probe()
 
-    def _take_in(self) -> None:
-        """Handle all frames that have arrived."""
-        # A reader counts as lost only after all frames: its `Closed` may be among them, and then it
-        # has left in good order.
-        gone: list[RemoteReaderState] = []
+    def _receive_all(self) -> None:
+        # A reader counts as lost only after all its frames: `Closed` may be among them.
+        lost: list[RemoteReaderState] = []
         with self._unbroken():
             while (received := self._receive()) is not None:
                 identity, *frames = received
@@ -249,14 +225,14 @@ class RemoteWriter(RemoteEnd):
                 reply = link.receive(identity.bytes, [frame.buffer for frame in frames])
                 if link.identity == identity.bytes:
                     link.host = str(frames[0].get("Peer-Address"))
-                heard = reply is None or self._send_to(identity.bytes, [encode(reply)])
-                if not heard and link.identity == identity.bytes:
-                    gone.append(link)
-            for link in gone:
+                sent = reply is None or self._send_to(identity.bytes, [encode(reply)])
+                if not sent and link.identity == identity.bytes:
+                    lost.append(link)
+            for link in lost:
                 link.mark_lost()
 
     def _send_fragment(self, frames: Sequence[bytes | memoryview]) -> None:
-        """Send a fragment to every reader; `_wait` has made sure that all have the credit."""
+        """Send a fragment to every reader; `_wait` has ensured that all have the credit."""
         with self._unbroken():
             self._sequence += 1
             price = cost(frames)
@@ -265,24 +241,24 @@ class RemoteWriter(RemoteEnd):
             self._post(frames)
 
     def _probe(self) -> None:
-        """Find connections that have ended, by sending on them, at most every `PROBE_SECONDS`."""
+        """Find ended connections by sending on them, at most every `PROBE_SECONDS`."""
         now = time.monotonic()
         if now >= self._probe_at:
             self._probe_at = now + PROBE_SECONDS
             self._post([encode(Probe())])
 
     def _post(self, frames: Sequence[bytes | memoryview]) -> None:
-        """Send one zmq message to every connected reader; its bytes are copied once for all."""
+        """Send one zmq message to every connected reader; the bytes are copied once for all."""
         shared = [zmq.Frame(frame, copy=True) for frame in frames]
         with self._unbroken():
-            gone = [
+            lost = [
                 link
                 for link in self._links.values()
                 if link.joined and not self._send_to(link.identity, shared)
             ]
-            if gone:
-                self._take_in()  # a reader that closed its end has sent `Closed` before
-            for link in gone:
+            if lost:
+                self._receive_all()  # a reader that closed its end has sent `Closed` before
+            for link in lost:
                 link.mark_lost()
 
     def _require_readers(self, operation: str) -> None:

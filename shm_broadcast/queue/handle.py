@@ -17,17 +17,17 @@ from shm_broadcast.state.board import (
 )
 
 DEFAULT_CAPACITY: Final = 4 << 20
-"""Default bytes of a ring; also the most that ``max_chunk_bytes`` times ``max_chunks`` gives."""
+"""Default bytes of a ring; also the limit of ``max_chunk_bytes`` times ``max_chunks``."""
 
 SMALLEST_CAPACITY: Final = 64 << 10
 
 
 class QueueHandle(msgspec.Struct, frozen=True):
-    """Names a queue to its other members. Plain data, and no secret.
+    """Names a queue to its other members. Plain data without a secret.
 
     Attributes:
-        board: the board that the writer and the readers on its host wait on.
-        ring: the ring's segment; ``None`` if nobody reads on the writer's host.
+        board: the board of the writer and the readers on its host.
+        ring: the ring's segment; ``None`` if there are no readers on the writer's host.
         writer: the writer's member number on the board.
         readers: the readers' member numbers on the board, in reader order.
         reader_ranks: the ranks of these readers; see `MessageQueue.create_from_handle`.
@@ -44,30 +44,25 @@ class QueueHandle(msgspec.Struct, frozen=True):
     sole_reader: bool = False
 
     def rank_of(self, reader: int) -> int:
-        """The rank of whoever joins as ``reader``."""
+        """Return the rank of the process that joins as ``reader``."""
         ranks = (*self.reader_ranks, *(self.remote.readers if self.remote else ()))
         return ranks[0] if self.sole_reader and ranks and reader == 0 else reader
 
 
 def ring_capacity(max_chunk_bytes: int, max_chunks: int) -> int:
-    """The bytes of a ring asked for in vLLM's terms, `DEFAULT_CAPACITY` at most.
+    """Return the bytes of a ring from vLLM's arguments, at most `DEFAULT_CAPACITY`.
 
-    Raises:
-        TypeError: one of them is no whole number.
-        ValueError: one of them is less than 1.
+    Raises TypeError or ValueError if an argument is no whole number of 1 or more.
     """
     wanted = integer("max_chunk_bytes", max_chunk_bytes) * integer("max_chunks", max_chunks)
     return min(wanted, DEFAULT_CAPACITY)
 
 
 def create_ring(board: Board, writer: int, readers: Sequence[int], capacity: int) -> Segment:
-    """The segment of a ring of ``capacity`` bytes, rounded up to a multiple of 64 KiB.
+    """Return the segment of a ring of ``capacity`` bytes, a multiple of 64 KiB.
 
-    ``writer`` and ``readers`` are member numbers of ``board``.
-
-    Raises:
-        ValueError: the members are not distinct members of the board.
-        SharedMemoryError: too little memory is free.
+    ``capacity`` is rounded up; ``writer`` and ``readers`` are member numbers of ``board``. Raises
+    ValueError if they are not distinct members, and SharedMemoryError if too little memory is free.
     """
     members = [writer, *readers]
     if not readers or len(set(members)) != len(members):

@@ -1,20 +1,17 @@
-"""Send messages from one writer to many readers: any object, any size, on this host and on others.
+"""Send messages from one writer to many readers: any object, any size, on any host.
 
-`shm_broadcast.queue.message_queue` makes and joins queues.
+- Every reader gets every message, once, in order; the writer waits for slow readers. Large buffers
+  of a ``zero_copy`` writer vanish with its process: a reader that has not received them gets
+  `PeerLostError`, and no later messages.
+- The caller may change a message after `MessageQueue.enqueue` returns.
+- A `MessageQueue.dequeue` that times out consumes nothing; the next one returns that message.
+- A message that cannot be decoded raises at its reader only and is consumed.
+- An error names a dead peer within a second, usually within 0.15 s, and a slow one at the deadline.
 
-Guarantees
-- Every reader gets every message, once, in order; nothing is dropped for a slow reader: the writer
-  waits for it. Large buffers of a ``zero_copy`` writer disappear with its process: a reader that
-  comes too late gets `PeerLostError`, and no later messages.
-- The caller may change whatever it enqueued once `MessageQueue.enqueue` returns.
-- A `MessageQueue.dequeue` that timed out has consumed nothing; the next one returns that message.
-- A message that cannot be decoded raises at its reader and is consumed; nobody else notices.
-- A dead peer is named within a second, usually within 0.15 s; a slow one at the deadline.
-
-A message larger than an eighth of the ring streams through it while the readers drain it, so its
+A message larger than an eighth of the ring streams through it while the readers drain it: its
 ``enqueue`` returns only when they have nearly all of it.
 
-Assumes: the members share the trust domain that `shm_broadcast.codec` describes.
+Assumes: the members share the trust domain of `shm_broadcast.codec`.
 """
 
 from __future__ import annotations
@@ -57,8 +54,8 @@ if TYPE_CHECKING:
 class QueueEnd:
     """One end of a queue, the writer's or a reader's; `MessageQueue` makes it.
 
-    Threads may share it: calls run one at a time, the others wait. One that is dropped without
-    `shutdown` is lost to the others, as if its process had ended, unless the board is another's.
+    Threads may share it: calls run one at a time. An end that is garbage-collected without
+    `shutdown` counts as lost, as if its process had exited, unless the board is the caller's.
     """
 
     def __init__(
@@ -72,12 +69,8 @@ class QueueEnd:
     ) -> None:
         """For `MessageQueue` only.
 
-        Args:
-            handle: what the other members join with.
-            end: the implementation that writes or reads.
-            board: the board of the members on the writer's host; None at a reader on another host.
-            ring: the shared memory between them; None if nobody reads on the writer's host.
-            owns_board: whether to close the board with this end.
+        ``board`` is that of the members on the writer's host, None at a reader on another host;
+        ``ring`` is None if there are no readers on the writer's host.
         """
         self._handle = handle
         self._board = board
@@ -92,76 +85,61 @@ class QueueEnd:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a queue cannot be pickled: give the other process what export_handle() returns, to "
-            "join with create_from_handle()"
+            "a queue cannot be pickled: send export_handle() to the other process, which joins "
+            "with create_from_handle()"
         )
 
     def export_handle(self) -> QueueHandle:
-        """What the other members join with; valid while this process keeps the queue open."""
+        """Return the handle for the other members; valid while this process keeps the queue."""
         return self._handle
 
     @property
     def is_writer(self) -> bool:
-        """Whether this end writes."""
+        """Return whether this end writes."""
         return self._writer is not None
 
     def wait_until_ready(self, timeout: float | Deadline | None = None) -> None:
-        """At the writer: wait until all readers have joined. At a reader: until the writer has.
+        """Wait until all readers have joined; at a reader, until the writer has joined.
 
-        Collective: no.
-
-        Args:
-            timeout: seconds; 0 or less only looks, ``None`` waits for ever.
-
-        Raises:
-            GroupTimeoutError: names those that have not joined.
-            PeerLostError, GroupAbortedError, GroupClosedError: as for `dequeue`.
+        ``timeout`` is in seconds; 0 or less does not wait, ``None`` has no limit. GroupTimeoutError
+        names the missing members; other errors as in `dequeue`.
         """
         (self._end or self._refuse("wait_until_ready")).wait_until_ready(Deadline.within(timeout))
 
     def enqueue(self, message: Any, timeout: float | Deadline | None = None) -> None:
         """Send ``message`` to every reader.
 
-        Collective: no. Returns once the message is in the queue; it waits only while the queue is
-        full, for the slowest reader. ``message`` may be changed once this returns.
+        Waits only while the queue is full, for the slowest reader. ``message`` may be changed after
+        the call.
 
         Args:
             message: any picklable object, or one of the queue's type.
-            timeout: seconds to wait for room; 0 or less does not wait, ``None`` waits for ever. A
+            timeout: seconds to wait for room; 0 or less does not wait, ``None`` has no limit. A
                 message that times out reaches no reader.
 
         Raises:
             GroupTimeoutError: no room in time; names the readers that are behind, and by how much.
-            PeerLostError: the queue is full because of a reader that is lost, as its process has
-                ended or has dropped it, or a reader on another host is. No reader gets the message,
-                nor any later one, until the lost reader is taken out by `remove_reader` or, on this
-                host, replaced by another that joins as the same reader.
+            PeerLostError: a reader on another host, or a reader that keeps the queue full, is lost:
+                its process has exited or dropped it. No reader gets this message or a later one,
+                until `remove_reader` or, on this host, a successor that joins as the same reader.
             GroupAbortedError: a member aborted the board.
-            GroupClosedError: this end was shut down, or every reader has left, which the writer
-                notices once the queue is full.
-            RuntimeError: this thread is in the queue already, as where a signal handler, or what
-                the message's pickling runs, calls it.
-            Exception: what a signal handler raises. In the middle of a message to readers on other
-                hosts, it closes this end.
-            PeerProtocolError: a reader on another host sent nonsense.
+            GroupClosedError: this end was shut down, or every reader was (detected when the queue
+                is full).
+            RuntimeError: this thread is in a call of the queue, and a signal handler or the
+                message's pickling calls it again.
+            Exception: a signal handler's; in the middle of a message to other hosts it closes this
+                end.
+            PeerProtocolError: a reader on another host violated the protocol.
             MessageTooLargeError: with readers on other hosts, more buffers than a header can list.
             TypeError: this end reads, or ``message`` cannot be encoded.
         """
         (self._writer or self._refuse("enqueue")).enqueue(message, timeout)
 
     def enqueue_encoded(self, data: Buffer, timeout: float | Deadline | None = None) -> None:
-        """Send bytes as they are, for readers that call `acquire_read`.
+        """Send a contiguous buffer unchanged, for readers that call `acquire_read`.
 
-        Collective: no. Readers that call `dequeue` get them decoded, so they must be encoded as the
-        queue's codec does.
-
-        Args:
-            data: a contiguous buffer of any size; it may be changed once this returns.
-            timeout: seconds; 0 or less does not wait, ``None`` waits for ever. A message that times
-                out reaches no reader.
-
-        Raises:
-            What `enqueue` raises.
+        Readers that call `dequeue` decode it with the queue's codec. ``timeout``, aliasing and
+        errors as in `enqueue`.
         """
         (self._writer or self._refuse("enqueue")).enqueue_encoded(data, timeout)
 
@@ -172,31 +150,28 @@ class QueueEnd:
     ) -> Any:
         """Wait for the next message and return it.
 
-        Collective: no.
-
         Args:
-            timeout: seconds; 0 or less does not wait, ``None`` waits for ever.
-            indefinite: no effect. In vLLM it keeps long waits out of the log; here none are logged.
+            timeout: seconds; 0 or less does not wait, ``None`` has no limit.
+            indefinite: vLLM's argument, without effect.
 
         Returns:
             The message, which belongs to the caller. Memory of tensors and arrays of 1 MiB and more
-            is reused for later messages once their last reference has gone. If the writer was made
-            with ``zero_copy``, tensors and arrays of 1 MiB and more lie in memory shared by all
-            readers: do not write to them, and drop them soon. They count towards the writer's limit
-            of 512 MiB; beyond it messages are copied as without ``zero_copy``.
+                is reused after their last reference is dropped. If the writer was made with
+                ``zero_copy``, such tensors and arrays are in memory shared by all readers: do not
+                write to them, and drop them soon. They count towards the writer's limit of 512 MiB;
+                beyond it messages are copied as without ``zero_copy``.
 
         Raises:
             GroupTimeoutError: no message in time; nothing was consumed.
-            MessageDecodeError: a message came that is not of the queue's type; it was consumed.
-            PeerLostError: the writer is lost, as its process has ended or has dropped it, and all
-                its messages were read, or the next one lay where a ``zero_copy`` writer had put it,
-                and went with it. Nothing behind that one is handed out, unless another writes in
-                the lost one's place.
-            SharedMemoryError: a message that lies where a ``zero_copy`` writer has put it cannot be
-                mapped; it was consumed, unless this process has no descriptor left.
+            MessageDecodeError: a message is not of the queue's type; it was consumed.
+            PeerLostError: the writer is lost (its process has exited or dropped it), and all its
+                messages were read, or the next one was in a block of a ``zero_copy`` writer. No
+                later message is returned, unless a successor writes.
+            SharedMemoryError: a block of a ``zero_copy`` writer cannot be mapped; the message was
+                consumed, unless this process has no free descriptor.
             GroupAbortedError: a member aborted the board.
             GroupClosedError: this end was shut down, or the writer was and all messages were read.
-            RuntimeError: this thread is in the queue already, as in an `acquire_read` block.
+            RuntimeError: this thread is in a call of the queue, as in an `acquire_read` block.
             TypeError: this end writes.
         """
         return (self._reader or self._refuse("dequeue")).dequeue(timeout)
@@ -208,70 +183,56 @@ class QueueEnd:
     ) -> AbstractContextManager[memoryview]:
         """Use the next message's encoded main part in a ``with`` block, without decoding it.
 
-        Collective: no. The view is valid inside the block only. If the message is one record of the
-        ring, the view is of the ring itself; the space goes back to the writer at the end of the
-        block, also when the block raises. A message that was streamed, has out-of-band buffers, or
-        came from another host is copied first. The arguments are those of `dequeue`.
-
-        Raises:
-            What `dequeue` raises, `MessageDecodeError` excepted.
+        The view is valid inside the block only. If the message is one record of the ring, the view
+        is of the ring itself, and the block's end, even by an exception, releases the space. A
+        message that was streamed, has out-of-band buffers, or arrived from another host is copied
+        first. Arguments and errors as in `dequeue`, except `MessageDecodeError`.
         """
         return (self._reader or self._refuse("acquire_read")).acquire_read(timeout)
 
     def readable(self, within: float = 0.0) -> bool:
-        """Whether a message, or a part of one, has arrived; cheap, to poll several queues.
+        """Return whether part of a message has arrived; cheap, to poll several queues.
 
-        Collective: no.
-
-        Args:
-            within: seconds to spin until one arrives, without the GIL; not used by a reader on
-                another host than the writer.
+        ``within``: seconds to spin for it, without the GIL; not used by a reader on another host
+        than the writer's.
         """
         return (self._reader or self._refuse("readable")).readable(within)
 
     def fileno(self) -> int:
-        """At a reader on another host than the writer's: what `RemoteEnd.fileno` says.
+        """Return a descriptor as `RemoteEnd.fileno`, at a reader on another host than the writer's.
 
-        Raises:
-            ValueError: this end has no such descriptor.
+        Raises ValueError at any other end.
         """
         return (self._reader or self._refuse("fileno")).fileno()
 
     def behind(self) -> dict[int, int]:
-        """How many messages each reader on this host has not read, by member of the board."""
+        """Return each local reader's number of unread messages, by member of the board."""
         return (self._writer or self._refuse("behind")).behind()
 
     def remove_reader(self, rank: int) -> None:
-        """At the writer: go on without a reader that `enqueue` has named as lost or at fault.
+        """Continue without reader ``rank``, which `enqueue` has named as lost or at fault.
 
-        Collective: no. The writer stops waiting for a reader that shut down by itself. One that
-        died might be replaced, so the caller decides.
-
-        Args:
-            rank: the reader's rank, as in the error.
-
-        Raises:
-            ValueError: it is no reader of this queue, or not lost.
-            TypeError: this end reads.
+        The writer stops waiting for a reader that shut down; a dead reader may be replaced, so the
+        caller decides. Raises ValueError if it is no reader of this queue or not lost, and
+        TypeError if this end reads.
         """
         (self._writer or self._refuse("remove_reader")).remove_reader(rank)
 
     def broadcast_object(self, message: Any = None, timeout: float | Deadline | None = None) -> Any:
-        """At the writer: `enqueue` and return ``message``. At a reader: `dequeue`."""
+        """`enqueue` and return ``message`` at the writer; `dequeue` at a reader."""
         if not self.is_writer:
             return self.dequeue(timeout)
         self.enqueue(message, timeout)
         return message
 
     def shutdown(self) -> None:
-        """Close this end. Idempotent; any thread may call it, also while another one waits.
+        """Close this end. Idempotent; any thread or signal handler may call it at any time.
 
-        Collective: no. A thread of this process that waits in the queue gets GroupClosedError. When
-        the writer shuts down, readers still get what is in the queue, then GroupClosedError. What a
-        ``zero_copy`` writer has left where it lies, readers get while its process runs: that keeps
-        the memory, and a thread, until each reader that has joined has it, has left or has ended.
-        When a reader shuts down, the writer no longer waits for it. In a forked child it only lets
-        go of the child's copy: the end is its parent's. A signal handler may call it in any call.
+        A thread of this process that waits in the queue gets GroupClosedError. After the writer's
+        shutdown, readers still get the messages in the queue, then GroupClosedError. A
+        ``zero_copy`` writer's process keeps unread blocks, and a thread, until each joined reader
+        has mapped them, shut down or exited. The writer no longer waits for a reader that shut
+        down. In a forked child only the child's copy is closed.
         """
         if self._end is not None:
             self._end.close()
@@ -283,7 +244,7 @@ class QueueEnd:
     close = shutdown
 
     def after_fork_in_child(self) -> None:
-        """In a forked child: this end is its parent's."""
+        """Refuse all calls in a forked child: this end belongs to its parent."""
         self._end = self._writer = self._reader = None
 
     def __enter__(self) -> Self:
@@ -305,7 +266,7 @@ class QueueEnd:
 
 
 class MessageQueue(QueueEnd):
-    """One member's end of a queue: how to make it, and how to join it."""
+    """One member's end of a queue, and the ways to make and join it."""
 
     def __init__(
         self,
@@ -319,34 +280,33 @@ class MessageQueue(QueueEnd):
         remote_reader_ranks: Sequence[int] | None = None,
         writer_rank: int = DRIVER_RANK,
         secret: bytes | None = None,
-        type: Any | None = None,  # noqa: A002  (the field's name for it, as in msgspec)
+        type: Any | None = None,  # noqa: A002 - as in msgspec
         zero_copy: bool = False,
         watch: Callable[[str], None] | None = None,
     ) -> None:
-        """A new queue with its own board; this process writes.
+        """Make a queue with its own board; this process writes.
 
-        Collective: no. Readers join with `create_from_handle`. See `on_board` for a queue between
-        processes that already have a board.
+        Readers join with `create_from_handle`. For processes that already have a board see
+        `on_board`.
 
         Args:
-            n_reader: how many readers there are, at most 4096; a queue without readers, like that
-                of a group of one, accepts messages and drops them.
+            n_reader: the number of readers, at most 4096; a queue without readers, as of a group of
+                one, accepts messages and drops them.
             n_local_reader: how many of them run on this host.
-            local_reader_ranks: what the caller calls them; 0, 1, ... if not given.
-            max_chunk_bytes: with ``max_chunks``, asks for a ring of their product, of which at most
-                `DEFAULT_CAPACITY` bytes are taken. It limits no message's size.
+            local_reader_ranks: their ranks; default 0, 1, ...
+            max_chunk_bytes: with ``max_chunks``, requests a ring of their product, of at most
+                `DEFAULT_CAPACITY` bytes. It limits no message's size.
             max_chunks: see ``max_chunk_bytes``.
             connect_ip: the address at which readers on other hosts reach this one; needed for them.
-            remote_reader_ranks: what the caller calls the readers on other hosts; the ranks that
-                follow the local ones if not given.
-            writer_rank: what error messages call the writer, if it has a rank; otherwise they call
-                it the driver.
+            remote_reader_ranks: the ranks of readers on other hosts; by default the ranks after the
+                local ones.
+            writer_rank: the writer's rank in error messages; by default it is the driver.
             secret: the launcher's secret, 16 bytes or more; needed for readers on other hosts.
             type: a type that msgspec can validate; ``None`` carries any picklable object.
             zero_copy: let readers use buffers of 1 MiB and more in place: see `dequeue`.
             watch: called with the operation's name when a call begins to wait, then every 40 ms,
-                and after a second every 160 ms. An exception that it raises ends the call. An
-                example is `Board.check` of another board.
+                after a second every 160 ms; for example `Board.check` of another board. Its
+                exceptions end the call.
 
         Raises:
             ValueError: the numbers do not fit together or are too large, or an address or a secret
@@ -387,25 +347,21 @@ class MessageQueue(QueueEnd):
         remote_reader_ranks: Sequence[int] = (),
         secret: bytes | None = None,
     ) -> MessageQueue:
-        """A new queue between members of ``board``; this process owns its memory.
+        """Make a queue between members of ``board``; this process owns its memory.
 
-        Collective: no. The others `attach` by `export_handle`. The shared memory is ``capacity``
-        bytes plus 64 per reader and 192, rounded up to whole pages. Readers on other hosts join by
-        `create_from_handle`; only the writer's process may make a queue for them.
+        The others `attach` by `export_handle`. The shared memory is ``capacity`` bytes plus 64 per
+        reader and 192, rounded up to whole pages. Readers on other hosts join by
+        `create_from_handle`; only the writer's process may make a queue for them. Other arguments
+        as of the constructor.
 
         Args:
-            board: its member need not be the writer, but must take part.
+            board: its member is the writer or a reader.
             writer: the member that writes.
             readers: the members that read, without the writer; one or more, unless there are
                 readers on other hosts.
             capacity: bytes, rounded up to a multiple of 64 KiB.
-            type: a type that msgspec can validate; ``None`` carries any picklable object.
-            spin_seconds: the longest time to look for a message without sleeping.
-            zero_copy: at the writer, let readers use buffers of 1 MiB and more in place: see
-                `dequeue`.
-            connect_ip: see the constructor.
-            remote_reader_ranks: see the constructor.
-            secret: see the constructor.
+            spin_seconds: the longest time to poll for a message without sleeping.
+            zero_copy: counts at the writer only.
 
         Raises:
             ValueError: the members are not distinct members of the board, an address or a secret is
@@ -438,23 +394,18 @@ class MessageQueue(QueueEnd):
         spin_seconds: float = DEFAULT_SPIN_SECONDS,
         zero_copy: bool = False,
     ) -> MessageQueue:
-        """Join the queue that ``handle`` names; ``board.member`` decides whether to write or read.
+        """Join the queue of ``handle``; ``board.member`` decides whether to write or read.
 
-        Collective: no. A reader that attaches late gets every message from the first on; one that
-        replaces a dead reader continues where that one stopped.
+        A reader that attaches late gets every message from the first on; a successor of a dead
+        reader continues at its position. Arguments as in `on_board`; ``type`` is the creator's.
 
         Args:
-            handle: from `export_handle`.
-            board: this process's view of the board that ``handle`` names; it stays the caller's.
-            type: the same as the creator's.
-            spin_seconds: the longest time to look for a message without sleeping.
-            zero_copy: at the writer, let readers use buffers of 1 MiB and more in place: see
-                `dequeue`.
+            board: this process's end of the handle's board; it stays the caller's.
 
         Raises:
             ValueError: ``board.member`` takes no part in the queue, or ``spin_seconds`` is not a
                 valid time.
-            SharedMemoryError: the queue is on another host, or its owner has ended.
+            SharedMemoryError: the queue is on another host, or its owner has exited.
         """
         codec, spin = codec_for(type), AdaptiveSpin(spin_seconds)
         with ExitStack() as undo:
@@ -476,14 +427,14 @@ class MessageQueue(QueueEnd):
     ) -> MessageQueue:
         """Join, as reader ``rank``, a queue whose board this process has not joined yet.
 
-        Collective: no. A reader on the writer's host joins the board and reads the ring; any other
-        connects, for which it needs the launcher's ``secret``. ``watch``: see the constructor.
+        A reader on the writer's host joins the board and reads the ring; any other reader connects,
+        for which it needs the launcher's ``secret``. ``watch``: see the constructor.
 
         Raises:
             TypeError: ``handle`` is not a handle, or ``rank`` not a whole number.
             ValueError: ``rank`` is not a reader of the queue or has already joined, a secret is
                 missing, or ``spin_seconds`` is not a valid time.
-            SharedMemoryError: the writer's process has ended.
+            SharedMemoryError: the writer's process has exited.
         """
         _check_handle(handle)
         rank = handle.rank_of(integer("rank", rank, least=DRIVER_RANK))
@@ -524,28 +475,20 @@ class MessageQueue(QueueEnd):
         timeout: float | Deadline | None = 60.0,
         watch: Callable[[str], None] | None = None,
     ) -> MessageQueue:
-        """A queue from one rank of a group to all others, or from outside to all of them.
+        """Make a queue from one rank of a group, or from an external writer, to all others.
 
-        Collective: yes, every rank of ``pg``. Which ranks share the writer's host is found out by
-        attaching to its memory, not guessed.
+        Collective: yes, every rank of ``pg``. Ranks that can attach to the writer's memory share
+        its host. Other arguments as of the constructor.
 
         Args:
             pg: a torch process group whose backend carries CPU objects, or an `ObjectGroup`.
-            max_chunk_bytes: see the constructor.
-            max_chunks: see the constructor.
-            writer_rank: the rank in the group that writes; with ``external_writer_handle``, the one
-                that holds the handle.
-            external_writer_handle: a queue whose writer is in no group; all ranks then read.
-            blocking: wait until writer and readers have all joined.
-            connect_ip: the writer's address for readers on other hosts.
-            secret: the launcher's secret, for readers on other hosts.
-            type: a type that msgspec can validate; ``None`` carries any picklable object.
-            timeout: seconds for ``blocking``.
-            watch: see the constructor.
+            writer_rank: the rank in the group that writes, or holds ``external_writer_handle``.
+            external_writer_handle: a queue whose writer is not in the group; all ranks then read.
+            blocking: wait, for ``timeout`` seconds, until writer and readers have all joined.
 
         Raises:
             ValueError: ``writer_rank`` is not in the group.
-            GroupTimeoutError: some have not joined in time; names them.
+            GroupTimeoutError: names the members that have not joined in time.
         """
         group = as_object_group(pg)
         writer_rank = integer("writer_rank", writer_rank, group.world_size - 1, least=0)
@@ -571,7 +514,7 @@ class MessageQueue(QueueEnd):
                     )
                     undo.callback(queue.shutdown)
                     handle = queue.export_handle()
-                except Exception as error:  # noqa: BLE001 - raised once the others are told
+                except Exception as error:  # noqa: BLE001 - raised after the exchange
                     handle = error
             handle = group.broadcast_obj(handle, writer_rank)
             if isinstance(handle, Exception):
@@ -601,14 +544,14 @@ class MessageQueue(QueueEnd):
         timeout: float | Deadline | None = 60.0,
         watch: Callable[[str], None] | None = None,
     ) -> tuple[MessageQueue, list[QueueHandle]]:
-        """A queue from every rank of a group to one of them.
+        """Make a queue from every rank of a group to one of them.
 
-        Collective: yes, every rank of ``pg``. The arguments are those of
-        `create_from_process_group`.
+        Collective: yes, every rank of ``pg``. Arguments as of `create_from_process_group`.
 
         Returns:
-            The queue this rank writes, and, on ``reader_rank``, every rank's handle, by rank (an
-            empty list elsewhere). The reader joins each with ``create_from_handle(handle, 0)``.
+            The queue that this rank writes, and, on ``reader_rank``, every rank's handle, by rank
+                (elsewhere an empty list). The reader joins each with ``create_from_handle(handle,
+                0)``.
 
         Raises:
             ValueError: ``reader_rank`` is not in the group.
@@ -637,7 +580,7 @@ class MessageQueue(QueueEnd):
                 )
                 undo.callback(queue.shutdown)
                 handle = queue._handle = structs.replace(queue._handle, sole_reader=True)
-            except Exception as error:  # noqa: BLE001 - raised once the others are told
+            except Exception as error:  # noqa: BLE001 - raised after the exchange
                 handle = error
             handles = group.all_gather_obj(handle)
             failed = [each for each in handles if isinstance(each, Exception)]

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from shm_broadcast.ring.reader import EncodedMessage, RingReader
 
 
-_LEAVE_SECONDS = 0.4
-"""How long a reader that closes waits for another thread's call, which is told to end."""
+_CLOSE_SECONDS = 0.4
+"""How long `close` waits for another thread's call to end."""
 
 
 class QueueReader(ABC):
-    """Takes messages out and decodes them. Any thread may call; calls run one at a time."""
+    """Receives and decodes messages. Any thread may call; calls run one at a time."""
 
     def __init__(self, codec: Codec, watch: Callable[[str], None] | None) -> None:
         self._codec = codec
@@ -38,15 +38,15 @@ class QueueReader(ABC):
 
     def dequeue(self, timeout: float | Deadline | None) -> Any:
         """See `MessageQueue.dequeue`."""
-        with self._lock.owner_lock as mine:
-            if not mine:
+        with self._lock.owner_lock as acquired:
+            if not acquired:
                 timeout = Deadline.within(timeout)
                 self._lock.acquire(timeout, "dequeue", self._check)
             try:
                 code, main, buffers = self._take(timeout)
             finally:
                 if self._closed:
-                    self._leave()
+                    self._detach()
         if code != self._codec.code:
             raise MessageDecodeError(
                 f"the writer used codec {code}, this reader {self._codec.code}: "
@@ -58,8 +58,8 @@ class QueueReader(ABC):
     def acquire_read(self, timeout: float | Deadline | None) -> Iterator[memoryview]:
         """See `MessageQueue.acquire_read`."""
         deadline = Deadline.within(timeout)
-        with self._lock.owner_lock as mine:
-            if not mine:
+        with self._lock.owner_lock as acquired:
+            if not acquired:
                 self._lock.acquire(deadline, "acquire_read", self._check)
             _, main, _ = self._take(deadline)
         with memoryview(main) as view:
@@ -67,18 +67,18 @@ class QueueReader(ABC):
 
     @abstractmethod
     def readable(self, within: float) -> bool:
-        """Whether a message, or a part of one, has arrived, or does ``within`` so many seconds."""
+        """Return whether part of a message has arrived, or arrives ``within`` seconds."""
 
     def fileno(self) -> int:
         """See `MessageQueue.fileno`."""
-        raise ValueError("a reader on the writer's host is woken by its doorbell")
+        raise ValueError("a reader on the writer's host waits on an eventcount")
 
     @abstractmethod
     def wait_until_ready(self, deadline: Deadline) -> None:
         """Wait until the writer has joined."""
 
     def close(self) -> None:
-        """Leave the queue; a thread that waits in it raises GroupClosedError."""
+        """Close this end; a thread that waits in the queue raises GroupClosedError."""
         self._closed = True
 
     @abstractmethod
@@ -92,8 +92,8 @@ class QueueReader(ABC):
             self._watch(operation)
 
     @abstractmethod
-    def _leave(self) -> None:
-        """What is due at the end of the call that had the turn when this end was closed."""
+    def _detach(self) -> None:
+        """Detach, at the end of the call that held the lock when this end was closed."""
 
 
 class LocalReader(QueueReader):
@@ -113,20 +113,20 @@ class LocalReader(QueueReader):
         self._ring = ring
         self._writer = writer
         self._spin = spin
-        self._left = False
+        self._detached = False
 
     @contextmanager
     def acquire_read(self, timeout: float | Deadline | None) -> Iterator[memoryview]:
         """See `MessageQueue.acquire_read`."""
         ring, deadline = self._ring, Deadline.within(timeout)
-        with self._lock.owner_lock as mine:
-            if not mine:
+        with self._lock.owner_lock as acquired:
+            if not acquired:
                 self._lock.acquire(deadline, "acquire_read", self._check)
             begun = 0
             try:
                 self._check("acquire_read")
                 begun = self._board.record_begin("acquire_read", "", layout.DID_ACQUIRE_READ)
-                # A message that an interrupted `dequeue` took out of the ring and could not return.
+                # A message that an interrupted `dequeue` removed from the ring but did not return.
                 left_over = ring.finished()
                 if left_over is None and ring.peek() is None:
                     self._wait("acquire_read", deadline)
@@ -148,12 +148,12 @@ class LocalReader(QueueReader):
                 raise
             finally:
                 if self._closed:
-                    self._leave()
+                    self._detach()
         with memoryview(main) as view:
             yield view
 
     def readable(self, within: float) -> bool:
-        """Whether a record is in the ring, or arrives ``within`` so many seconds."""
+        """Return whether a record is in the ring, or arrives ``within`` seconds."""
         return self._ring.look(int(within * 1e9))
 
     def wait_until_ready(self, deadline: Deadline) -> None:
@@ -169,21 +169,22 @@ class LocalReader(QueueReader):
         self._check(operation)
 
     def close(self) -> None:
-        """Leave the ring, once a call that is under way has ended.
+        """Detach from the ring once no call is in progress.
 
-        One of this thread, or one that lasts longer than `_LEAVE_SECONDS`, leaves it at its end.
+        A call of this thread, or one that lasts longer than `_CLOSE_SECONDS`, detaches at its own
+        end.
         """
         super().close()
         self._board.notify_self()
-        turn = self._lock.owner_lock
-        if not turn.is_owned():
-            with turn as mine:
-                if mine or turn.take_within(_LEAVE_SECONDS):
-                    self._leave()
+        lock = self._lock.owner_lock
+        if not lock.is_owned():
+            with lock as acquired:
+                if acquired or lock.take_within(_CLOSE_SECONDS):
+                    self._detach()
 
     def _take(self, timeout: float | Deadline | None) -> EncodedMessage:
-        # The common case, a message that is there, makes no Deadline and no check in Python: the
-        # C call looks at the board's abort word itself.
+        # The common case, a message in the ring, makes no Deadline and no check in Python: the C
+        # call reads the board's abort word itself.
         try:
             if not self._closed:
                 ring, spin_ns = self._ring, self._spin.window_ns
@@ -222,7 +223,7 @@ class LocalReader(QueueReader):
         )
         self._spin.observe(time.monotonic_ns() - started)
         self._check(operation)
-        # What was published before the writer closed is still handed out.
+        # Messages that were published before the writer closed are still returned.
         if ring.writer_closed and not ring.readable:
             raise GroupClosedError(f"{operation}: the writer has shut the queue down")
 
@@ -230,10 +231,10 @@ class LocalReader(QueueReader):
         super()._check(operation)
         self._board.check(operation)
 
-    def _leave(self) -> None:
-        # Only with the turn: an open `acquire_read` block still shows bytes of the ring.
-        if not self._left:
-            self._left = True
+    def _detach(self) -> None:
+        # Only with the lock: an open `acquire_read` block still shows bytes of the ring.
+        if not self._detached:
+            self._detached = True
             self._ring.detach()
 
 
@@ -246,8 +247,8 @@ class RemoteQueueReader(QueueReader):
         super().__init__(codec, watch)
         self._remote = remote
 
-    def readable(self, within: float) -> bool:  # noqa: ARG002 - the network is not looked at
-        """Whether a message, or a part of one, has arrived, or `dequeue` has an error to raise."""
+    def readable(self, within: float) -> bool:  # noqa: ARG002 - zmq cannot be spun on
+        """Return whether part of a message has arrived, or `dequeue` has an error to raise."""
         return self._remote.readable()
 
     def fileno(self) -> int:
@@ -259,12 +260,12 @@ class RemoteQueueReader(QueueReader):
         self._remote.wait_ready(deadline, lambda: self._check("wait_until_ready"))
 
     def close(self) -> None:
-        """Tell the writer that this reader leaves, and close the socket."""
+        """Send the end to the writer, and close the socket."""
         super().close()
         self._remote.close()
 
-    def _leave(self) -> None:
-        """Nothing: `close` has told the writer."""
+    def _detach(self) -> None:
+        """Do nothing: `close` has sent the end."""
 
     def _take(self, timeout: float | Deadline | None) -> EncodedMessage:
         deadline = Deadline.within(timeout)

@@ -1,7 +1,4 @@
-"""What the ranks of a process group tell each other in order to make a queue.
-
-Which of them share the writer's memory, and the queue's handle.
-"""
+"""Exchange the facts from which the ranks of a process group make a queue: host and handle."""
 
 from __future__ import annotations
 
@@ -18,28 +15,28 @@ if TYPE_CHECKING:
 
 
 _MOST_READERS: Final = 4096
-"""Of a queue: a slip in a number should not take all memory for the board, 0.14 MiB a member."""
+"""Limits the board's memory, 0.14 MiB per member, if a number is mistyped."""
 
 
 @runtime_checkable
 class ObjectGroup(Protocol):
     """A group that can exchange small objects, as vLLM's stateless process groups can.
 
-    ``rank`` is this process's, of ``world_size`` ranks. Both methods are collective: every rank.
+    Both methods are collective: yes, every rank.
     """
 
     rank: int
     world_size: int
 
     def broadcast_obj(self, obj: Any | None, src: int) -> Any:
-        """Return, on every rank, the object that rank ``src`` passed."""
+        """Return, on every rank, the object of rank ``src``."""
 
     def all_gather_obj(self, obj: Any) -> list[Any]:
         """Return, on every rank, the list of all ranks' objects, in rank order."""
 
 
 def as_object_group(group: ProcessGroup | ObjectGroup) -> ObjectGroup:
-    """``group`` itself, or an adapter if it is a torch process group."""
+    """Return ``group`` itself, or an adapter if it is a torch process group."""
     if isinstance(group, ObjectGroup):
         return group
     from shm_broadcast.queue.torch_rendezvous import TorchObjectGroup  # noqa: PLC0415
@@ -48,14 +45,14 @@ def as_object_group(group: ProcessGroup | ObjectGroup) -> ObjectGroup:
 
 
 def ranks_beside(group: ObjectGroup, rank: int) -> tuple[int, ...]:
-    """The other ranks that can attach to shared memory of ``rank``.
+    """Return the other ranks that can attach to shared memory of ``rank``.
 
-    Collective: yes, every rank. Each of them tries to attach: host names and rank arithmetic do not
-    tell (containers of one host may or may not share memory).
+    Collective: yes, every rank. Each rank tries to attach: host names and rank arithmetic are no
+    proof (containers of one host may or may not share memory).
 
     Raises:
         SharedMemoryError: ``rank`` has too little memory for the attempt; every rank raises.
-        ForeignMemoryError: some rank was offered what is not the group's; every rank raises.
+        ForeignMemoryError: a rank received a handle from outside the group; every rank raises.
     """
     offered: SegmentHandle | SharedMemoryError | None = None
     with ExitStack() as attempt:
@@ -80,14 +77,10 @@ def local_and_remote(
     local_ranks: Sequence[int] | None,
     remote_ranks: Sequence[int] | None,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The ranks of the readers on this host and of those on others, with the defaults filled in.
+    """Return the ranks of the readers on this host and on others, with defaults filled in.
 
-    The arguments are those of `MessageQueue`.
-
-    Raises:
-        TypeError: a count or a rank is no whole number.
-        ValueError: the counts and the ranks contradict each other, there are more than 4096
-            readers, or a rank occurs twice.
+    The arguments are those of `MessageQueue`. Raises TypeError if one is no whole number, and
+    ValueError if they contradict each other, exceed 4096 readers, or repeat a rank.
     """
     n_reader = integer("n_reader", n_reader, _MOST_READERS, least=0)
     n_local_reader = integer("n_local_reader", n_local_reader, _MOST_READERS, least=0)
@@ -101,7 +94,7 @@ def local_and_remote(
     every = [*local, *remote]
     if len({*every}) < len(every):
         twice = next(rank for rank in every if every.count(rank) > 1)
-        raise ValueError(f"reader {twice} is there twice: {local} on this host, {remote} on others")
+        raise ValueError(f"reader {twice} occurs twice: {local} on this host, {remote} on others")
     if len(local) != n_local_reader or len(every) != n_reader:
         raise ValueError(
             f"n_reader={n_reader} and n_local_reader={n_local_reader} do not fit the readers "
@@ -113,7 +106,7 @@ def local_and_remote(
 def _attaches(handle: SegmentHandle) -> bool | ForeignMemoryError:
     try:
         Segment.attach(handle).close()
-    except ForeignMemoryError as error:  # somebody outside the group has made this handle
+    except ForeignMemoryError as error:  # the handle is from outside the group
         return error
     except SharedMemoryError:
         return False

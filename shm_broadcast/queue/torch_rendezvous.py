@@ -1,8 +1,8 @@
-"""A torch process group as an `ObjectGroup` that exchanges only what a rendezvous needs.
+"""A torch process group as an `ObjectGroup` that exchanges only the values of a rendezvous.
 
-torch's own object collectives unpickle what arrives over sockets that authenticate nobody: whoever
-reaches the port runs code here. This one sends handles, flags and errors as msgpack and decodes
-them as one fixed type; all other bytes are refused, and nothing is unpickled.
+torch's own object collectives unpickle bytes from sockets without authentication: any process that
+reaches the port can run code here. This module sends handles, flags and errors as msgpack, decodes
+them as one fixed type, refuses all other bytes, and unpickles nothing.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _ERRORS: Final[dict[str, type[Exception]]] = {
 class TorchObjectGroup:
     """A torch process group as an `ObjectGroup`; ranks are ranks in the group.
 
-    It takes None, a bool, a `SegmentHandle`, a `QueueHandle`, or an error that was raised while one
-    of these was made. The tensors that carry them lie on the CPU if the backend can use it, else on
-    the current CUDA device.
+    It exchanges None, a bool, a `SegmentHandle`, a `QueueHandle`, or an error that was raised while
+    one of these was made; other types raise TypeError, other bytes MessageDecodeError. The tensors
+    are on the CPU if the backend supports it, else on the current CUDA device.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -40,12 +40,7 @@ class TorchObjectGroup:
         self._device = torch.device("cpu" if on_cpu else "cuda")
 
     def broadcast_obj(self, obj: Any | None, src: int) -> Any:
-        """Return, on every rank, the object that rank ``src`` passed. Collective: yes, every rank.
-
-        Raises:
-            TypeError: ``obj`` is of a type that is not exchanged here.
-            MessageDecodeError: the bytes that arrived are not such an object.
-        """
+        """Return, on every rank, the object of rank ``src``. Collective: yes, every rank."""
         own = self._tensor(encode(obj)) if self.rank == src else None
         size = torch.tensor([0 if own is None else own.numel()], device=self._device)
         dist.broadcast(size, group=self._group, group_src=src)
@@ -55,22 +50,17 @@ class TorchObjectGroup:
         return obj if self.rank == src else decode(_bytes(own))
 
     def all_gather_obj(self, obj: Any) -> list[Any]:
-        """Return all ranks' objects, in rank order, on every rank. Collective: yes, every rank.
-
-        Raises:
-            TypeError: ``obj`` is of a type that is not exchanged here.
-            MessageDecodeError: the bytes that arrived are not such an object.
-        """
+        """Return all ranks' objects, in rank order. Collective: yes, every rank."""
         own = self._tensor(encode(obj))
         sizes = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in self._ranks()]
         dist.all_gather(sizes, torch.tensor([own.numel()], device=self._device), self._group)
-        # all_gather wants equal shapes: pad to the longest.
+        # all_gather requires equal shapes: pad to the longest.
         longest = max(int(size) for size in sizes)
         padded = torch.zeros(longest, dtype=torch.uint8, device=self._device)
         padded[: own.numel()] = own
-        found = [torch.empty_like(padded) for _ in self._ranks()]
-        dist.all_gather(found, padded, self._group)
-        return [decode(_bytes(each[: int(size)])) for each, size in zip(found, sizes, strict=True)]
+        data = [torch.empty_like(padded) for _ in self._ranks()]
+        dist.all_gather(data, padded, self._group)
+        return [decode(_bytes(each[: int(size)])) for each, size in zip(data, sizes, strict=True)]
 
     def _ranks(self) -> range:
         return range(self.world_size)
@@ -92,11 +82,7 @@ _DECODER = msgspec.msgpack.Decoder(_Value)
 
 
 def encode(obj: Any) -> bytes:
-    """``obj`` as msgpack; see `TorchObjectGroup` for the types.
-
-    Raises:
-        TypeError: ``obj`` is of another type.
-    """
+    """Return ``obj`` as msgpack; raise TypeError for other types than `TorchObjectGroup`'s."""
     if obj is None:
         value = _Value()
     elif isinstance(obj, bool):
@@ -114,11 +100,7 @@ def encode(obj: Any) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """The object that `encode` was given.
-
-    Raises:
-        MessageDecodeError: ``data`` is not what `encode` makes.
-    """
+    """Return the object of `encode`; raise MessageDecodeError for any other bytes."""
     try:
         value = _DECODER.decode(data)
     except UNDECODABLE as error:

@@ -1,12 +1,11 @@
 """The writing end of a message queue: encodes once, delivers to all readers or to none.
 
 Readers on the writer's host read the ring, readers on other hosts get the message from a
-`RemoteWriter`. The last record is published in the ring only after the message has been sent to all
-remote readers: a message that times out there is cancelled in the ring, and reaches nobody.
+`RemoteWriter`. The ring's last record is published only after the message has been sent to all
+remote readers: a message that times out there is cancelled in the ring, and reaches no reader.
 
-Readers leave one by one. Once all readers of the ring have left, it is not written any more, even
-in the middle of a message; likewise the sockets. When all readers of both have left, `enqueue`
-raises GroupClosedError.
+The ring is no longer written once all its readers are closed, even in the middle of a message;
+likewise the sockets. When all readers of both are closed, `enqueue` raises GroupClosedError.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 REMOTE_HEADER: Final = struct.Struct("<BI")
-"""The first part of a remote message: the codec, and how many parts make the main part."""
+"""The first part of a remote message: the codec, and the number of parts of the main part."""
 
 
 class _NoReadersError(Exception):
-    """Every reader of the ring has left."""
+    """Every reader of the ring is closed."""
 
 
 class QueueWriter:
@@ -66,7 +65,7 @@ class QueueWriter:
         self._remote = remote
         self._blocks = blocks
         self._watch = watch
-        # Set if all readers are on this host: a small message may then go in one C call.
+        # Set if all readers are on this host: one C call may then send a small message.
         self._try_write = ring.try_write if ring is not None and remote is None else None
         self._encode_whole = codec.encode_whole
         self._closed = False
@@ -74,8 +73,8 @@ class QueueWriter:
 
     def enqueue(self, message: Any, timeout: float | Deadline | None) -> None:
         """See `MessageQueue.enqueue`."""
-        with self._lock.owner_lock as mine:
-            if not mine:
+        with self._lock.owner_lock as acquired:
+            if not acquired:
                 timeout = Deadline.within(timeout)
                 self._lock.acquire(timeout, "enqueue", self._check)
             codec, encode, try_write = self._codec, self._encode_whole, self._try_write
@@ -94,8 +93,8 @@ class QueueWriter:
     def enqueue_encoded(self, data: Buffer, timeout: float | Deadline | None) -> None:
         """See `MessageQueue.enqueue_encoded`."""
         deadline = Deadline.within(timeout)
-        with self._lock.owner_lock as mine:
-            if not mine:
+        with self._lock.owner_lock as acquired:
+            if not acquired:
                 self._lock.acquire(deadline, "enqueue", self._check)
             self._check("enqueue")
             self._deliver((data,), (), deadline)
@@ -115,8 +114,8 @@ class QueueWriter:
     def remove_reader(self, rank: int) -> None:
         """See `MessageQueue.remove_reader`."""
         operation, ring, remote = "remove_reader", self._ring, self._remote
-        with self._lock.owner_lock as mine:
-            if not mine:
+        with self._lock.owner_lock as acquired:
+            if not acquired:
                 self._lock.acquire(NEVER, operation, self._check)
             self._check(operation)
             for member in () if ring is None else ring.readers:
@@ -133,7 +132,7 @@ class QueueWriter:
         return {} if self._ring is None else self._ring.behind()
 
     def close(self) -> None:
-        """Tell all readers that nothing more will come; a thread that waits in `enqueue` raises."""
+        """Close this end for all readers; a thread that waits in `enqueue` raises."""
         self._closed = True
         self._board.notify_self()
         if self._ring is not None:
@@ -141,8 +140,9 @@ class QueueWriter:
         if self._remote is not None:
             self._remote.close()
         if self._blocks is not None and not self._lock.owner_lock.is_owned():
-            with self._lock.owner_lock as mine:  # not while another thread still copies into one
-                if not mine:
+            # Under the lock: another thread may still copy into a block.
+            with self._lock.owner_lock as acquired:
+                if not acquired:
                     self._lock.acquire(NEVER, "shutdown", lambda _: None)
                 self._blocks.close()
 
@@ -157,11 +157,11 @@ class QueueWriter:
         except BaseException as error:
             self._board.record_end(begun, error)
             if isinstance(error, PeerLostError):
-                who = {"rank": error.rank, "group": self._board.name}
-                _log.info("a reader of a queue was lost: %s", error, extra=who)
+                reader = {"rank": error.rank, "group": self._board.name}
+                _log.info("a reader of a queue was lost: %s", error, extra=reader)
             raise
         finally:
-            if self._closed and self._blocks is not None:  # by a signal handler of this thread
+            if self._closed and self._blocks is not None:  # a signal handler of this thread closed
                 self._blocks.close()
         self._board.record_end(begun)
 
@@ -180,10 +180,10 @@ class QueueWriter:
             with suppress(_NoReadersError):
                 self._write(ring, main, buffers, deadline, before_last)
                 return
-        send()  # nobody reads the ring; without remote readers this does nothing
-        nobody_left = remote is None or remote.has_no_readers()
-        if nobody_left and (ring is not None or remote is not None):
-            raise GroupClosedError("enqueue: every reader has left")
+        send()  # the ring has no readers; without remote readers this does nothing
+        all_closed = remote is None or remote.has_no_readers()
+        if all_closed and (ring is not None or remote is not None):
+            raise GroupClosedError("enqueue: every reader has closed the queue")
 
     def _write(
         self,
@@ -193,12 +193,7 @@ class QueueWriter:
         deadline: Deadline,
         before_last: Callable[[], None] | None,
     ) -> None:
-        """Put a message into the ring, waiting for room.
-
-        Raises:
-            _DesertedError: its last reader has left; the records that are out were cancelled.
-            What `MessageQueue.enqueue` raises.
-        """
+        """Write a message to the ring; raise _NoReadersError if its last reader closes."""
         placed = self._place(buffers)
 
         def withdraw() -> None:
@@ -216,7 +211,7 @@ class QueueWriter:
         )
 
     def _place(self, buffers: Sequence[memoryview]) -> dict[int, PlacedBuffer]:
-        """Copy large ``buffers`` into blocks, as far as there are free ones; by index."""
+        """Copy large ``buffers`` into free blocks; return the copies by index."""
         placed: dict[int, PlacedBuffer] = {}
         if self._blocks is None:
             return placed
@@ -237,7 +232,7 @@ class QueueWriter:
             deadline,
             "enqueue",
             lambda: ring.slow_readers(need),
-            detail=lambda: _how_far(self._board, ring.behind()),
+            detail=lambda: _backlog(self._board, ring.behind()),
             watch=self._watch,
         )
         self._check("enqueue")
@@ -247,10 +242,10 @@ class QueueWriter:
     def _wait_for_local_readers(
         self, operation: str, deadline: Deadline
     ) -> tuple[MemberStatus, ...]:
-        """The readers of the ring that have not joined by the deadline.
+        """Return the readers of the ring that have not joined by the deadline.
 
-        Serves the remote readers meanwhile: they connect at the same time, and would otherwise be
-        welcomed only after the last local one.
+        Serves the remote readers meanwhile, which would otherwise be admitted only after the last
+        local one.
         """
         ring, remote, board = self._ring, self._remote, self._board
         if ring is None:
@@ -259,14 +254,14 @@ class QueueWriter:
         def absent() -> list[int]:
             return [member for member in ring.readers if not board.joined(member)]
 
-        def look(_: str) -> None:
+        def check(_: str) -> None:
             self._check(operation)
             if remote is not None:
                 remote.poll()
 
         try:
             board.wait(
-                lambda: self._closed or not absent(), deadline, operation, absent, watch=look
+                lambda: self._closed or not absent(), deadline, operation, absent, watch=check
             )
         except GroupTimeoutError as error:
             return error.waiting_for
@@ -281,7 +276,7 @@ class QueueWriter:
             self._watch(operation)
 
 
-def _how_far(board: Board, behind: dict[int, int]) -> str:
+def _backlog(board: Board, behind: dict[int, int]) -> str:
     return "; ".join(
         f"{name_of(board.ranks[member])} is {counted(count, 'message')} behind"
         for member, count in behind.items()

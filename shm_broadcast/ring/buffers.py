@@ -1,16 +1,15 @@
-"""Move large buffers without copies: shared blocks that readers map, and recycled memory for
-results.
+"""Move large buffers without copies: shared blocks that readers map, and recycled memory.
 
-The first pass over newly mapped pages costs four to seven times a later one (page faults), so
-whoever receives large tensors again and again should not get new memory each time.
+The first pass over newly mapped pages costs four to seven times a later one (page faults), so a
+receiver of large tensors should not get new memory each time.
 
 A block is a shared-memory segment that holds one buffer. The writer fills it and sends its
 descriptor through the ring instead of the bytes. Each reader maps the block once, keeps the
-mapping, and hands out an array over it. Before that it stores in the block which process it is
-("holder"). When the array's last reference goes, it stores the block's generation ("released"). The
+mapping, and returns an array over it. Before that it stores its process in the block ("holder").
+When the array's last reference is dropped, it stores the block's generation ("released"). The
 generation grows by one with each message. The writer may fill a block again once every reader has
-released the current generation, has left the queue without taking it, has joined the queue since,
-has dropped the message as it cannot map the block, or has ended.
+released the current generation, has closed the queue without mapping it, has joined the queue
+since, has dropped the message because it cannot map the block, or has exited.
 
 ::
 
@@ -18,11 +17,13 @@ has dropped the message as it cannot map the block, or has ended.
             64    for reader 0, 1, ...: released generation, holder (u64 each)
             4096  the buffer's bytes
 
-Guarantees: a block is not written while any process holds an array over it, even if that reader has
-left the queue. All blocks together take at most the limit given to `BlockWriter`; a buffer for
-which no block is free travels through the ring instead. A writer that is closed keeps a block open
-until every reader that has joined has mapped it, has left or has ended: a thread sees to that. A
-block that a reader has not mapped when the writer's process ends is lost to that reader.
+- A block is not written while any process holds an array over it, even if that reader has closed
+  the queue.
+- All blocks together take at most the limit given to `BlockWriter`; a buffer without a free block
+  travels through the ring.
+- A thread of a closed writer keeps a block open until every joined reader has mapped it, closed the
+  queue or exited. A block that a reader has not mapped when the writer's process ends is lost to
+  that reader.
 
 Assumes: readers only read the arrays: all readers share the memory.
 """
@@ -59,15 +60,15 @@ KEPT_BYTES: Final = 256 << 20
 def new_pool() -> RecyclingPool:
     """A pool whose ``take(size)`` gives writable memory of so many bytes, of undefined content.
 
-    Guarantees: no two blocks that are referred to share memory, whatever views were made of them.
-    Any thread, and any signal handler, may use the pool. At most `KEPT_BYTES` of unused blocks are
-    kept; what was unused for longest goes first.
+    Blocks that are referred to, even by a view, never share memory. Any thread, and any signal
+    handler, may use the pool. At most `KEPT_BYTES` of unused blocks are kept; the longest unused
+    are freed first.
     """
     return RecyclingPool(KEPT_BYTES)
 
 
 def size_class(size: int) -> int:
-    """``size`` rounded up by at most an eighth, so that similar sizes can use the same blocks."""
+    """Return ``size`` rounded up by at most an eighth, so that similar sizes share blocks."""
     step = 1 << max(size.bit_length() - 4, 0)
     return -(-size // step) * step
 
@@ -86,14 +87,14 @@ _DATA: Final = 4096
 _DESCRIPTOR: Final = struct.Struct(f"<IIQ{SEGMENT_NONCE_BYTES}sQQQ")
 
 _LOOK_SECONDS: Final = (0.01, 1.0)
-"""Between two looks whether a block is still to be mapped: at first, and at most."""
+"""The first and the longest interval between checks whether all readers have mapped a block."""
 
 
 class BlockWriter:
     """Allocates, fills and reuses blocks at the writer."""
 
     def __init__(self, readers: RingWriter, limit: int) -> None:
-        """Keep blocks of at most ``limit`` bytes in total; the ring knows its ``readers``."""
+        """Keep blocks of at most ``limit`` bytes in total, for the ring's ``readers``."""
         self._readers = readers
         self._n_readers = len(readers.readers)
         self._limit = limit
@@ -102,9 +103,8 @@ class BlockWriter:
     def place(self, buffer: memoryview) -> PlacedBuffer | None:
         """Copy ``buffer`` into a free block, or into a new one.
 
-        Returns:
-            What to send; None if no block is free and the limit, or what is free of memory and of
-            descriptors, allows no new one.
+        Returns None if no block is free, and the limit, the free memory or the free descriptors
+        allow no new one.
         """
         block = self._free_block(size_class(buffer.nbytes))
         if block is None:
@@ -117,17 +117,17 @@ class BlockWriter:
         return PlacedBuffer(block, buffer.nbytes, self._n_readers)
 
     def close(self) -> None:
-        """Let go of each block once no reader has yet to map it; does not wait for that.
+        """Close each block after its last reader has mapped it; does not wait for that.
 
-        Arrays over them stay valid in the readers that hold them.
+        Arrays over the blocks stay valid in the readers that hold them.
         """
         blocks, self._blocks = self._blocks, []
-        self._let_go(blocks)
+        self._close_mapped(blocks)
         if blocks:
             keeper = threading.Thread(
                 target=self._keep, args=(blocks,), name="blocks-to-map", daemon=True
             )
-            with suppress(RuntimeError):  # no thread is to be had, as at the end of the process
+            with suppress(RuntimeError):  # no thread can start, as at the end of the process
                 keeper.start()
 
     def _keep(self, blocks: list[_Block]) -> None:
@@ -135,10 +135,9 @@ class BlockWriter:
         while blocks:
             time.sleep(seconds)
             seconds = min(2 * seconds, longest)
-            self._let_go(blocks)
+            self._close_mapped(blocks)
 
-    def _let_go(self, blocks: list[_Block]) -> None:
-        """Close those of ``blocks`` that no reader has yet to map, and take them out."""
+    def _close_mapped(self, blocks: list[_Block]) -> None:
         for block in [*blocks]:
             if not any(
                 self._is_to_map(block, reader) and self._readers.is_attached(reader)
@@ -160,7 +159,7 @@ class BlockWriter:
             return None
         try:
             block = _Block(Segment.create(_DATA + capacity, "group-block"), capacity)
-        except (SharedMemoryError, OSError):  # the caller sends through the ring, which needs none
+        except (SharedMemoryError, OSError):  # the caller then sends through the ring
             return None
         self._blocks.append(block)
         return block
@@ -172,24 +171,23 @@ class BlockWriter:
         return not any(self._needs(block, reader) for reader in range(self._n_readers))
 
     def _needs(self, block: _Block, reader: int) -> bool:
-        """Whether reader number ``reader`` holds an array over ``block``, or may still take one."""
+        """Return whether reader ``reader`` holds an array over ``block``, or may still map it."""
         words, line = block.segment.words, _line(reader)
         if words.load64(line) == block.generation:
             return False
-        if self._readers.published == block.position:  # of the message that is being sent
+        if self._readers.published == block.position:  # its message is being sent
             return True
-        # A reader that has left, and may have a successor, may still hold an array: while its
-        # process runs, it decides.
+        # A closed reader, even with a successor, may still hold an array while its process runs.
         word = words.load64(line + _HOLDER)
         if not word:
             return self._is_to_map(block, reader)
         holder = ProcessId.from_word(word)
-        if self._readers.is_running(reader, holder.pid):  # in most cases, and a tenth of the time
+        if self._readers.is_running(reader, holder.pid):  # the usual case, in a tenth of the time
             return True
         return holder.is_running()
 
     def _is_to_map(self, block: _Block, reader: int) -> bool:
-        """Whether reader number ``reader`` may still take ``block``, and has not mapped it yet."""
+        """Return whether reader ``reader`` may still map ``block`` and has not done so."""
         words, line = block.segment.words, _line(reader)
         return not (
             words.load64(line) == block.generation
@@ -209,7 +207,7 @@ class _Block:
 
 
 class PlacedBuffer:
-    """A buffer that was copied into a block; ``descriptor`` is what travels through the ring."""
+    """A buffer that was copied into a block; its ``descriptor`` travels through the ring."""
 
     def __init__(self, block: _Block, size: int, n_readers: int) -> None:
         handle = block.handle
@@ -219,7 +217,7 @@ class PlacedBuffer:
         self._n_readers = n_readers
 
     def withdraw(self) -> None:
-        """Release the block for all readers: the message was cancelled, so none will take it."""
+        """Release the block for all readers: the message was cancelled."""
         for reader in range(self._n_readers):
             self._block.segment.words.store64(_line(reader), self._block.generation)
 
@@ -227,7 +225,7 @@ class PlacedBuffer:
 class BlockReader:
     """One reader's cache of mapped blocks; beyond ``limit`` bytes it drops the least recently used.
 
-    A dropped mapping lives on while an array over it does.
+    A dropped mapping remains as long as an array over it.
     """
 
     def __init__(self, reader: int, limit: int = DEFAULT_BLOCK_BYTES) -> None:
@@ -237,15 +235,12 @@ class BlockReader:
         self._holder = ProcessId(0, 0)
 
     def resolve(self, descriptor: bytes | bytearray) -> NDArray[np.uint8]:
-        """An array over the bytes that ``descriptor`` names, in the block, without a copy.
+        """Return an array of uint8 over the block of ``descriptor``, without a copy.
 
-        The block is released when the array's last reference goes.
-
-        Raises:
-            SharedMemoryError: the block is not mapped yet, and its writer has ended, or no
-                descriptor is free.
+        The block is released when the array's last reference is dropped. Raises SharedMemoryError
+        if the block is not mapped yet, and its writer has exited or no descriptor is free.
         """
-        import numpy as np  # noqa: PLC0415 - 70 ms, which a process without blocks saves
+        import numpy as np  # noqa: PLC0415 - takes 70 ms, and only blocks need it
 
         pid, fd, start_time, nonce, size, generation, n_bytes = _DESCRIPTOR.unpack(descriptor)
         segment = self._mapped.pop(nonce, None)

@@ -1,7 +1,6 @@
-"""The reading end of a ring: takes records out and puts messages of any size together.
+"""The reading end of a ring: takes records out and assembles messages of any size.
 
-Guarantees
-- A message is handed out once, whole; one that its writer cancelled is not handed out at all.
+- A message is returned once, whole; a cancelled message is not returned at all.
 - The part of a message that has arrived is kept between calls.
 - A reader that joins in the middle of a message skips to the next one.
 
@@ -37,12 +36,11 @@ if TYPE_CHECKING:
 _RECORD = struct.Struct(layout.RECORD_FORMAT)
 
 _ENDING_SECONDS = 2.0
-"""How long a writer may take to end that has begun to: its descriptors, and with them its blocks,
-are closed before that."""
+"""How long a writer that closes its descriptors, and its blocks, may take to exit."""
 
 
 class Record(NamedTuple):
-    """One record that is still in the ring; its header is drawn in `shm_broadcast.layout`.
+    """One record in the ring; `shm_broadcast.layout` draws its header.
 
     ``data`` is the offset of its payload in the segment, ``next_position`` the ring position of the
     record after it.
@@ -60,7 +58,7 @@ class Record(NamedTuple):
 
     @property
     def is_whole_message(self) -> bool:
-        """Whether this record holds a complete message."""
+        """Return whether this record holds a complete message."""
         return self.kind == layout.KIND_MESSAGE and self.size == self.total
 
 
@@ -125,24 +123,19 @@ class RingReader:
 
     @property
     def readable(self) -> bool:
-        """Whether an unread record is in the ring."""
+        """Return whether an unread record is in the ring."""
         return self._words.load64(layout.RING_PUBLISHED) != self._position()
 
     @property
     def writer_closed(self) -> bool:
-        """Whether the writer has closed its end: nothing will be published any more."""
+        """Return whether the writer has closed its end: no more messages are published."""
         return self._words.load32(layout.RING_CLOSED) != 0
 
     def try_read(self, spin_ns: int, *, begins: bool = False) -> EncodedMessage | None:
-        """The next message, if it is complete within ``spin_ns``. Never sleeps.
+        """Return the next message if it is complete within ``spin_ns``. Never sleeps.
 
-        Args:
-            spin_ns: how long to wait for a record, without sleeping.
-            begins: whether a ``dequeue`` begins with this call; it is then stamped on the board.
-
-        Returns:
-            None if the message is not complete (the records that came are taken out and kept), or
-            the board is aborted.
+        ``begins``: a ``dequeue`` begins with this call and is recorded on the board. Returns None
+        if the message is not complete (its records so far are kept), or the board is aborted.
         """
         # Complete already: a signal handler raised before the last call could return it.
         if self.unfinished is not None and (finished := self.finished()) is not None:
@@ -151,8 +144,8 @@ class RingReader:
         if small is None:
             return None
         if small is not False:
-            # An unfinished message before it has no rest: its writer died, and a successor has
-            # begun with this one.
+            # The rest of an unfinished message is lost: its writer exited, and a successor began
+            # with this message.
             self.unfinished = None
             return small
         while (record := self.peek()) is not None:
@@ -162,15 +155,16 @@ class RingReader:
         return None
 
     def finished(self) -> EncodedMessage | None:
-        """The message under assembly, if all its records have come; it is handed out only once.
+        """Return the message under assembly if it is complete, and only once.
 
-        `try_read` returns it itself, unless a signal handler raises between the last record and the
-        return; whoever reads next has to look here first.
+        Call it before any other read: `try_read` does not return a complete message if a signal
+        handler raises after its last record.
 
         Raises:
-            PeerLostError: a block of it is lost with its writer. It is kept: nothing behind it is
-                handed out, unless the writer has a successor.
-            SharedMemoryError: a block of it cannot be mapped. It is kept if that may pass.
+            PeerLostError: a block of it is lost with its writer. The message is kept: no later one
+                is returned, unless the writer has a successor.
+            SharedMemoryError: a block of it cannot be mapped. The message is kept if the cause is
+                transient.
         """
         unfinished = self.unfinished
         if unfinished is None:
@@ -182,7 +176,7 @@ class RingReader:
         except SharedMemoryError as error:
             if not is_transient(error):
                 self._raise_writer_lost()
-                # Blocks of before that are not mapped are the writer's again.
+                # The writer may reuse earlier blocks that are not mapped here.
                 self._words.store64(self._line + layout.READER_JOINED, self._position())
                 self.unfinished = None
             raise
@@ -191,7 +185,7 @@ class RingReader:
         return message
 
     def peek(self) -> Record | None:
-        """The next record, which stays in the ring; None if there is none. Padding is skipped."""
+        """Return the next record, which stays in the ring, or None. Padding is skipped."""
         while self.readable:
             position = self._position()
             start = self._data + position % self._capacity
@@ -206,31 +200,31 @@ class RingReader:
         return None
 
     def view(self, record: Record) -> memoryview:
-        """The payload of a whole message in the ring, without a copy; valid until `advance`."""
-        self.unfinished = None  # it may be this one, copied, if a signal handler raised then
+        """Return a whole message's payload in the ring, without a copy; valid until `advance`."""
+        self.unfinished = None  # it may be a copy of this message, left by a signal handler
         return self._segment.memory[record.data : record.data + record.size]
 
     def advance(self, record: Record) -> None:
-        """Mark a record as read: its space goes back to the writer."""
+        """Mark a record as read, so that the writer may reuse its space."""
         if record.kind in (layout.KIND_MESSAGE, layout.KIND_CANCEL):
             self._words.store64(self._line + layout.READER_SEQUENCE, record.sequence)
         self._consume(record.next_position)
 
     def detach(self) -> None:
-        """Stop reading; the writer waits for this reader no more."""
-        self.unfinished = None  # with the blocks that it holds
+        """Stop reading; the writer no longer waits for this reader."""
+        self.unfinished = None  # which also drops its blocks
         self._blocks.forget()
         self._consume(layout.LEFT)
 
     def _raise_writer_lost(self) -> None:
-        """Raise if the writer has gone, or is just going."""
-        ends = is_ending(self._board.member_status(self._writer).pid)
-        looked = Deadline.after(_ENDING_SECONDS if ends else 0.0)
+        ending = is_ending(self._board.member_status(self._writer).pid)
+        deadline = Deadline.after(_ENDING_SECONDS if ending else 0.0)
         with suppress(GroupTimeoutError):
-            self._board.wait(bool, looked, "dequeue", lambda: (self._writer,), spin=0)
+            self._board.wait(bool, deadline, "dequeue", lambda: (self._writer,), spin=0)
 
     def _rejoin(self) -> None:
-        """Start at the next record; from then on the writer overwrites nothing unread by this one.
+        """Start at the next record; from then on the writer overwrites no record that is unread
+        here.
 
         The writer caches the position up to which it may write (the gate), and computed it without
         this reader. So each side stores its own word, passes a full fence, then loads the other's
@@ -286,7 +280,7 @@ class RingReader:
 
 
 class _Assembly:
-    """A message that has not come whole: its parts' final memory, filled record by record.
+    """An incomplete message: its parts' final memory, filled record by record.
 
     Attributes:
         targets: the memory of the main part and of the out-of-band buffers, in this order.
@@ -314,9 +308,9 @@ class _Assembly:
         self.targets = (self._main, *self._buffers)
 
     def message(self) -> EncodedMessage:
-        """The complete message; descriptors of blocks are replaced by arrays over the blocks.
+        """Return the complete message, with arrays over blocks instead of their descriptors.
 
-        What was mapped by a call that raised is kept: a block that is let go of is written again.
+        Blocks that a failed call mapped are kept: the writer reuses a block that is released.
         """
         for index in self._placed:
             if index not in self._arrays:

@@ -1,14 +1,11 @@
-"""Write to the ring: a small message as one record, a longer one as a stream of records.
+"""The writing end of a ring: a small message is one record, a longer one a stream of records.
 
-Pure arithmetic: nothing here touches shared memory. ``next_record`` in native/long_messages.c does
-the same in C.
-
-Guarantees
 - A record becomes visible whole or not at all.
-- Nothing that a reader has not consumed is overwritten.
+- Records that a reader has not consumed are not overwritten.
 - A message that cannot be finished is ended by a CANCEL record; there is always room for it.
 
-Assumes: one writing thread at a time.
+`RecordPlace` and `Body` are pure arithmetic; ``next_record`` in native/long_messages.c computes the
+same. Assumes: one writing thread at a time.
 """
 
 from __future__ import annotations
@@ -29,36 +26,31 @@ if TYPE_CHECKING:
 
 
 RESERVED_FOR_CANCEL: Final = layout.RECORD_ALIGN
-"""Bytes that every record leaves free behind it.
-
-A writer that gives a message up must be able to say so at once, even to readers that are stuck.
-"""
+"""Free bytes behind every record, so that a writer can always cancel at once."""
 
 
 class RecordPlace(NamedTuple):
-    """Where a record goes: ``padding`` bytes are skipped, then it has ``size`` bytes of payload."""
+    """The place of a record: ``padding`` skipped bytes, then ``size`` bytes of payload."""
 
     padding: int
     size: int
 
     @property
     def taken(self) -> int:
-        """Bytes of the ring that the padding, the record's header and its payload take."""
+        """Return the ring's bytes for the padding, the record's header and its payload."""
         return self.padding + layout.record_stride(self.size)
 
     @property
     def need(self) -> int:
-        """Bytes that must be free before it is written: `taken`, and room for a CANCEL."""
+        """Return how many bytes must be free before the write: `taken`, and a CANCEL."""
         return self.taken + RESERVED_FOR_CANCEL
 
 
 def place_whole(size: int, to_end: int) -> RecordPlace:
-    """Where an unsplit record of ``size`` payload bytes goes.
+    """Return the place of an unsplit record of ``size`` payload bytes.
 
-    Args:
-        size: bytes of payload.
-        to_end: bytes from the next free position to the ring's end, where positions wrap. A record
-            that does not fit before the end is put at the ring's start, behind padding.
+    ``to_end`` is the number of bytes to the ring's end, where positions wrap. A record that does
+    not fit before the end is put at the ring's start, behind padding.
     """
     return RecordPlace(0 if layout.record_stride(size) <= to_end else to_end, size)
 
@@ -68,19 +60,19 @@ class Body:
 
     Attributes:
         parts: the table, the main part's pieces and the buffers, in this order.
-        total: their bytes, all together.
-        n_buffers: how many out-of-band buffers there are.
+        total: the bytes of all parts.
+        n_buffers: the number of out-of-band buffers.
     """
 
     def __init__(
         self, main: Sequence[Buffer], buffers: Sequence[memoryview], placed: Collection[int]
     ) -> None:
-        """Nothing is copied: the parts stay the caller's memory.
+        """Refer to the caller's memory; nothing is copied.
 
         Args:
             main: the main part, in contiguous pieces.
             buffers: out-of-band buffers of contiguous bytes.
-            placed: the indexes of those ``buffers`` that are descriptors of blocks.
+            placed: the indexes of ``buffers`` that are descriptors of blocks.
         """
         sizes = (
             buffer.nbytes | layout.PLACED * (index in placed)
@@ -94,7 +86,7 @@ class Body:
         self.total = self._starts.pop()
 
     def place(self, offset: int, largest: int, to_end: int) -> RecordPlace:
-        """Where the record goes whose payload begins with byte ``offset`` of this body.
+        """Return the place of the record whose payload begins at byte ``offset`` of this body.
 
         Args:
             offset: 0 for the first record, which must hold the whole table of sizes.
@@ -112,7 +104,7 @@ class Body:
         return place
 
     def between(self, start: int, end: int) -> list[memoryview]:
-        """Views of the body's bytes from ``start`` up to ``end``, in order."""
+        """Return views of the body's bytes from ``start`` up to ``end``, in order."""
         pieces: list[memoryview] = []
         for index in range(bisect.bisect_right(self._starts, start) - 1, len(self._views)):
             view, before = self._views[index], self._starts[index]
@@ -125,12 +117,12 @@ class Body:
 
 _RECORD = struct.Struct(layout.RECORD_FORMAT)
 _LARGEST_RECORD = 128 << 10
-"""Payload and header of a streamed record at most, in bytes.
+"""The most bytes of a streamed record, header included.
 
 Small against the ring, so that readers copy one record out while the next is copied in.
 """
 _PATIENCE_NS = 50_000
-"""How long to look for room between two records before sleeping.
+"""How long to poll for room between two records before sleeping.
 
 Readers that are copying make room within microseconds; a sleep and a wake cost 35 µs and more.
 """
@@ -140,19 +132,16 @@ class RingWriter:
     """Writes records into ``segment`` and wakes the readers.
 
     Args:
-        segment: the ring's shared memory.
         board: where the writer and the readers are members.
         member: the writer's member number.
         readers: the readers' member numbers, in reader order.
 
     Attributes:
-        readers: as given.
         capacity: bytes of the ring.
-        try_write: publish a message without out-of-band buffers as one record, if there is room
-            now, by its codec's number and its bytes. On success the operation is stamped on the
-            board as ``enqueue``. False if there is no room, the record would take more than a
-            quarter of the ring, or the board is aborted: nothing was written then. It is the
-            extension's own function, one call less on the hot path.
+        try_write: publish a message without out-of-band buffers, given its codec's number and
+            bytes, as one record, and record it on the board as an ``enqueue``. Returns False, with
+            nothing written, if there is no room, the record exceeds a quarter of the ring, or the
+            board is aborted. With the extension it is a C function: one call less on the hot path.
     """
 
     def __init__(self, segment: Segment, board: Board, member: int, readers: Sequence[int]) -> None:
@@ -162,9 +151,9 @@ class RingWriter:
         self.capacity = self._words.load64(layout.RING_CAPACITY)
         self._words.store32(layout.RING_CLOSED, 0)  # a predecessor may have closed it
         self._data = layout.data_offset(len(readers))
-        # The published position once the message's last record is out; 0 before that is known.
+        # The published position behind the message's last record; None before it is known.
         self._last_end: int | None = None
-        # An eighth: a small ring, too, holds several records of a message at once.
+        # An eighth, so that a small ring, too, holds several records of a message at once.
         self._largest_payload = min(self.capacity // 8, _LARGEST_RECORD) - layout.RECORD_HEADER
         eventcounts = tuple(board.eventcount_offset(reader) for reader in readers)
         self._fast = FastWriter(
@@ -180,7 +169,7 @@ class RingWriter:
 
     @property
     def sequence(self) -> int:
-        """How many messages have been begun, cancelled ones included."""
+        """Return how many messages have been begun, cancelled ones included."""
         return self._words.load64(layout.RING_SEQUENCE)
 
     def write(
@@ -194,23 +183,22 @@ class RingWriter:
         before_last: Callable[[], None] | None = None,
         withdraw: Callable[[], None] = lambda: None,
     ) -> None:
-        """Stream one message through the ring; returns when its last record is published.
+        """Stream one message through the ring; return when its last record is published.
+
+        If an exception is raised, by this method or a callback, the message is cancelled, unless
+        its last record is published.
 
         Args:
-            codec: the codec's number, for the records' headers.
             main: the main part, in contiguous pieces.
             buffers: out-of-band buffers of contiguous bytes; their sizes, 8 bytes each, must fit
                 into one record.
-            wait_for_room: called with a number of bytes; returns once so many are free. If it
-                raises, the message is cancelled.
-            placed: the indexes of those ``buffers`` that are descriptors of blocks.
-            before_last: called once, right before the last record is written. If it raises, the
-                message is cancelled.
+            wait_for_room: called with a number of bytes; returns once so many are free.
+            placed: the indexes of ``buffers`` that are descriptors of blocks.
+            before_last: called once, right before the last record is written.
             withdraw: called if no reader gets the message.
 
         Raises:
             ValueError: too many buffers for this ring.
-            What ``wait_for_room`` or ``before_last`` raises.
         """
         begun, self._last_end = self.sequence, None
         fast: FastWriter | None = None
@@ -220,7 +208,7 @@ class RingWriter:
                 raise ValueError(
                     f"{body.n_buffers} buffers are too many for a ring of {self.capacity} bytes"
                 )
-            # The C loop publishes the last record itself: it cannot stop for `before_last`.
+            # The C loop publishes the last record itself, so it cannot call `before_last`.
             if before_last is None and body.total:
                 fast = self._fast
             if fast is not None:
@@ -229,7 +217,7 @@ class RingWriter:
                 self._write_records(codec, body, wait_for_room, before_last)
         except BaseException:
             # A signal handler may raise after the last record was published. Readers then have the
-            # message: a CANCEL would be a lie, and its blocks are theirs to release.
+            # message and release its blocks.
             end = self._words.load64(layout.RING_PUBLISHED)
             whole = end == self._last_end if fast is None else fast.moved == body.total
             if self.sequence == begun:
@@ -240,22 +228,22 @@ class RingWriter:
             raise
 
     def has_room(self, need: int) -> bool:
-        """Whether ``need`` more bytes may be written without reaching what a reader has not read.
+        """Return whether ``need`` bytes may be written without overwriting an unread record.
 
-        False as well if every reader has left; see `has_no_readers`.
+        Also False if every reader is closed; see `has_no_readers`.
         """
         words = self._words
         position = words.load64(layout.RING_PUBLISHED)
-        # The gate caches the slowest reader's position: each reader's word lies in a cache line
-        # that the reader keeps writing, so it is loaded only when the cached value is not enough.
+        # The gate caches the slowest reader's position. Each reader keeps writing the cache line of
+        # its own position, so those are loaded only when the cached value is not enough.
         if position + need - words.load64(layout.RING_GATE) <= self.capacity:
             return True
         gate = self._slowest()
         if gate == layout.LEFT:
             return False
         words.store64(layout.RING_GATE, gate)
-        # A reader may join again just now. With a fence on both sides it sees this gate, or the
-        # second look sees its position; see `RingReader._rejoin`.
+        # A reader may rejoin at this moment. With a fence on both sides it sees this gate, or the
+        # second load sees its position; see `RingReader._rejoin`.
         words.fence()
         gate = min(gate, self._slowest())
         words.store64(layout.RING_GATE, gate)
@@ -263,31 +251,33 @@ class RingWriter:
 
     @property
     def published(self) -> int:
-        """The position at which the next record begins."""
+        """Return the position of the next record."""
         return self._words.load64(layout.RING_PUBLISHED)
 
     def joined_at(self, reader: int) -> int:
-        """The position from which on reader number ``reader`` takes records."""
+        """Return the position of the first record for reader number ``reader``."""
         return self._words.load64(layout.reader_line(reader) + layout.READER_JOINED)
 
     def has_left(self, reader: int) -> bool:
-        """Whether reader number ``reader`` has left the queue."""
+        """Return whether reader number ``reader`` has closed the queue."""
         return self._consumed(reader) == layout.LEFT
 
     def is_attached(self, reader: int) -> bool:
-        """Whether reader number ``reader`` has joined and has neither ended nor left its board."""
+        """Return whether reader number ``reader`` has joined, and neither exited nor closed its
+        board.
+        """
         return self._board.member_status(self.readers[reader]).state in ("idle", "busy")
 
     def is_running(self, reader: int, pid: int) -> bool:
-        """Whether process ``pid`` is reader number ``reader`` and still runs."""
+        """Return whether process ``pid`` is reader number ``reader`` and still runs."""
         return self._board.is_running(self.readers[reader], pid)
 
     def has_no_readers(self) -> bool:
-        """Whether every reader has left the queue."""
+        """Return whether every reader has closed the queue."""
         return all(self.has_left(reader) for reader in range(len(self.readers)))
 
     def behind(self) -> dict[int, int]:
-        """How many messages each reader has not read, by member number; without those that left."""
+        """Return how many messages each open reader has not read, by member number."""
         sequence = self.sequence
         return {
             member: sequence
@@ -297,7 +287,7 @@ class RingWriter:
         }
 
     def slow_readers(self, need: int) -> list[int]:
-        """The member numbers of the readers that keep ``need`` bytes from being free."""
+        """Return the members whose unread records keep ``need`` bytes from being free."""
         free_from = self._words.load64(layout.RING_PUBLISHED) + need - self.capacity
         return [
             member
@@ -306,12 +296,12 @@ class RingWriter:
         ]
 
     def remove(self, member: int) -> None:
-        """Wait no more for the reader that is ``member`` of the board; its process has ended."""
+        """Stop waiting for the reader ``member`` of the board; its process has exited."""
         line = layout.reader_line(self.readers.index(member))
         self._words.store64(line + layout.READER_CONSUMED, layout.LEFT)
 
     def close(self) -> None:
-        """Tell the readers that nothing more will be published, and wake them."""
+        """Mark the ring as closed, and wake the readers."""
         self._words.store32(layout.RING_CLOSED, 1)
         self._notify_readers()
 
@@ -320,7 +310,7 @@ class RingWriter:
     ) -> None:
         largest = self._largest_payload
         fast.moved = 0
-        while True:  # it returns early: no room for `_PATIENCE_NS`, an abort, or 64 MiB in one go
+        while True:  # returns early: no room for `_PATIENCE_NS`, an abort, or 64 MiB in one call
             fast.write_parts(codec, largest, body.parts, _PATIENCE_NS)
             if fast.moved == body.total:
                 return
@@ -340,7 +330,7 @@ class RingWriter:
                 wait_for_room(place.need)
             end = offset + place.size
             if end == body.total:
-                # Room is there already: once `before_last` has returned nothing can fail any more.
+                # There is room: after `before_last` nothing can fail.
                 if before_last is not None:
                     before_last()
                 self._last_end = self._words.load64(layout.RING_PUBLISHED) + place.taken

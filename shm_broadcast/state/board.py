@@ -1,20 +1,15 @@
-"""Share the state of a group: its members, what each one does, how it waits, and why the group was
-aborted.
-
-Guarantees: every wait ends: ready, deadline, abort, or a needed member's death, whichever is first.
+"""The shared state of a group: what each member does, how it waits, and why the group was aborted.
 
 One segment per group and host, with a slot per member. It turns a hang into a sentence:
 "all_reduce: timed out after 2 s, waiting for rank 3 (pid 4242), last seen in send_tensor_dict
 #1040, 2.1 s ago".
 
-Guarantees
-- `Board.abort` is seen by every member, at its next operation or, asleep, at once.
-- Of several failures the one that claimed the abort word first is reported to all.
-- Every wait ends: see `shm_broadcast.state.board`.
+- Every wait ends: ready, deadline, abort, or a needed member's death, whichever is first.
+- `Board.abort` reaches every member, at its next operation or, asleep, at once.
+- The failure that claims the abort word first is reported to all members.
 
-Assumes: members share a host and a user. A board is the scope of an abort: whatever shares the
-board aborts together. Members may be on other hosts if somebody carries news between the boards:
-see `Board.hear`.
+Assumes: members share a host and a user; all users of a board abort together. For members on other
+hosts see `Board.set_remote_members`.
 """
 
 from __future__ import annotations
@@ -58,12 +53,14 @@ from shm_broadcast.state.table import (
 )
 
 LIVENESS_SECONDS: Final = 0.1
-"""Seconds between two checks by a sleeping member whether those it waits for are still alive. It
-wakes more often, but this check costs more than everything else that it then does."""
+"""The interval at which a sleeping member checks that its peers are alive.
+
+It wakes more often, but this check costs more than all others.
+"""
 
 
 class Waiter(Slots):
-    """The waiting side of a board: its slots, their doorbells, and everything that ends a wait."""
+    """The waiting side of a board: its slots, their eventcounts, and the ends of a wait."""
 
     def __init__(
         self, segment: Segment, ranks: tuple[int, ...], name: str, member: int | None
@@ -78,17 +75,17 @@ class Waiter(Slots):
 
     @property
     def oversubscribed(self) -> bool:
-        """Whether it has more members than this process was given cores: some lack one."""
+        """Return whether there are more members than CPUs of this process: some lack one."""
         return self.n_members > len(GIVEN_CORES)
 
     @property
     def closed(self) -> bool:
-        """Whether `leave` or `close` was called here."""
+        """Return whether `leave` or `close` was called here."""
         return self._closed
 
     @property
     def aborted(self) -> Failure | None:
-        """The first failure, if the group was aborted."""
+        """Return the first failure, if the group was aborted."""
         failure = first_failure(self._segment, self.ranks)
         if failure is None:
             return None
@@ -96,15 +93,15 @@ class Waiter(Slots):
         return failure if reporter is None else replace(failure, host=reporter.host)
 
     def eventcount_offset(self, member: int) -> int:
-        """Where ``member``'s doorbell lies in `words`."""
+        """Return the offset of ``member``'s eventcount in `words`."""
         return self._eventcounts[self._valid(member)].offset
 
     def notify(self, member: int) -> None:
-        """Wake ``member``, after having changed what it may wait for."""
+        """Wake ``member``; call it after changing its condition."""
         self._eventcounts[member].notify()
 
     def notify_self(self) -> None:
-        """Wake this member: another thread of this process may wait."""
+        """Wake the other threads of this process that wait."""
         if self.member is not None:
             self._eventcounts[self.member].notify()
 
@@ -114,9 +111,9 @@ class Waiter(Slots):
             eventcount.notify()
 
     def check(self, operation: str) -> None:
-        """Raise if the group was aborted or this board closed; costs one load otherwise."""
+        """Raise if the group was aborted or this board closed; otherwise costs one load."""
         if self._closed:
-            self._mark_closed()  # again: this thread may have stamped its operation since
+            self._mark_closed()  # again: this thread may have recorded an operation since
             title = self._titled(operation)
             raise GroupClosedError(f"{title}: {self._why_closed}")
         if self.words.load32(layout.BOARD_ABORT):
@@ -127,22 +124,17 @@ class Waiter(Slots):
     def require(
         self, operation: str, peers: Callable[[], Iterable[int]], ready: Callable[[], bool]
     ) -> None:
-        """Raise if one of ``peers`` has gone, and what is waited for is not there.
-
-        Args:
-            operation: what this is, for messages.
-            peers: the members that are waited for.
-            ready: whether what is waited for is there.
+        """Raise if one of ``peers`` is lost or closed and the wait is not ``ready``.
 
         Raises:
-            PeerLostError: one of them has ended, or has left in good order.
+            PeerLostError: a peer has exited or closed its end.
             GroupAbortedError, GroupClosedError: as `check`.
         """
         self._check_for(operation, peers)
         gone = self._members.first_gone(peer for peer in peers() if peer != self.member)
-        # A peer may have finished what is waited for just before it ended.
+        # A peer may have completed the wait just before its end.
         if gone is not None and not ready():
-            self._check_for(operation, peers)  # it may have aborted before it left
+            self._check_for(operation, peers)  # it may have aborted before its end
             raise PeerLostError(self._titled(operation), self.member_status(gone))
 
     def wait(
@@ -162,36 +154,34 @@ class Waiter(Slots):
         """Wait until ``ready()``.
 
         Args:
-            ready: the predicate; whoever makes it true rings this member.
-            deadline: when to give up.
-            operation: what this is, for messages.
+            ready: the condition; the process that makes it true notifies this member.
+            operation: the name of the wait, for messages.
             peers: the members still waited for, for liveness and for messages.
-            poll: look again every so many seconds, where what is waited for cannot ring.
-            spin: seconds to look without sleeping, first.
-            detail: what else a timeout should say.
-            watch: called with ``operation`` before each sleep; what it raises ends the wait.
-            shown: the members that it is said to wait for, to whoever looks on from outside; None:
-                ``peers``.
-            lookout: when to look without sleeping once more.
+            poll: seconds between calls of ``ready``, where its cause cannot notify.
+            spin: seconds to spin first.
+            detail: further facts for a timeout error.
+            watch: called with ``operation`` before each sleep; its exceptions end the wait.
+            shown: the members that inspection shows as waited for; None: ``peers``.
+            lookout: when to spin once more.
 
         Raises:
             GroupTimeoutError: the deadline passed; names ``peers()``.
-            PeerLostError: one of ``peers()`` has ended, or has left in good order.
+            PeerLostError: one of ``peers()`` has exited or closed its end.
             GroupAbortedError: a member aborted the group.
             GroupClosedError: another thread closed the board here.
         """
 
-        looked, began, entry = -math.inf, 0, 0
+        checked, began, entry = -math.inf, 0, 0
 
-        def look() -> None:
-            nonlocal looked, began, entry
+        def check() -> None:
+            nonlocal checked, began, entry
             self._check_for(operation, peers)
             if watch is not None:
                 watch(operation)
             now = time.monotonic()
-            if now < looked + LIVENESS_SECONDS:
+            if now < checked + LIVENESS_SECONDS:
                 return
-            looked = now
+            checked = now
             self.fingerprints.compare()
             if not began:
                 began = time.monotonic_ns()
@@ -210,7 +200,7 @@ class Waiter(Slots):
                 slice_seconds=poll,
                 spin_seconds=spin,
                 lookout=lookout,
-                between_slices=look,
+                between_slices=check,
             )
         finally:
             if entry and self._published is not None:
@@ -220,20 +210,19 @@ class Waiter(Slots):
             more = "; ".join(filter(None, (detail(), self._members.remote.problems())))
             raise GroupTimeoutError(self._titled(operation), deadline.timeout, late, more)
 
-    def set_remote_members(self, elsewhere: RemoteMembers) -> None:
-        """Learn from ``elsewhere`` what members on other hosts do."""
-        self._members.remote = elsewhere
+    def set_remote_members(self, remote: RemoteMembers) -> None:
+        """Use ``remote`` for the state of members on other hosts."""
+        self._members.remote = remote
 
     def suspect(self, members: Iterable[int]) -> Callable[[], bool]:
-        """Note that a connection with one of ``members`` broke.
+        """Report that a connection with one of ``members`` broke.
 
-        Returns:
-            A function that returns whether by now it is known which of them has gone, if one has.
+        Returns a function that returns whether the lost member, if there is one, is known by now.
         """
         return self._members.remote.suspect(members)
 
     def refresh_remote(self) -> None:
-        """Swap news with other hosts, if members are there: a moment, half a second at most."""
+        """Exchange the state with other hosts, if any; takes half a second at most."""
         self._members.remote.refresh()
 
     def _mark_closed(self) -> None:
@@ -241,9 +230,7 @@ class Waiter(Slots):
             self._members.mark_left(self.member)
 
     def _check_for(self, operation: str, peers: Callable[[], Iterable[int]]) -> None:
-        """As `check`; whoever waits for the member whose loss is the reason, or that has closed its
-        end, is told just that.
-        """
+        """Raise as `check`, but PeerLostError or GroupClosedError if a peer caused the abort so."""
         try:
             self.check(operation)
         except GroupAbortedError as aborted:
@@ -257,7 +244,6 @@ class Waiter(Slots):
             raise
 
     def _lost_to(self, failure: Failure) -> MemberStatus | None:
-        """The status of the member whose loss is what was reported, if that is it."""
         if failure.kind != PeerLostError.__name__:
             return None
         culprit = self.ranks.index(failure.culprit)
@@ -278,10 +264,7 @@ _log = logging.getLogger(__name__)
 class BoardHandle(msgspec.Struct, frozen=True):
     """Names a board to other processes of the same user on the same host.
 
-    Attributes:
-        segment: its segment.
-        ranks: what each member is called in messages.
-        name: the group's name, for messages.
+    ``ranks`` and ``name`` are those of `Board`.
     """
 
     segment: SegmentHandle
@@ -290,16 +273,16 @@ class BoardHandle(msgspec.Struct, frozen=True):
 
 
 class Board(Waiter):
-    """One process's view of its group's board. Close it to leave the group in good order.
+    """One process's end of its group's board. `close` ends the membership without an error.
 
     Attributes:
         name: the group's name, for messages.
-        ranks: what each member is called in messages.
-        n_members: how many slots the board has.
-        member: this process's slot, ``None`` for one that only looks on.
+        ranks: each member's rank in messages.
+        n_members: the number of slots.
+        member: this process's slot, ``None`` for inspection only.
         words: the board's atomic words, for the protocols that build on it.
-        history: where this member's history lies in them; 0: none is kept.
-        tallies: what the members' collectives have come to, in groups that compare it.
+        history: the offset of this member's history in ``words``; 0: there is none.
+        fingerprints: all members' `Fingerprints`.
     """
 
     def __init__(
@@ -323,94 +306,88 @@ class Board(Waiter):
         *,
         histories: bool = True,
     ) -> Board:
-        """A new board with ``n_members`` slots; this process owns the memory.
+        """Make a board with ``n_members`` slots; this process owns the memory.
 
-        Collective: no. The others attach by `handle`.
+        The others attach by `handle`.
 
         Args:
-            n_members: 1 or more.
-            member: the slot this process takes; ``None`` to take none.
-            name: goes before each operation in messages; ``""`` where that says it all.
-            ranks: what each member is called in messages, `DRIVER_RANK` for one that has no rank;
-                its number if not given.
-            histories: whether to keep the last operations of each member, and what all of them came
-                to, in 139 KiB each.
+            member: the slot of this process; ``None`` for none.
+            name: precedes each operation in messages; may be ``""``.
+            ranks: each member's rank in messages, `DRIVER_RANK` for a member without one; by
+                default its number.
+            histories: whether to keep the last operations and the totals of each member, in 139 KiB
+                each.
 
         Raises:
-            ValueError: ``n_members`` or ``member`` is out of range, or ``ranks`` are not as many.
+            ValueError: ``n_members`` or ``member`` is out of range, or the number of ``ranks`` is
+                wrong.
             SharedMemoryError: too little memory is free.
         """
         if n_members < 1:
             raise ValueError(f"a board needs 1 or more members; got {n_members}")
-        called = tuple(range(n_members) if ranks is None else ranks)
-        if len(called) != n_members:
-            raise ValueError(f"{n_members} members cannot be called {called}")
+        names = tuple(range(n_members) if ranks is None else ranks)
+        if len(names) != n_members:
+            raise ValueError(f"{n_members} members cannot be called {names}")
         size = layout.board_size(n_members, histories=histories)
         segment = Segment.create(size, layout.BOARD_LABEL)
         if histories:
             segment.words.store32(layout.BOARD_HISTORY, layout.HISTORY_ENTRIES)
         segment.words.write(layout.BOARD_KEY, os.urandom(layout.BOARD_KEY_BYTES))
         write_text(segment, layout.BOARD_NAME, name, layout.BOARD_NAME_BYTES)
-        for index, rank in enumerate(called):
+        for index, rank in enumerate(names):
             segment.words.store32(layout.member_slot(index) + layout.MEMBER_RANK, rank & _U32)
-        # Last: whoever looks on takes it for a sign that all of the above is there.
+        # Last: inspection takes it as the sign that the board is complete.
         segment.words.store32(layout.BOARD_MEMBERS, n_members)
-        return cls(segment, called, name, member)
+        return cls(segment, names, name, member)
 
     @classmethod
     def attach(cls, handle: BoardHandle, member: int | None) -> Board:
-        """Join the board that ``handle`` names, as ``member``.
-
-        Collective: no. A slot whose process has died may be taken over.
+        """Join the board of ``handle`` as ``member``; a dead process's slot may be taken over.
 
         Raises:
-            SharedMemoryError: the board is on another host, or its owner has ended.
+            SharedMemoryError: the board is on another host, or its owner has exited.
             ValueError: ``member`` is out of range, or taken by a living process.
         """
         return cls(Segment.attach(handle.segment), handle.ranks, handle.name, member)
 
     def handle(self) -> BoardHandle:
-        """What `attach` needs; valid while this process keeps the board open."""
+        """Return the handle for `attach`; valid while this process keeps the board open."""
         return BoardHandle(self._segment.handle(), self.ranks, self.name)
 
     @property
     def memory(self) -> memoryview:
-        """The board's bytes, for extensions that wait and stamp by themselves."""
+        """Return the board's bytes, for extensions that wait and record on their own."""
         return self._segment.memory
 
     @property
     def key(self) -> bytes:
-        """Random bytes that only those know who have attached this board."""
+        """Return random bytes that only processes which attached this board can read."""
         begin = layout.BOARD_KEY
         return bytes(self._segment.memory[begin : begin + layout.BOARD_KEY_BYTES])
 
     def abort(self, error: BaseException | str, culprit: int | None = None) -> None:
         """End every member's waiting with `GroupAbortedError`; the first failure is kept.
 
-        Collective: no, any member may.
-
-        Args:
-            error: what happened.
-            culprit: the member it happened to; if not given, the lost one that ``error`` names, or
-                else this one.
+        ``culprit`` is the failed member; by default the lost member that ``error`` names, or else
+        this one.
         """
         member = self._require_member("abort")
-        about = self._ended_by(error, member) if culprit is None else culprit
+        culprit = self._lost_member(error, member) if culprit is None else culprit
         first = self.aborted is None
-        self.report(member, *kind_and_message(error), about)
+        self.report(member, *kind_and_message(error), culprit)
         if first and self.aborted is not None:
-            who = {"rank": self.ranks[about], "group": self.name}
-            _log.info("%s was aborted: %s", self.name or "the group", self.aborted, extra=who)
-        self.refresh_remote()  # other hosts are told before this call does anything else
+            facts = {"rank": self.ranks[culprit], "group": self.name}
+            _log.info("%s was aborted: %s", self.name or "the group", self.aborted, extra=facts)
+        self.refresh_remote()  # other hosts receive the abort before this call does anything else
 
     def report(self, member: int, kind: str, message: str, culprit: int) -> None:
-        """Abort with what ``member`` has reported, on this host or on another one."""
-        with self._reporting:  # no other thread shows a report that is written just now
+        """Abort the group with a failure of ``member``, on this host or on another one."""
+        with self._reporting:  # no other thread publishes a half-written report
             report_failure(self._segment, self.n_members, member, kind, message, culprit)
         self.notify_all()
 
     def leave(self) -> None:
-        """Leave the group in good order; what stands on the board can be read until `close`.
+        """Close this member's end; the board stays readable until `close`.
 
         Waiting threads of this process get GroupClosedError.
         """
@@ -420,20 +397,20 @@ class Board(Waiter):
             self.notify_all()
 
     def mark_lost(self) -> None:
-        """Be lost to the others, as if this process had ended, unless the group was left before."""
+        """Be lost to the others, as if this process had exited, unless `leave` was called."""
         if not self._closed and self.member is not None:
             self._closed = True
             self._members.mark_lost(self.member)
             self.notify_all()
 
     def after_fork_in_child(self) -> None:
-        """In a forked child: it is no member, whoever its parent is."""
+        """Refuse all calls in a forked child: it is no member."""
         self._closed, self._why_closed = True, IN_FORKED_CHILD
-        self._reporting = threading.RLock()  # another thread of the parent may have it
+        self._reporting = threading.RLock()  # another thread of the parent may hold it
         self._members.after_fork_in_child()
 
     def close(self) -> None:
-        """Leave the group, if that was not done, and give the memory back."""
+        """Call `leave`, and free the memory."""
         if not self._given_back:
             self._given_back = True
             self.leave()
@@ -462,16 +439,16 @@ class Board(Waiter):
             if stacks is not None:
                 self._published.publish_stacks(stacks)
             self._members.publish(member)
-        except ValueError:  # another one has it
+        except ValueError:  # another process has the slot
             raise
         except BaseException:
             self._members.rollback_claim(member)
             raise
         self.notify_all()
 
-    def _ended_by(self, error: BaseException | str, otherwise: int) -> int:
+    def _lost_member(self, error: BaseException | str, default: int) -> int:
         if isinstance(error, PeerLostError):
             for status in self.status():
                 if (status.rank, status.pid) == (error.rank, error.pid):
                     return self.ranks.index(status.rank)
-        return otherwise
+        return default

@@ -1,9 +1,8 @@
-"""Reads the Python stack of another process, even of one that is stuck or has crashed.
+"""Read the Python stack of another process, even if it is stuck or has crashed.
 
-The process has a memory file (memfd). Python's faulthandler writes its stack into it, from C and
-without the GIL, when somebody sends `STACK_SIGNAL`. Every member of a board has such a file, and
-its descriptor's number is on the board. A pool's driver makes the files of its workers; these also
-get the stack when a worker crashes.
+On `STACK_SIGNAL`, Python's faulthandler writes the stack into a memfd of the process, from C and
+without the GIL. Every member of a board has such a file, and its descriptor's number is on the
+board. A pool's driver makes the files of its workers; these also get the stack of a crash.
 """
 
 from __future__ import annotations
@@ -25,25 +24,25 @@ STACK_SIGNAL: Final = signal.SIGRTMIN + 10
 _LABEL: Final = "group-stacks"
 _LOOK_SECONDS: Final = 0.01
 _WRITING_NS: Final = 1_000_000
-"""A process that has run for so long and written nothing has written all."""
+"""A process that has run for so long without writing has written its whole stack."""
 
 _written_to: Final[dict[int, int]] = {}
-"""The one registry of this module: the descriptor that a process writes its stacks to, by pid: a
-forked child has its parent's entry, which says nothing about it."""
+"""The one registry of this module: by pid, the descriptor of a process's stack file.
+
+A forked child has its parent's entry, which does not count for the child.
+"""
 
 
 def writes_stacks_to(descriptor: int) -> None:
-    """Note that whoever started this process has it write its stacks to ``descriptor``."""
+    """Record that this process's starter has it write its stacks to ``descriptor``."""
     _written_to[os.getpid()] = descriptor
 
 
 def write_stacks_when_asked() -> int | None:
-    """Have this process write the stack of its main thread when it gets `STACK_SIGNAL`.
+    """Write the stack of the main thread on every `STACK_SIGNAL` from now on.
 
-    It does so from then on for good: the signal would end a process that did not catch it any more.
-
-    Returns:
-        The descriptor of its memory file; None if the program uses that signal itself.
+    The handler stays for good: without it the signal would kill the process. Returns the descriptor
+    of the memory file; None if the program uses that signal itself.
     """
     descriptor = _written_to.get(os.getpid())
     if descriptor is None:
@@ -55,17 +54,16 @@ def write_stacks_when_asked() -> int | None:
             file.detach()
         else:  # another thread was faster
             file.close()
-        # Not of all threads: a running one changes its frames while another reads them, which ends
-        # the process sooner or later.
+        # Not all threads: a running thread changes its frames while the handler reads them, which
+        # crashes the process sooner or later.
         faulthandler.register(STACK_SIGNAL, file=descriptor, all_threads=False)
     return descriptor
 
 
 def catches(pid: int, number: int) -> bool:
-    """Whether a process catches a signal, which would end it otherwise.
+    """Return whether a process has a handler for a signal.
 
-    Raises:
-        OSError: there is no such process.
+    Raises OSError if there is no such process.
     """
     status = Path(f"/proc/{pid}/status").read_text()
     caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
@@ -76,7 +74,6 @@ class StackFile:
     """One end of a process's memory file."""
 
     def __init__(self) -> None:
-        """Make the file."""
         with system_call("memfd_create"):
             self.fd = os.memfd_create(_LABEL, os.MFD_CLOEXEC)
         # All ends share one file offset; appending makes `clear` start at 0 again.
@@ -84,10 +81,9 @@ class StackFile:
 
     @classmethod
     def of(cls, pid: int, descriptor: int) -> Self:
-        """The file that is ``descriptor`` in another process of this user.
+        """Open the file that is ``descriptor`` in another process of this user.
 
-        Raises:
-            OSError: it cannot be opened, or is something else.
+        Raises OSError if it cannot be opened, or is no stack file.
         """
         path = Path(f"/proc/{pid}/fd/{descriptor}")
         if not path.readlink().name.startswith(f"memfd:{_LABEL} "):
@@ -97,36 +93,34 @@ class StackFile:
         return file
 
     def detach(self) -> int:
-        """The descriptor, which nobody closes from now on."""
+        """Return the descriptor, which stays open."""
         descriptor, self.fd = self.fd, -1
         return descriptor
 
     def read(self) -> str:
-        """The text that the process has written since the last `clear`; ``""`` if none."""
+        """Return the text since the last `clear`; ``""`` if there is none."""
         return os.pread(self.fd, os.fstat(self.fd).st_size, 0).decode(errors="replace")
 
     def clear(self) -> None:
-        """Forget what was written."""
+        """Truncate the file."""
         os.ftruncate(self.fd, 0)
 
     def close(self) -> None:
         """Close the file; idempotent."""
-        descriptor = self.detach()  # first: a signal handler may close it, too
+        descriptor = self.detach()  # first: a signal handler may call `close`, too
         if descriptor >= 0:
             os.close(descriptor)
 
 
 class _Writing:
-    """How far a process has come with its stack, whose end nothing marks."""
+    """The progress of a process that writes its stack, which has no end mark."""
 
     def __init__(self, file: StackFile, pid: int | None) -> None:
         self._file, self._pid = file, pid
         self._size = self._ran = 0
 
     def is_over(self) -> bool:
-        """Whether the file has not grown since the last look that found it longer, although the
-        process could have written: it sleeps, or has run meanwhile.
-        """
+        """Return whether the file stopped growing although the process slept or ran meanwhile."""
         size, ran = os.fstat(self._file.fd).st_size, _ran_for(self._pid)
         if size != self._size:
             self._size, self._ran = size, ran or 0
@@ -135,9 +129,7 @@ class _Writing:
 
 
 def _ran_for(pid: int | None) -> int | None:
-    """For how many ns the main thread of a process has run; None if it does not want to, or if
-    that cannot be seen.
-    """
+    """Return how many ns a process's main thread has run; None if it sleeps or that is unknown."""
     try:
         if pid is None or stat_fields(Path(f"/proc/{pid}/stat").read_bytes())[0] != b"R":
             return None
@@ -152,13 +144,9 @@ def read_stacks(
     ask: Callable[[int], None],
     deadline: Deadline,
 ) -> dict[int, str]:
-    """Ask processes for their stacks; return those that are written before the deadline.
+    """Request the stacks of processes; return those written before the deadline.
 
-    Args:
-        files: each process's file, by its rank or pid.
-        pids: of those of them that run on this host, likewise.
-        ask: sends `STACK_SIGNAL` to the process with that rank or pid.
-        deadline: when to return without the missing ones.
+    All are by rank or pid: ``pids`` has the processes on this host; ``ask`` sends `STACK_SIGNAL`.
     """
     for rank, file in files.items():
         file.clear()
@@ -167,7 +155,7 @@ def read_stacks(
     while writing and not deadline.expired:
         time.sleep(deadline.remaining(at_most=_LOOK_SECONDS))
         writing = [each for each in writing if not each.is_over()]
-    found = {rank: file.read() for rank, file in files.items()}
+    stacks = {rank: file.read() for rank, file in files.items()}
     for file in files.values():
-        file.clear()  # what is in it when the process ends tells why
-    return {rank: stack for rank, stack in found.items() if stack}
+        file.clear()  # else it would later pass for the stack of a crash
+    return {rank: stack for rank, stack in stacks.items() if stack}

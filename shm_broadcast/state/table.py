@@ -1,13 +1,9 @@
-"""Hold the members of a group: who has each slot, what each one does, and which failure aborted it.
+"""The slots of a board: each member's process and state, and the failure that aborted the group.
 
-One slot belongs to one process at a time; only its owner writes it. The first member that claims
-the abort word aborts the group.
-
-`RemoteMembers` is written by whoever carries news between the boards of hosts. A board that nobody
-carries news to has `NoRemoteMembers`.
-
-Guarantees: a slot is taken by one process; a second one, even at the same moment, is refused until
-that process has ended or left.
+One slot belongs to one process at a time, and only its owner writes it; a second process, even at
+the same moment, is refused until the owner has exited or closed. The first member that claims the
+abort word aborts the group. `RemoteMembers` has the state of members on other hosts;
+`NoRemoteMembers` is for groups of one host.
 """
 
 from __future__ import annotations
@@ -35,75 +31,68 @@ from shm_broadcast.state.flight_recorder import (
 from shm_broadcast.state.status import PublishedStatus
 
 _SEEN_WITHIN: Final = 0.5
-"""Seconds until a member's end has surely been noticed on its own host; a connection to it breaks
-earlier."""
+"""Seconds until a member's own host has detected its end; a connection to it breaks earlier."""
 
 
 class RemoteMembers(Protocol):
-    """What is known in this process about the members that are on other hosts."""
+    """The known state of members that are on other hosts."""
 
     def status(self, member: int) -> MemberStatus | None:
-        """What ``member`` was last heard to do; None if it is on this host."""
+        """Return the last received status of ``member``; None if it is on this host."""
 
     def fingerprints(self, member: int) -> Sequence[Fingerprint] | None:
-        """What ``member`` was last heard to have come to; None if it is on this host."""
+        """Return the last received fingerprints of ``member``; None if it is on this host."""
 
     def gone(self, member: int) -> bool:
-        """Whether ``member`` has died or left, or its host has been silent for too long."""
+        """Return whether ``member`` is lost or closed, or its host was silent for too long."""
 
     def suspect(self, members: Iterable[int]) -> Callable[[], bool]:
-        """A connection with one of ``members`` broke: believe sooner that a silent host is gone.
+        """Report a broken connection with one of ``members``: a silent host is lost sooner.
 
-        Returns:
-            A function that returns whether by now it is known which of them has gone, if one has.
+        Returns a function that returns whether the lost member, if there is one, is known by now.
         """
 
     def mark_dead(self, member: int) -> None:
-        """Believe that ``member`` has died: somebody has seen it, and aborted the group."""
+        """Mark ``member`` as dead, since another member detected that and aborted the group."""
 
     def refresh(self) -> None:
-        """Send this host's news and take in the others', now."""
+        """Exchange the state with the other hosts now."""
 
     def problems(self) -> str:
-        """What is wrong with the hosts themselves, for messages; ``""`` if nothing is."""
+        """Return the problems of the hosts themselves, for messages; ``""`` if there are none."""
 
 
 class NoRemoteMembers:
-    """No member is on another host."""
+    """Every member is on this host."""
 
     def status(self, member: int) -> None:
-        """None: every member is on this host."""
+        """Return None: every member is on this host."""
 
     def fingerprints(self, member: int) -> None:
-        """None: every member is on this host."""
+        """Return None: every member is on this host."""
 
     def gone(self, member: int) -> bool:  # noqa: ARG002
-        """False: whether a member's process runs is looked up instead."""
+        """Return False: the caller checks the process itself."""
         return False
 
     def suspect(self, members: Iterable[int]) -> Callable[[], bool]:  # noqa: ARG002
-        """The end of a process on this host is noticed soon."""
+        """Return a function that is True after `_SEEN_WITHIN`."""
         until = time.monotonic() + _SEEN_WITHIN
         return lambda: time.monotonic() >= until
 
     def mark_dead(self, member: int) -> None:
-        """Nothing to note: whether its process runs is looked up."""
+        """Do nothing: the caller checks the process itself."""
 
     def refresh(self) -> None:
-        """There is nobody to swap with."""
+        """Do nothing: there are no other hosts."""
 
     def problems(self) -> str:
-        """There is nothing to say."""
+        """Return ``""``."""
         return ""
 
 
 def first_failure(segment: SharedBytes, ranks: Sequence[int]) -> Failure | None:
-    """The failure that aborted the group, if one did.
-
-    Args:
-        segment: the board's.
-        ranks: what its members are called.
-    """
+    """Return the failure that aborted the group, or None."""
     first = segment.words.load32(layout.BOARD_ABORT)
     if first == 0:
         return None
@@ -119,38 +108,37 @@ def first_failure(segment: SharedBytes, ranks: Sequence[int]) -> Failure | None:
 def report_failure(
     segment: Segment, n_members: int, member: int, kind: str, text: str, culprit: int
 ) -> None:
-    """Write down ``member``'s failure, unless it has one, and claim the abort word with it."""
+    """Store ``member``'s failure, unless it has one, and claim the abort word with it."""
     words, slot = segment.words, layout.failure_slot(member, n_members)
     if words.compare_and_swap32(slot + layout.FAILURE_CLAIMED, 0, 1):
         words.store32(slot + layout.FAILURE_CULPRIT, culprit)
         write_text(segment, slot + layout.FAILURE_KIND, kind, layout.FAILURE_KIND_BYTES)
         write_text(segment, slot + layout.FAILURE_MESSAGE, text, layout.FAILURE_MESSAGE_BYTES)
-    # Also where it has one: a signal handler may have raised before that could abort anything.
+    # Even if it has one: a signal handler may have raised between the two steps.
     words.compare_and_swap32(layout.BOARD_ABORT, 0, member + 1)
 
 
 def forget_failure(segment: Segment, n_members: int, member: int) -> None:
-    """Let ``member``'s successor report a failure, unless that of ``member`` aborted the group."""
+    """Clear ``member``'s failure for its successor, unless it aborted the group."""
     if segment.words.load32(layout.BOARD_ABORT) != member + 1:
         slot = layout.failure_slot(member, n_members)
         segment.words.store32(slot + layout.FAILURE_CLAIMED, 0)
 
 
 def kind_and_message(error: BaseException | str) -> tuple[str, str]:
-    """The kind of an error, and its text."""
+    """Return the kind of an error, and its text."""
     if isinstance(error, str):
         return "Abort", error
     try:
         return type(error).__name__, str(error)
-    except Exception as another:  # noqa: BLE001 - the group is aborted whatever its text says
+    except Exception as another:  # noqa: BLE001 - the abort does not need the text
         return type(error).__name__, f"no text: its __str__ raised {type(another).__name__}"
 
 
 class Members:
-    """One process's view of the slots. Close it to let go of the processes it watches.
+    """One process's view of the slots. `close` closes its pidfds of the members.
 
-    Attributes:
-        remote: knows the members on other hosts.
+    ``remote`` is the state of members on other hosts.
     """
 
     def __init__(
@@ -160,9 +148,9 @@ class Members:
         name: str,
         runs: Callable[[ProcessId], bool] | None = None,
     ) -> None:
-        """Look at the slots in ``segment``, called ``ranks`` in messages, of the group ``name``.
+        """Read the slots of a group in ``segment``; ``ranks`` and ``name`` are for messages.
 
-        ``runs`` tells whether a process still runs; None: they are watched from here.
+        ``runs`` returns whether a process still runs; None: pidfds are used.
         """
         self._segment = segment
         self._words = segment.words
@@ -170,15 +158,14 @@ class Members:
         self._name = name
         self.remote: RemoteMembers = NoRemoteMembers()
         self._closed = False
-        self._logged = runs
+        self._runs = runs
         self._watches: dict[int, ProcessWatch] = {}
         self._lock = threading.RLock()
 
     def claim(self, member: int) -> None:
-        """Keep ``member``'s slot for this process; nobody sees it before `publish`.
+        """Claim ``member``'s slot for this process, invisibly until `publish`.
 
-        Raises:
-            ValueError: a living process has the slot.
+        Raises ValueError if a living process has the slot.
         """
         words, slot = self._words, layout.member_slot(member)
         self._lock_slot(member)
@@ -187,7 +174,7 @@ class Members:
             self._refuse(member, words.load32(slot + layout.MEMBER_PID))
 
     def publish(self, member: int) -> None:
-        """Let the others see that this process has taken ``member``'s slot."""
+        """Publish that this process has ``member``'s slot."""
         me, words, slot = ProcessId.current(), self._words, layout.member_slot(member)
         words.store64(slot + layout.MEMBER_START_TIME, me.start_time)
         words.store32(slot + layout.MEMBER_PID, me.pid)
@@ -198,7 +185,7 @@ class Members:
         words.store64(slot + layout.MEMBER_JOINING, 0)
 
     def rollback_claim(self, member: int) -> None:
-        """Take back a `claim` that is not shown, if there was one; who was lost before is lost."""
+        """Roll back a `claim` before `publish`, if any; the slot's previous state stays."""
         slot = layout.member_slot(member)
         holder = ProcessId.from_word(self._words.load64(slot + layout.MEMBER_JOINING))
         if holder.pid == os.getpid():
@@ -206,23 +193,22 @@ class Members:
             self._words.store64(slot + layout.MEMBER_JOINING, 0)
 
     def mark_left(self, member: int) -> None:
-        """Say that ``member`` left in good order, unless the slot is a successor's by now."""
+        """Mark ``member`` as closed, unless a successor has the slot by now."""
         slot = layout.member_slot(member)
         if self._words.load32(slot + layout.MEMBER_PID) == os.getpid():
             self._words.progress(slot, layout.STATE_CLOSED)
 
     def mark_lost(self, member: int) -> None:
-        """Say that ``member`` is lost, unless the slot is a successor's by now."""
+        """Mark ``member`` as lost, unless a successor has the slot by now."""
         slot = layout.member_slot(member)
         if self._words.load32(slot + layout.MEMBER_PID) == os.getpid():
             self._words.store32(slot + layout.MEMBER_STATE, layout.STATE_LOST)
 
     @contextmanager
     def lost_slot(self, member: int) -> Iterator[None]:
-        """Inside, nobody can take the slot of ``member``, which is lost.
+        """Reserve the slot of a lost ``member`` for a ``with`` block.
 
-        Raises:
-            ValueError: it is not, or a successor is about to take the slot.
+        Raises ValueError if it is not lost, or a successor is about to take the slot.
         """
         self._lock_slot(member)
         try:
@@ -233,33 +219,33 @@ class Members:
             self._words.store64(layout.member_slot(member) + layout.MEMBER_JOINING, 0)
 
     def joined(self, member: int) -> bool:
-        """Whether a process has ever taken ``member``'s slot."""
+        """Return whether a process has ever taken ``member``'s slot."""
         state = self._words.load32(layout.member_slot(member) + layout.MEMBER_STATE)
         return state != layout.STATE_ABSENT
 
     def state(self, member: int) -> str:
-        """``"absent"``, ``"idle"``, ``"busy"``, ``"closed"`` or ``"lost"``."""
+        """Return ``"absent"``, ``"idle"``, ``"busy"``, ``"closed"`` or ``"lost"``."""
         code = self._words.load32(layout.member_slot(member) + layout.MEMBER_STATE)
         state = layout.STATE_NAMES[code]
         return "lost" if state in ("idle", "busy") and not self._alive(member) else state
 
     def is_running(self, member: int, pid: int) -> bool:
-        """Whether process ``pid`` has ``member``'s slot, or had it last, and has not ended."""
+        """Return whether process ``pid`` runs and is the last owner of ``member``'s slot."""
         slot = layout.member_slot(member)
         return self._words.load32(slot + layout.MEMBER_PID) == pid and self._alive(member)
 
     def first_gone(self, members: Iterable[int]) -> int | None:
-        """The first one that has died or left; one that has not joined yet is not gone."""
+        """Return the first of ``members`` that is lost or closed; an absent one is neither."""
         for member in members:
             if self.state(member) in ("lost", "closed") or self.remote.gone(member):
                 return member
         return None
 
     def status(self, member: int) -> MemberStatus:
-        """What ``member`` was last seen doing, or heard to do if it is on another host."""
-        heard = self.remote.status(member)
-        if heard is not None:
-            return heard
+        """Return the last known status of ``member``, on this host or on another."""
+        remote = self.remote.status(member)
+        if remote is not None:
+            return remote
         words, slot = self._words, layout.member_slot(member)
         stamped = words.load64(slot + layout.MEMBER_PROGRESS)
         sequence = words.load64(slot + layout.MEMBER_SEQUENCE)
@@ -277,11 +263,11 @@ class Members:
         )
 
     def after_fork_in_child(self) -> None:
-        """In a forked child: the thread that has the lock is its parent's."""
+        """Replace the lock in a forked child: a thread of its parent may hold it."""
         self._lock = threading.RLock()
 
     def close(self) -> None:
-        """Watch no process any more."""
+        """Close all pidfds."""
         self._closed = True
         with self._lock:
             for watch in self._watches.values():
@@ -309,8 +295,8 @@ class Members:
             self._words.load32(slot + layout.MEMBER_PID),
             self._words.load64(slot + layout.MEMBER_START_TIME),
         )
-        if self._logged is not None:
-            return self._logged(holder)
+        if self._runs is not None:
+            return self._runs(holder)
         with self._lock:
             if self._closed:
                 return holder.is_running()
@@ -323,7 +309,7 @@ class Members:
 
 
 class Slots:
-    """The slots of a board, as the process sees them that has one of them, or none: see `Board`."""
+    """The slots of a board, with the operations of the owner of one: see `Board`."""
 
     def __init__(
         self, segment: Segment, ranks: tuple[int, ...], name: str, member: int | None
@@ -345,7 +331,7 @@ class Slots:
             self.history = layout.history_slot(member, n_members)
 
     def slot_offset(self, member: int) -> int:
-        """Where ``member``'s slot begins in `words`."""
+        """Return the offset of ``member``'s slot in `words`."""
         return layout.member_slot(self._valid(member))
 
     def record_begin(
@@ -358,7 +344,7 @@ class Slots:
         peer: int = layout.NO_PEER,
         dtype: int = 0,
     ) -> int:
-        """Say "I begin ``operation``"; returns its number among this member's operations.
+        """Record that ``operation`` begins; return its number among this member's operations.
 
         The other arguments are for the history: see `OperationRecord`; verb and dtype are codes.
         """
@@ -382,75 +368,75 @@ class Slots:
         size: int = 0,
         number: int = 0,
     ) -> None:
-        """Say in the history how operation ``sequence`` ended, unless that was said.
+        """Record in the history how operation ``sequence`` ended; only the first call counts.
 
-        ``size`` and ``number`` are given where they were not known when it began.
+        ``size`` and ``number`` are given if they were unknown at the begin.
         """
         outcome = layout.OUTCOME_DONE if error is None else outcome_of(error)
         self.words.leave(self.history, sequence, outcome, size, number)
 
     def in_collective(self, number: int) -> None:
-        """Say which collective of its group the operation is: see `MemberStatus.collective`."""
+        """Publish the number of the current collective: see `MemberStatus.collective`."""
         slot = self._slot or self._refuse("in_collective")
         self.words.store64(slot + layout.MEMBER_COLLECTIVE, number)
         sequence = self.words.load64(slot + layout.MEMBER_SEQUENCE)
         self.words.store64(slot + layout.MEMBER_COLLECTIVE_AS_OF, sequence)
 
     def idle(self) -> None:
-        """Say "I am between operations"."""
+        """Publish that this member is between operations."""
         self.words.progress(self._slot or self._refuse("idle"), layout.STATE_IDLE)
 
     def progress(self) -> None:
-        """Note the time of progress, within whatever this member does."""
+        """Publish the time of progress within the current operation."""
         slot = self._slot or self._refuse("progress")
         self.words.store64(slot + layout.MEMBER_PROGRESS, time.monotonic_ns())
 
     def publish_place(self, group: str, rank: int) -> None:
-        """Say that this member is ``rank`` in ``group``, for whoever looks on from outside."""
+        """Publish, for inspection, that this member is ``rank`` in ``group``."""
         if self._published is not None:
             self._published.publish_place(group, rank)
 
     def add_group(self, name: str, rank: int, ranks: Sequence[int]) -> None:
-        """Say that this member is ``rank`` in a group of ``ranks``, for whoever looks on."""
+        """Publish, for inspection, that this member is ``rank`` in a group of ``ranks``."""
         if self._published is not None:
             self._published.publish_group(name, rank, len(ranks), ranks[0], 1)
 
     def close_group(self, name: str, rank: int, ranks: Sequence[int]) -> None:
-        """Say that this member has closed a group that `add_group` was called for."""
+        """Publish that this member has closed a group of `add_group`."""
         if self._published is not None:
             self._published.publish_group(name, rank, len(ranks), ranks[0], -1)
 
     @contextmanager
     def published_wait(self, operation: str) -> Iterator[Callable[[Iterable[int]], None]]:
-        """Inside, whoever looks on sees that this member waits in ``operation``.
+        """Publish a wait that does not use `Board.wait`, for a ``with`` block.
 
-        For waits that are none on the board. What this gives is called with the members that are
-        waited for, again when they are others; while they are none, nothing is seen.
+        Yields a function to call with the awaited members, again when they change; an empty set
+        hides the wait.
         """
-        since, entry, outward = time.monotonic_ns(), 0, self._published
+        since, entry, published = time.monotonic_ns(), 0, self._published
 
-        def say(members: Iterable[int]) -> None:
+        def update(members: Iterable[int]) -> None:
             nonlocal entry
             late = [each for each in members if each != self.member]
-            if outward is None:
+            if published is None:
                 return
             if late:
-                entry = entry or outward.begin_wait()
+                entry = entry or published.begin_wait()
             if entry and late:
-                outward.publish_wait(entry, operation, since, late)
+                published.publish_wait(entry, operation, since, late)
             elif entry:
                 ended, entry = entry, 0
-                outward.end_wait(ended)
+                published.end_wait(ended)
 
         try:
-            yield say
+            yield update
         finally:
-            say(())
+            update(())
 
     def recorded(self, member: int) -> tuple[OperationRecord, ...]:
-        """The last operations of a member on this host, about 2,000, the oldest first.
+        """Return the last 2,000 operations or so of a member on this host, the oldest first.
 
-        They can be read when its process has ended, until another one takes its slot.
+        They stay readable after its process has exited, until another process takes its slot.
         """
         memory = self._segment.memory
         return read_history(
@@ -461,35 +447,33 @@ class Slots:
         )
 
     def totals(self, member: int) -> tuple[VerbTotal, ...]:
-        """What all operations of a member on this host came to since it joined."""
+        """Return the totals of a member on this host since it joined."""
         return read_totals(self._segment, self._valid(member), self.n_members)
 
     def joined(self, member: int) -> bool:
-        """Whether a process has taken ``member``'s slot."""
+        """Return whether a process has taken ``member``'s slot."""
         return self._members.joined(self._valid(member))
 
     def is_running(self, member: int, pid: int) -> bool:
-        """Whether process ``pid`` has ``member``'s slot, or had it last, and has not ended."""
+        """Return whether process ``pid`` runs and is the last owner of ``member``'s slot."""
         return self._members.is_running(self._valid(member), pid)
 
     def lost(self) -> list[int]:
-        """The members whose process has ended without closing its board."""
+        """Return the members whose process has exited without closing its board."""
         return [each for each in range(self.n_members) if self._members.state(each) == "lost"]
 
     def lost_slot(self, member: int) -> AbstractContextManager[None]:
-        """Inside, nobody can take the slot of ``member``, whose process has ended.
-
-        Raises:
-            ValueError: it has not, or a successor is about to take the slot.
+        """Reserve the slot of a lost ``member`` for a ``with`` block; raises as
+        `Members.lost_slot`.
         """
         return self._members.lost_slot(self._valid(member))
 
     def member_status(self, member: int) -> MemberStatus:
-        """What one member was last seen doing."""
+        """Return the last known status of one member."""
         return self._members.status(self._valid(member))
 
     def status(self) -> list[MemberStatus]:
-        """What every member was last seen doing."""
+        """Return the last known status of every member."""
         return [self.member_status(member) for member in range(self.n_members)]
 
     def _titled(self, operation: str) -> str:

@@ -67,7 +67,7 @@ def test_a_default_group_of_another_size_or_rank_is_not_taken() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         for size, rank in ((2, 0), (1, 1), (2, -1)):
-            with pytest.raises(ValueError, match="has 1 ranks, and this is rank 0; asked for were"):
+            with pytest.raises(ValueError, match="has 1 ranks, and this is rank 0; the call spec"):
                 ps.init_distributed_environment(size, rank)
         ps.init_distributed_environment(1, 0)
         assert ps.get_world_group().world_size == 1

@@ -154,7 +154,7 @@ def reserved_port() -> Iterator[int]:
 def test_no_host_answers() -> None:
     with reserved_port() as port:
         start = time.monotonic()
-        nobody = f"nobody answers at 127.0.0.1:{port}: .*Connection refused"
+        nobody = f"no process answers at 127.0.0.1:{port}: .*Connection refused"
         with pytest.raises(GroupTimeoutError, match=nobody) as caught:
             connect_store("127.0.0.1", port, timeout=0.3)
     assert [member.rank for member in caught.value.waiting_for] == [0]
@@ -183,7 +183,7 @@ def test_a_socket_that_met_itself_is_nobody(monkeypatch: pytest.MonkeyPatch) -> 
         return lonely
 
     monkeypatch.setattr(socket, "create_connection", meet_itself)
-    with pytest.raises(GroupTimeoutError, match="nobody answers"):
+    with pytest.raises(GroupTimeoutError, match="no process answers"):
         connect_store("127.0.0.1", 1, timeout=0.1)
 
 
@@ -238,7 +238,7 @@ def test_who_hosts_the_store_leaves_when_all_have_read_why() -> None:
 
 def test_a_port_must_be_known() -> None:
     for rank in range(2):
-        with pytest.raises(ValueError, match="master_port 0 tells nobody where to meet"):
+        with pytest.raises(ValueError, match="master_port 0 is no port to connect to"):
             meet(Launch(rank, 2), timeout=1)
 
 

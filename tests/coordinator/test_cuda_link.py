@@ -172,8 +172,8 @@ def test_on_a_shared_device_the_way_through_the_host_takes_part(machine: Machine
     refused = {each.name: each.unavailable for each in candidates if each.backend is None}
     assert refused == {
         "nccl": "rank 0: 2 members share 1 device",
-        "nccl window": "rank 0: there is no NCCL between the members",
-        "multimem": ("rank 0: multimem: the members are not on devices of their own on one host"),
+        "nccl window": "rank 0: the group has no NCCL backend",
+        "multimem": ("rank 0: multimem: the members are on several hosts or share devices"),
     }
 
 

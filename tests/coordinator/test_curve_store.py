@@ -70,7 +70,7 @@ def test_the_host_stays_until_all_members_have_left() -> None:
 
 
 def test_the_host_ends_at_once_when_the_last_member_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(curve_store, "_LOOK_SECONDS", 1000.0)
+    monkeypatch.setattr(curve_store, "_POLL_SECONDS", 1000.0)
     before = hosts()
     host = StoreServer([0], "127.0.0.1", SECRET)
     guest = StoreGuestClient(host.at, 0, SECRET)

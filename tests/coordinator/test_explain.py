@@ -33,13 +33,13 @@ def test_groups_on_one_host(store_path: str) -> None:
     assert {(each.backend, each.reason) for each in shm.choices} == {
         ("shm", "all members share a host")
     }
-    why = "all members share a host: shared memory is quicker than sockets"
+    why = "all members share a host: shared memory is faster than sockets"
     assert shm.unavailable[0][0] in ("writing through the caches", "writing past the caches")
-    assert shm.unavailable[0][1].startswith("not measured yet; by Linux ")
+    assert shm.unavailable[0][1].startswith("not measured yet; Linux reports ")
     assert shm.unavailable[1:] == (("gloo", why),)
     assert shm.backend("all_reduce", 1 << 30) == "shm"
     assert gloo.backend("all_reduce", 4) == "gloo"
-    assert gloo.unavailable == (("shm", "told to use torch's process groups"),)
+    assert gloo.unavailable == (("shm", "the settings allow torch's process groups only"),)
 
 
 def test_a_group_of_one() -> None:

@@ -374,7 +374,7 @@ def half_leaves(rank: int, n: int, folder: str, hosts: Hosts) -> list[str]:
 def test_who_has_left_in_good_order_is_seen_to_have(tmp_path: Path) -> None:
     with two_hosts("IPv4") as hosts:
         seen = run_ranks(4, half_leaves, str(tmp_path), hosts)
-    assert "on host-b) has left, last seen in tp all_reduce #50" in seen[0][3]
+    assert "on host-b) has closed its end, last seen in tp all_reduce #50" in seen[0][3]
     assert "lost" not in seen[2][0]
 
 
@@ -396,7 +396,7 @@ def test_the_member_that_keeps_the_store_may_leave_first(
     with two_hosts("IPv4") as hosts:
         _, *seen = run_ranks(4, keeper_leaves, str(tmp_path), hosts, secret)
     for said in seen:
-        assert "has left" in said
+        assert "has closed its end" in said
 
 
 # --- a host is out of reach --------------------------------------------------------------

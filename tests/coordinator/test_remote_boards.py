@@ -92,7 +92,7 @@ def test_a_member_that_left_is_gone_and_not_silent(elsewhere: RemoteMembers) -> 
     elsewhere.now += 100
     elsewhere.turn()
     assert elsewhere.boards.gone(2)
-    assert "on host-b) has left, has begun no operation" in elsewhere.text(2)
+    assert "on host-b) has closed its end, has begun no operation" in elsewhere.text(2)
 
 
 def test_a_beat_that_comes_late_changes_nothing(elsewhere: RemoteMembers) -> None:
@@ -203,7 +203,7 @@ def test_a_store_that_does_not_answer_is_named_and_its_keeper_given_up(
     elsewhere.turn("b", "c")
     elsewhere.now += 3.0
     assert elsewhere.boards.problems() == (
-        "other hosts are not heard: the store at store:1, kept by rank 4, has not answered for "
+        "other hosts are not heard: the store at store:1, hosted by rank 4, has not answered for "
         "3.0 s"
     )
     assert not elsewhere.boards.gone(4)

@@ -182,7 +182,7 @@ def receive_under(group: GroupCoordinator, attack: str) -> None:
 
 
 def test_forged_changed_and_repeated_frames_are_refused(tmp_path: Path) -> None:
-    not_fitting = "its seal does not fit: it was changed, or not sent by it"
+    not_fitting = "its seal does not fit: it was changed, or another process sent it"
     assert run_ranks(2, attacked, SharedStore(), str(tmp_path))[1] == [
         f"forged: {not_fitting}",
         f"changed: {not_fitting}",
@@ -333,7 +333,7 @@ def test_a_secret_is_for_all_or_for_none() -> None:
     told.name = "tp"
     told.all_gather.side_effect = lambda _, payload: [payload, b"\0" + b"n" * 16]
     exchange = cast("Rendezvous", told)
-    with pytest.raises(SecretError, match=r"tp: ranks \[1\] were given no secret"):
+    with pytest.raises(SecretError, match=r"tp: ranks \[1\] have no secret"):
         negotiate_codec(exchange, SECRET, only_members_write=False)
     assert not negotiate_codec(exchange, None, only_members_write=False).pickles
     assert negotiate_codec(exchange, None, only_members_write=True).pickles

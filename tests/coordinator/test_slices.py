@@ -68,7 +68,7 @@ def sliced(rank: int, n: int, store: Store) -> None:
         else:
             with pytest.raises(MessageRefusedError, match="'odd' has 3 elements"):
                 pp.recv_tensor_dict(0, tp)
-            with pytest.raises(ValueError, match=r"'x' came as slice \d of 2: receive it with"):
+            with pytest.raises(ValueError, match=r"'x' arrived as slice \d of 2: receive it with"):
                 pp.recv_tensor_dict(0)
             agree(pp.recv_tensor_dict(0), {"after": x})
         groups.world.barrier()

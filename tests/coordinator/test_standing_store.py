@@ -215,7 +215,7 @@ def host_stops(rank: int, n: int, port: int, folder: Path) -> None:
             coordinator.init(n, rank=rank, world_size=n, master_port=port, timeout=4.0)
         if isinstance(caught.value, GroupAbortedError):
             assert caught.value.failure.kind == "GroupTimeoutError"
-        assert "which rank 0 keeps, does not answer" in str(caught.value)
+        assert "hosted by rank 0, does not answer" in str(caught.value)
     finally:
         (folder / f"rank {rank}").touch()
         until(lambda: all((folder / f"rank {each}").exists() for each in range(1, n)))

@@ -211,7 +211,7 @@ def test_what_this_side_cannot_restore() -> None:
             from_payload(memoryview(payload))
     with pytest.raises(MessageDecodeError, match="cannot restore an object"):
         unpack(Header(["k"], {}, {}, b"no pickle"), {})
-    with pytest.raises(MessageDecodeError, match="the value of a key did not come"):
+    with pytest.raises(MessageDecodeError, match="the value of a key is missing"):
         unpack(Header(["k"], {}, {}), {})
 
 

@@ -259,7 +259,7 @@ def test_what_a_peer_sent_before_it_left_may_come_late() -> None:
 
 def test_a_peer_that_left_without_sending_is_named() -> None:
     began = time.monotonic()
-    with pytest.raises(PeerLostError, match=r"recv: rank 1 \(pid \d+\) has left the group, "):
+    with pytest.raises(PeerLostError, match=r"recv: rank 1 \(pid \d+\) has closed the group, "):
         wait_for_one_that_left(threading.Event())
     assert time.monotonic() - began < 2 * SOON
 

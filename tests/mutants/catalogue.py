@@ -70,7 +70,7 @@ MUTANTS = (
     Mutant(
         "Q1 a slow reader's arrears are told",
         "shm_broadcast/queue/writer.py",
-        "detail=lambda: _how_far(self._board, ring.behind()),",
+        "detail=lambda: _backlog(self._board, ring.behind()),",
         "detail=str,",
         (
             f"{_HERE}/test_queue_faults.py::"
@@ -540,8 +540,8 @@ MUTANTS = (
     Mutant(
         "R3 who has not is not blamed for what is too long ago to be known",
         "device_comm/divergence.py",
-        "return found if 0 <= number <= self.count < number + _WITHIN else None",
-        "return found if 0 <= number <= self.count else None",
+        "return digest if 0 <= number <= self.count < number + _WITHIN else None",
+        "return digest if 0 <= number <= self.count else None",
         ("tests/device_comm/test_chain.py::test_what_is_too_long_ago_says_nothing",),
     ),
     Mutant(
@@ -647,7 +647,7 @@ MUTANTS = (
     Mutant(
         "O3 who waits for a process that cannot go on is not to blame",
         "shm_broadcast/inspection/diagnosis.py",
-        "and not parties[name].problem",
+        "and not nodes[name].problem",
         "and name",
         (f"{_HERE}/test_blame.py::test_who_reads_from_a_peer_that_cannot_go_on_is_not_to_blame",),
     ),

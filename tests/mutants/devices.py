@@ -160,7 +160,7 @@ COMPILED = (
     Mutant(
         "D compiled norms: only of groups with the kernel",
         "coordinator/norm_patterns.py",
-        'compile_ops.has_norms(given["group"], x.dtype)\n        and ',
+        'compile_ops.has_norms(values["group"], x.dtype)\n        and ',
         "",
         (f"{_NORMS}::test_other_groups_and_dtypes_stay",),
     ),
@@ -174,7 +174,7 @@ COMPILED = (
     Mutant(
         "D compiled norms: of the last dimension",
         "coordinator/norm_patterns.py",
-        '[dim % x.dim() for dim in given["dims"]] == [x.dim() - 1]',
+        '[dim % x.dim() for dim in values["dims"]] == [x.dim() - 1]',
         "True",
         (f"{_NORMS}::test_what_is_something_else_stays",),
     ),

@@ -153,11 +153,11 @@ def test_a_reader_that_stops_is_not_waited_for(
     logging.getLogger("another").warning("the rest")
     later = os.read(reader, 1 << 20).decode() + capfd.readouterr().err
     assert later.count('GET "/"') == 2  # the one that was waited for is kept
-    assert f"the access log was not read: {n_lines - n_written - 1} lines are left out" in later
+    assert f"the access log was not read: {n_lines - n_written - 1} lines were dropped" in later
     assert "WARNING another: this" in later
     assert ("WARNING another: that" in later) != shared
     assert "WARNING another: the rest" in later
-    assert ("the log was not read: 1 lines are left out" in later) == shared
+    assert ("the log was not read: 1 lines were dropped" in later) == shared
 
 
 def test_a_line_longer_than_a_pipe_takes_at_once_is_not_waited_for_and_ended_later(
@@ -176,7 +176,7 @@ def test_a_line_longer_than_a_pipe_takes_at_once_is_not_waited_for_and_ended_lat
     assert 0 < len(whole) < 9
     assert all(line.endswith(f"WARNING another: {long}") for line in whole)
     assert last.endswith("WARNING another: and then")
-    assert told.endswith(f"the log was not read: {9 - len(whole)} lines are left out")
+    assert told.endswith(f"the log was not read: {9 - len(whole)} lines were dropped")
 
 
 def test_no_line_unless_it_is_wanted(capfd: pytest.CaptureFixture[str]) -> None:
@@ -194,7 +194,7 @@ def test_a_flood_of_one_kind_is_cut_short_and_hides_no_other(
     *flood, last = capfd.readouterr().err.splitlines()
     assert len(flood) == 10
     assert re.fullmatch(rf"{TIME} WARNING uvicorn.error: Invalid request 0", flood[0])
-    assert flood[-1].endswith("(more of these are left out for 60 s)")
+    assert flood[-1].endswith("(more of these are dropped for 60 s)")
     assert last.endswith("ERROR server.service.pool_service: the cause")
 
 

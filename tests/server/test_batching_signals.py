@@ -60,7 +60,7 @@ def test_a_request_that_is_interrupted_anywhere_costs_no_other_its_place(
             except Alarm:
                 pass
             except CoordinatorError as error:
-                assert "a batch was given up: Interruption()" in str(error)  # noqa: PT017
+                assert "a batch was abandoned: Interruption()" in str(error)  # noqa: PT017
 
         runner.run(ready())
         places = 0

@@ -53,7 +53,7 @@ def engine(pool: OneWorker) -> Iterator[Engine]:
     with Engine(pool, chunk=16, max_waiting=8) as made:
         yield made
         pool.go()
-    assert not [each for each in threading.enumerate() if each.name == "decoder-lane"]
+    assert not [each for each in threading.enumerate() if each.name == "decoder-slots"]
 
 
 def test_prompts_together_give_what_each_gives_alone(
@@ -117,7 +117,7 @@ def test_an_engine_whose_close_is_interrupted_anywhere_can_be_closed(llama: Path
         made, asked = prepared()
     pool.go()
     made.close()
-    until(lambda: not [each for each in threading.enumerate() if each.name == "decoder-lane"])
+    until(lambda: not [each for each in threading.enumerate() if each.name == "decoder-slots"])
 
 
 @pytest.mark.parametrize("what", ["submit", "close"])
@@ -152,7 +152,7 @@ def test_a_signal_handler_may_close_the_engine_anywhere(llama: Path, what: str) 
         made, asked = prepared()
     pool.go()
     made.close()
-    until(lambda: not [each for each in threading.enumerate() if each.name == "decoder-lane"])
+    until(lambda: not [each for each in threading.enumerate() if each.name == "decoder-slots"])
 
 
 def test_answers_go_on_while_a_long_prompt_is_read(pool: OneWorker, engine: Engine) -> None:

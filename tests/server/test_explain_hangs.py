@@ -109,7 +109,7 @@ def test_a_pool_that_has_nothing_to_do(tmp_path: Path) -> None:
     with playing("idle", 1, tmp_path) as (driver,):
         nothing = f"The driver (pid {driver}) sends nothing: it waits for no other process"
         text = told(driver, nothing, "Rank 0", "Rank 1", "in linger", like=like)
-        assert "Readers wait for messages. Nobody is held up, unless one is due:" in text
+        assert "Readers wait for messages. This is a hang only if one is due:" in text
         assert_status_says(driver, nothing)
         assert "holds up" not in shown("status", driver)
 

@@ -37,7 +37,7 @@ HEAD = Hosts(2, 0, "127.0.0.1", secret=b"known to both hosts")
         ({"pcp": 0}, ValueError, "pcp must be 1 or more; got 0"),
         ({"tp": 2, "dcp": 3}, ValueError, "dcp=3 does not divide tp=2 x pcp=1"),
         ({"dcp": True}, TypeError, "dcp must be a whole number; got True"),
-        ({"axes": {"tp": 2}}, ValueError, r"groups named \['tp'\] are there anyway"),
+        ({"axes": {"tp": 2}}, ValueError, r"axes named \['tp'\]: built-in groups"),
         ({"axes": {"cfg": 1.5}}, TypeError, "cfg must be a whole number; got 1.5"),
         ({"axes": {2: 2}}, TypeError, "the name of an axis must be a text; got 2"),
         ({"axes": ["cfg"]}, TypeError, r"axes must be a mapping of sizes by name; got \['cfg'\]"),

@@ -187,7 +187,7 @@ def test_a_worker_that_what_it_has_started_keeps_says_so(drivers: list[Driver], 
     drivers.append(driver)
     status, errors = driver.end()
     assert status == 0
-    told = f"this worker has no more calls, and ends with its {kind}: ['writes a snapshot']"
+    told = f"this worker has no more calls, but waits for its {kind}: ['writes a snapshot']"
     assert errors == f"[rank 0] {told}\n"
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 LINES = ["The harbour wakes before the sun does.", "", "word " * 3000, "short", "Ünïcödé ✓"]
 FOUR = ("--tp", "2", "--pp", "2")
 MIB = 1 << 20
-ABORTED_KEY = "accepted requests are given up"
+ABORTED_KEY = "accepted requests are abandoned"
 
 
 def as_floats(embedding: Any) -> np.ndarray:

@@ -113,7 +113,7 @@ def test_who_waits_for_a_knot_and_for_another_is_held_up_by_both() -> None:
     ("state", "words"),
     [
         ("lost", "its process has ended; last seen in"),
-        ("closed", "it has left; last seen in"),
+        ("closed", "it has closed the group; last seen in"),
         ("absent", "it has not joined, or runs on another host."),
     ],
 )
@@ -132,13 +132,13 @@ def test_who_was_stopped_while_it_waited_is_to_blame() -> None:
 
 def test_readers_of_an_idle_writer_are_not_held_up() -> None:
     told = judged(member(0, 1, verb="dequeue"), member(1, verb="enqueue"))
-    assert told[0] == "Readers wait for messages. Nobody is held up, unless one is due:"
+    assert told[0] == "Readers wait for messages. This is a hang only if one is due:"
     assert told[1].startswith("Rank 1 (pid 101) sends nothing: ")
 
 
 def test_nobody_waits() -> None:
     told = judged(member(0), member(1))
-    assert told == ("Nobody has waited for anybody for longer than a tenth of a second.",)
+    assert told == ("No process has waited for another for a tenth of a second.",)
 
 
 def test_an_abort_comes_first() -> None:

@@ -480,7 +480,7 @@ def test_wait_names_a_dead_peer() -> None:
 def test_a_peer_that_left_in_good_order_is_not_waited_for() -> None:
     with boards(2) as (board, other):
         other.close()
-        with pytest.raises(PeerLostError, match=r"recv: rank 1 \(pid \d+\) has left the group"):
+        with pytest.raises(PeerLostError, match=r"recv: rank 1 \(pid \d+\) has closed the group"):
             board.wait(never, Deadline.after(10), "recv", lambda: [1])
 
 

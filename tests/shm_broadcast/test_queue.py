@@ -319,7 +319,7 @@ def test_numbers_of_readers_that_do_not_fit(arguments: Any) -> None:
         (
             {"n_reader": 2, "n_local_reader": 2, "local_reader_ranks": [4, 4]},
             ValueError,
-            r"reader 4 is there twice: \(4, 4\) on this host",
+            r"reader 4 occurs twice: \(4, 4\) on this host",
         ),
     ],
 )
@@ -341,7 +341,7 @@ def test_how_a_queue_is_joined_wrongly() -> None:
             joined(queue.export_handle(), "0")
         with pytest.raises(ValueError, match=r"rank 0 of queue has joined already, as pid \d"):
             joined(queue.export_handle(), 0)
-        with pytest.raises(TypeError, match=r"cannot be pickled: give the other process what expo"):
+        with pytest.raises(TypeError, match=r"cannot be pickled: send export_handle"):
             pickle.dumps(queue)
         for timeout, said in [
             ("x", "timeout must be a number"),

@@ -91,7 +91,7 @@ def send_for_ever(queue: MessageQueue, size: int, numbers: Iterable[int] = count
 
 def expect_the_end(queue: MessageQueue) -> None:
     """The last reader has left: the writer hears of it soon."""
-    with pytest.raises(GroupClosedError, match="every reader has left"):
+    with pytest.raises(GroupClosedError, match="every reader has closed the queue"):
         send_for_ever(queue, SMALL)
 
 

@@ -217,7 +217,7 @@ def test_when_all_readers_have_left() -> None:
     with ends(2) as made:
         for reader in made.readers:
             reader.shutdown()
-        with pytest.raises(GroupClosedError, match="every reader has left"):
+        with pytest.raises(GroupClosedError, match="every reader has closed the queue"):
             made.fill()
 
 
@@ -373,7 +373,7 @@ def test_a_reader_that_is_dropped_is_lost_to_its_writer() -> None:
         with pytest.raises(PeerLostError, match=rf"lost rank 0 \(pid {os.getpid()}\)"):
             fill(writer[0])
         writer[0].remove_reader(0)
-        with pytest.raises(GroupClosedError, match="every reader has left"):
+        with pytest.raises(GroupClosedError, match="every reader has closed the queue"):
             fill(writer[0])
 
 

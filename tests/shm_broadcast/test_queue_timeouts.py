@@ -260,7 +260,7 @@ def test_a_deadline_holds_while_another_thread_writes() -> None:
         with pytest.raises(GroupTimeoutError, match="another thread"):
             made.writer.enqueue("second", timeout=0.1)
         made.reader.shutdown()
-        with pytest.raises(Exception, match="left"):
+        with pytest.raises(Exception, match="closed the queue"):
             writing.result()
 
 

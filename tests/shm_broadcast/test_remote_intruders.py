@@ -86,7 +86,7 @@ class TestIntruders:
             until(lambda: state(writer, 2) == "busy")
             with RemoteReader(writer.handle, 2, SECRET) as second:
                 until(lambda: state(writer, 2) == "busy" and second.readable())
-                with pytest.raises(PeerProtocolError, match="rank 2 came on another connection"):
+                with pytest.raises(PeerProtocolError, match="rank 2 used another connection"):
                     second.wait_ready(LIMIT)
             exchange(writer, reader, honest)
 

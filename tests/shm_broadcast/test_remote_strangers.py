@@ -55,8 +55,8 @@ def ask_for_no_key(connection: socket.socket) -> None:
 
 
 LATE = {
-    stay_silent: "what listens at .* says nothing",
-    fall_silent_amid_the_handshake: "what listens at .* says nothing",
+    stay_silent: "the listener at .* sends nothing",
+    fall_silent_amid_the_handshake: "the listener at .* sends nothing",
     hang_up: "handshakes failed: is the secret the same",
 }
 WRONG = (talk_nonsense, serve_http, ask_for_no_key)
@@ -127,7 +127,7 @@ def test_a_writer_that_does_not_attend_to_its_queue() -> None:
     with MessageQueue(1, 0, connect_ip="127.0.0.1", secret=SECRET) as writer:
         handle = writer.export_handle()
         with MessageQueue.create_from_handle(handle, 0, secret=SECRET) as reader:
-            with pytest.raises(GroupTimeoutError, match="it is connected, and has not attended"):
+            with pytest.raises(GroupTimeoutError, match="it is connected, but has not admitted"):
                 reader.wait_until_ready(1.0)
             ready = Running(reader.wait_until_ready, LIMIT)
             writer.wait_until_ready(LIMIT)

@@ -1,4 +1,4 @@
-"""SGLang's collectives over a model's groups."""
+"""Provide SGLang's collectives over a model's groups."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def tensor_model_parallel_quant_all_reduce(input_: Tensor) -> Tensor:
 def tensor_model_parallel_fused_allreduce_rmsnorm(
     input_: Tensor, residual_inp_: Tensor, weight_: Tensor, eps: float
 ) -> None:
-    """None: there is no such kernel, and the caller does both steps. Collective: no."""
+    """Return None: there is no such kernel; the caller runs the steps."""
 
 
 def tensor_model_parallel_fused_allreduce_rmsnorm_quant_per_group(
@@ -55,16 +55,16 @@ def tensor_model_parallel_fused_allreduce_rmsnorm_quant_per_group(
     emit_bf16: bool = False,
     transpose_scale: bool = False,
 ) -> None:
-    """None: there is no such kernel, and the caller does the steps. Collective: no."""
+    """Return None: there is no such kernel; the caller runs the steps."""
 
 
 def tensor_model_parallel_all_gather(input_: Tensor, dim: int = -1) -> Tensor | None:
-    """Every ``input_``, concatenated along ``dim``. Collective: yes, every member."""
+    """Return every ``input_``, concatenated along ``dim``. Collective: yes, every member."""
     return get_tp_group().all_gather(input_, dim)
 
 
 def attn_cp_tp_broadcast_pyobj(data: list[Any]) -> list[Any]:
-    """The list of the first rank of an attention replica, on all of its ranks.
+    """Return the list of the first rank of an attention replica, on all of its ranks.
 
     Collective: yes, every rank of the replica.
     """
@@ -75,7 +75,7 @@ def attn_cp_tp_broadcast_pyobj(data: list[Any]) -> list[Any]:
 
 
 def attention_tensor_model_parallel_all_reduce(input_: Tensor) -> Tensor:
-    """The sum over the ranks that share an attention layer. Collective: yes."""
+    """Return the sum over the ranks that share an attention layer. Collective: yes."""
     return get_attn_tp_group().all_reduce(input_)
 
 
@@ -85,10 +85,10 @@ def attention_tensor_model_parallel_quant_all_reduce(input_: Tensor) -> Tensor:
 
 
 def moe_tensor_model_parallel_all_reduce(input_: Tensor) -> Tensor:
-    """The sum over the ranks that share an expert. Collective: yes, every member."""
+    """Return the sum over the ranks that share an expert. Collective: yes, every member."""
     return get_moe_tp_group().all_reduce(input_)
 
 
 def moe_expert_parallel_all_reduce(input_: Tensor) -> Tensor:
-    """The sum over the ranks that hold different experts. Collective: yes, every member."""
+    """Return the sum over the ranks that hold different experts. Collective: yes."""
     return get_moe_ep_group().all_reduce(input_)

@@ -1,11 +1,11 @@
-"""SGLang's tags: messages with one of them meet only receives with the same."""
+"""Provide SGLang's message tags: a receive gets only messages with its tag."""
 
 from enum import IntEnum, unique
 
 
 @unique
 class P2PTag(IntEnum):
-    """Numbers for `send_object` and `recv_object`: four ASCII letters, but for the default."""
+    """Tags of `send_object` and `recv_object`; except for the default four ASCII letters."""
 
     DEFAULT = 0
     HICACHE_PP_SYNC = 0x50704869

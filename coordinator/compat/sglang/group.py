@@ -1,7 +1,7 @@
-"""SGLang's `GroupCoordinator`, tagged objects, and the groups that its models have, over ours.
+"""Provide SGLang's `GroupCoordinator` and tagged objects, and build the groups of its models.
 
-A group's messages arrive in the order sent. Tagged ones therefore go through a group of their own,
-of the same members; what comes before the tag that is asked for is kept until it is.
+A group's messages arrive in the order sent. Tagged messages therefore use a second group of the
+same members; a receive stores messages with other tags for later receives.
 
 rank = pp_rank * tp + tp_rank
 tp_rank = (attn_dp_rank * attn_cp + attn_cp_rank) * attn_tp + attn_tp_rank
@@ -37,24 +37,17 @@ if TYPE_CHECKING:
 
 @dataclass
 class P2PWork:
-    """A send under way.
-
-    Attributes:
-        work: wait for it.
-        payload: None: the work keeps what it sends.
-    """
+    """A pending send: wait for ``work``. ``payload`` is None: the work holds it."""
 
     work: Work[None] | None
     payload: Tensor | None
 
 
 class _Sender:
-    """What has come of one member.
+    """The messages received from one member.
 
-    Attributes:
-        kept: what no receive has taken, by tag.
-        arrived: held to use these; notified when the thread that receives has done so.
-        receiving: whether a thread receives, for all that wait.
+    ``kept`` are messages without a receive, by tag. ``arrived`` guards the attributes and is
+    notified after each receive. If ``receiving``, one thread receives for all waiting threads.
     """
 
     def __init__(self) -> None:
@@ -73,12 +66,12 @@ class TaggedMessages:
         self._sending = Lock()
 
     def isend(self, obj: Any, dst: int, tag: int) -> P2PWork:
-        """Begin to send an object. Collective: no, the two members."""
+        """Begin to send an object."""
         with self._sending:
             return P2PWork(self._group.isend_object((tag, obj), dst), None)
 
     def recv(self, src: int, tag: int) -> Any:
-        """The next object of ``src`` with this tag. Collective: no, the two members."""
+        """Return the next object of ``src`` with this tag."""
         sender = self._senders.setdefault(src, _Sender())
         with sender.arrived:
             while tag not in sender.kept:
@@ -93,25 +86,23 @@ class TaggedMessages:
             return obj
 
     def _receive(self, sender: _Sender, src: int) -> None:
-        """Take one object in, while others look for theirs among those that have come."""
+        """Receive one object with the lock released: others take stored objects meanwhile."""
         sender.receiving = True
         sender.arrived.release()
         try:
-            found, obj = self._group.recv_object(src)
+            tag, obj = self._group.recv_object(src)
         finally:
             sender.arrived.acquire()
             sender.receiving = False
             sender.arrived.notify_all()
-        sender.kept[found].append(obj)
+        sender.kept[tag].append(obj)
 
 
 class GroupCoordinator(GroupAdapter):
-    """One member's end of a named group, in SGLang's words.
+    """One member's end of a named group, with SGLang's interface.
 
-    Attributes:
-        pynccl_comm: None, like the others: what moves tensors is the group's own affair.
-        ca_comm: None.
-        torch_symm_mem_comm: None.
+    ``pynccl_comm``, ``ca_comm`` and ``torch_symm_mem_comm`` are None: the group has its own
+    backends.
     """
 
     pynccl_comm: None = None
@@ -136,30 +127,17 @@ class GroupCoordinator(GroupAdapter):
         rank_offset: int = 0,
         max_world_size: int | None = None,
     ) -> None:
-        """As `coordinator.GroupCoordinator`, over torch's default process group.
+        """Build as `coordinator.GroupCoordinator`, over torch's default process group.
 
-        Args:
-            group_ranks: global ranks of all groups of this kind.
-            local_rank: this process's number on its node.
-            torch_distributed_backend: ``"gloo"`` or ``"nccl"``.
-            use_pynccl: a hint, like the five that follow: what fits this machine is taken, unless
-                all of them are False: then torch's process groups move all tensors.
-            use_mscclpp: a hint.
-            use_custom_allreduce: a hint.
-            use_torch_symm_mem_all_reduce: a hint.
-            use_hpu_communicator: a hint.
-            use_xpu_communicator: a hint.
-            use_message_queue_broadcaster: have a queue for the objects that rank 0 broadcasts.
-            group_name: for errors and status.
-            gloo_timeout: no effect: an operation has the group's own deadline.
-            recovered_rank: must be False.
-            rank_offset: added to all ranks.
-            max_world_size: must be None.
+        ``group_ranks`` are global ranks of all groups of this kind; ``rank_offset`` is added to
+        them. The flags from ``use_pynccl`` to ``use_xpu_communicator`` are hints: if all are False,
+        torch's process groups move all tensors, otherwise the backends that fit this machine.
+        ``gloo_timeout`` has no effect: an operation has the group's own deadline.
+        ``use_message_queue_broadcaster`` adds a queue for the objects that rank 0 broadcasts.
+        ``recovered_rank`` must be False and ``max_world_size`` None, or ValueError is raised:
+        groups are not elastic.
 
         Collective: yes, every member of this process's group.
-
-        Raises:
-            ValueError: elastic groups are asked for.
         """
         del gloo_timeout
         refuse_elastic(recovered_rank=recovered_rank, max_world_size=max_world_size)
@@ -173,11 +151,11 @@ class GroupCoordinator(GroupAdapter):
             use_message_queue_broadcaster,
             group_name,
         )
-        self._show(group, lambda: kind)
+        self._bind(group, lambda: kind)
 
-    def _show(self, group: native.GroupCoordinator, kind: Callable[[], list[list[int]]]) -> None:
-        """Show a group, with one more for its tagged messages. Collective: yes, every member."""
-        super()._show(group, kind)
+    def _bind(self, group: native.GroupCoordinator, kind: Callable[[], list[list[int]]]) -> None:
+        """Bind a group, and a second for its tagged messages. Collective: yes, every member."""
+        super()._bind(group, kind)
         self._tagged = TaggedMessages(group._part("tagged", list(range(group.world_size))))
 
     # --- tensors -------------------------------------------------------------------------
@@ -189,7 +167,7 @@ class GroupCoordinator(GroupAdapter):
     def fused_allreduce_rmsnorm(
         self, input_: Tensor, residual_inp_: Tensor, weight_: Tensor, eps: float
     ) -> None:
-        """None: there is no such kernel, and the caller does both steps. Collective: no."""
+        """Return None: there is no such kernel; the caller runs the steps."""
 
     def fused_allreduce_rmsnorm_quant_per_group(
         self,
@@ -201,21 +179,16 @@ class GroupCoordinator(GroupAdapter):
         emit_bf16: bool = False,
         transpose_scale: bool = False,
     ) -> None:
-        """None: there is no such kernel, and the caller does the steps. Collective: no."""
+        """Return None: there is no such kernel; the caller runs the steps."""
 
     def all_gather(
         self, input_: Tensor, dim: int = -1, output_tensor_list: Sequence[Tensor] | None = None
     ) -> Tensor | None:
-        """Every ``input_``, concatenated along ``dim``. Collective: yes, every member.
+        """Return every ``input_``, concatenated along ``dim``. Collective: yes, every member.
 
-        Args:
-            input_: the same shape on all members.
-            dim: without effect where there is a list.
-            output_tensor_list: one tensor like ``input_`` for each member's; then None is returned.
-
-        Raises:
-            TypeError: an output has another dtype than ``input_``.
-            ValueError: an output has another shape, or there is not one for each member.
+        Inputs have the same shape. ``output_tensor_list`` has one tensor like ``input_`` per
+        member: fill it and return None; ``dim`` then has no effect. Raises TypeError if an output
+        has another dtype, and ValueError if it has another shape, or there is not one per member.
         """
         if output_tensor_list is not None:
             self._check_parts("outputs", output_tensor_list)
@@ -230,11 +203,9 @@ class GroupCoordinator(GroupAdapter):
         return self.group.all_gather(input_, dim)
 
     def all_gather_into_tensor(self, output: Tensor, input: Tensor) -> None:  # noqa: A002
-        """Fill ``output`` with every ``input``, one after the other. Collective: yes.
+        """Fill contiguous ``output`` with every ``input``, one after the other. Collective: yes.
 
-        Args:
-            output: contiguous, as many elements as all inputs.
-            input: as many elements on all members.
+        All inputs have equally many elements, ``output`` as many as all of them.
         """
         self.group.all_gather(input.reshape(-1), 0, out=output.view(-1))
 
@@ -244,24 +215,17 @@ class GroupCoordinator(GroupAdapter):
         sizes: Sequence[int] | None = None,
         output: Tensor | None = None,
     ) -> Any:
-        """The rows of all members, ``sizes[r]`` from rank r; of a list, each tensor's.
-
-        Collective: yes, every member.
-        """
-        every: Any = self.group.all_gatherv
-        return every(input_, 0, sizes, out=output)
+        """Return all rows, ``sizes[r]`` from rank r; of a list, per tensor. Collective: yes."""
+        gatherv: Any = self.group.all_gatherv
+        return gatherv(input_, 0, sizes, out=output)
 
     def reduce_scatter(self, output: Tensor, input_list: Sequence[Tensor]) -> Tensor:
-        """Fill ``output`` with the sum of the parts that are for this member; returns it.
+        """Fill contiguous ``output`` with the sum of the parts for this member and return it.
 
-        Args:
-            output: contiguous.
-            input_list: a part for each member, of as many elements as ``output``.
+        ``input_list`` has one part per member, of as many elements as ``output``; otherwise
+        ValueError.
 
         Collective: yes, every member.
-
-        Raises:
-            ValueError: a part has more or fewer, or there is not one for each member.
         """
         self._check_parts("inputs", input_list)
         for part in input_list:
@@ -272,16 +236,11 @@ class GroupCoordinator(GroupAdapter):
         return output
 
     def reduce_scatter_tensor(self, output: Tensor, input: Tensor) -> None:  # noqa: A002
-        """Fill ``output`` with this member's part of the sum. Collective: yes, every member.
-
-        Args:
-            output: contiguous, as many elements as a part.
-            input: the parts one after the other.
-        """
+        """Fill contiguous ``output`` with this member's part of the sum. Collective: yes."""
         self.group.reduce_scatter(input.reshape(-1), 0, out=output.view(-1))
 
     def reduce_scatter_along_dim(self, input_: Tensor, dim: int = -1) -> Tensor:
-        """This member's part of the sum, along ``dim``. Collective: yes, every member."""
+        """Return this member's part of the sum, along ``dim``. Collective: yes, every member."""
         if self.world_size == 1:
             return input_
         return self.group.reduce_scatter(input_, dim)
@@ -289,11 +248,11 @@ class GroupCoordinator(GroupAdapter):
     def reduce_scatterv(
         self, input_: Tensor, output: Tensor | None = None, sizes: Sequence[int] | None = None
     ) -> Tensor:
-        """This member's rows of the sum, ``sizes[r]`` for rank r. Collective: yes."""
+        """Return this member's rows of the sum, ``sizes[r]`` for rank r. Collective: yes."""
         return self.group.reduce_scatterv(input_, 0, sizes, out=output)
 
     def all_to_all_single(self, output: Tensor, input: Tensor) -> None:  # noqa: A002
-        """Part r of ``input``'s rows goes to rank r's ``output``. Collective: yes."""
+        """Send part r of ``input``'s rows to rank r's ``output``. Collective: yes."""
         self.group.all_to_all(input, 0, out=output)
 
     def _check_parts(self, label: str, parts: Sequence[Tensor]) -> None:
@@ -303,23 +262,16 @@ class GroupCoordinator(GroupAdapter):
     # --- objects and dicts ---------------------------------------------------------------
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Every member's object, by rank in the group. Collective: yes, every member."""
+        """Return every member's object, by rank in the group. Collective: yes, every member."""
         return self.group.all_gather_object(obj)
 
     def send_object(
         self, obj: Any, dst: int, async_send: bool = False, tag: int = 0
     ) -> list[P2PWork]:
-        """Send a picklable object. Collective: no, the two members.
+        """Send a picklable object to ``dst``; with ``async_send`` return handles to wait for.
 
-        Args:
-            obj: the object.
-            dst: to whom.
-            async_send: return at once.
-            tag: only `recv_object` with the same gets it. Those with 0 are in order with all
-                other messages to ``dst``.
-
-        Returns:
-            With ``async_send``, what to wait for.
+        Only `recv_object` with the same ``tag`` receives it. Objects with tag 0 keep their order
+        among all other messages to ``dst``.
         """
         if tag:
             work = self._tagged.isend(obj, dst, tag)
@@ -332,7 +284,7 @@ class GroupCoordinator(GroupAdapter):
         return []
 
     def recv_object(self, src: int, tag: int = 0) -> Any:
-        """Receive an object with this tag. Collective: no, the two members."""
+        """Receive an object with this tag."""
         if tag:
             return self._tagged.recv(src, tag)
         return self.group.recv_object(src)
@@ -344,10 +296,9 @@ class GroupCoordinator(GroupAdapter):
         all_gather_group: GroupCoordinator | None = None,
         async_send: bool = False,
     ) -> Mapping[str, Any] | list[P2PWork]:
-        """Send tensors and values by name. Collective: no, the two members.
+        """Send tensors and values by name.
 
-        Returns:
-            With ``async_send``, what to wait for; in a group of one, ``tensor_dict``.
+        Returns handles with ``async_send``; in a group of one, ``tensor_dict``.
         """
         if self.world_size == 1:
             return tensor_dict
@@ -360,10 +311,7 @@ class GroupCoordinator(GroupAdapter):
     def recv_tensor_dict(
         self, src: int | None = None, all_gather_group: GroupCoordinator | None = None
     ) -> dict[str, Any] | None:
-        """Receive a dict of tensors; None in a group of one.
-
-        Collective: no, the two members; yes over ``all_gather_group``.
-        """
+        """Receive a dict; None in a group of one. Collective: yes over ``all_gather_group``."""
         if self.world_size == 1:
             return None
         return self.group.recv_tensor_dict(src, unwrap(all_gather_group))
@@ -376,20 +324,20 @@ class GroupCoordinator(GroupAdapter):
         send_all_gather_group: GroupCoordinator | None = None,
         recv_all_gather_group: GroupCoordinator | None = None,
     ) -> dict[str, Any] | None:
-        """Send one dict and receive another at once; None in a group of one. Collective: no."""
+        """Send one dict and receive another at once; None in a group of one."""
         if self.world_size == 1:
             return None
         peers = unwrap(send_all_gather_group)
         sent = self.group.isend_tensor_dict(send_tensor_dict, send_dst, peers)
-        found = self.recv_tensor_dict(recv_src, recv_all_gather_group)
+        received = self.recv_tensor_dict(recv_src, recv_all_gather_group)
         sent.wait()
-        return found
+        return received
 
     # --- the rest ------------------------------------------------------------------------
 
     @property
     def mq_broadcaster(self) -> MessageQueue | None:
-        """The queue of `broadcast_object` from rank 0, if there is one."""
+        """Return the queue of `broadcast_object` from rank 0, or None."""
         queue = self.group.mq_broadcaster
         return None if queue is None else MessageQueue.wrap(queue)
 
@@ -398,44 +346,37 @@ class GroupCoordinator(GroupAdapter):
         graph_capture_context: GraphCaptureContext | None = None,
         stream: torch.cuda.Stream | None = None,
     ) -> AbstractContextManager[GraphCaptureContext]:
-        """Capture a CUDA graph with this group's collectives; nothing on the CPU.
-
-        Collective: yes, every member.
-        """
+        """Capture a CUDA graph with collectives; no effect on CPUs. Collective: yes."""
         if graph_capture_context is None and stream is not None:
             graph_capture_context = GraphCaptureContext(stream)
         return super().graph_capture(graph_capture_context)
 
 
 def refuse_elastic(*, recovered_rank: bool, max_world_size: int | None) -> None:
-    """Accept only what a group that does not grow takes.
-
-    Raises:
-        ValueError: it is to take ranks in later.
-    """
+    """Raise ValueError if a group is to add ranks later."""
     if recovered_rank or max_world_size is not None:
         raise ValueError(
-            "groups take no ranks in later (recovered_rank, max_world_size): "
+            "groups cannot add ranks later (recovered_rank, max_world_size): "
             "build a coordinator.StatelessGroupCoordinator and call resized()"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelSizes:
-    """How a model is cut: what SGLang has in its runtime context.
+    """The division of a model, which SGLang has in its runtime context.
 
     Attributes:
         tp: ranks that share a layer.
         pp: stages.
         attn_dp: replicas of the attention within ``tp``.
-        attn_cp: ranks that share a prompt there.
+        attn_cp: ranks that share a prompt within ``tp``.
         moe_ep: groups of ranks with different experts within ``tp``.
-        moe_dp: replicas of the experts there.
-        dcp: neighbours within ``tp`` that share contexts; no such groups if 1.
-        shared_experts_tp: ranks that share the experts that all tokens take; None: no such groups.
+        moe_dp: replicas of the experts within ``tp``.
+        dcp: neighbours within ``tp`` that share contexts; 1: no such groups.
+        shared_experts_tp: ranks that share the experts of all tokens; None: no such groups.
 
     Raises:
-        NotDivisibleError: they do not fit into each other.
+        NotDivisibleError: the sizes do not divide each other.
     """
 
     tp: int = 1
@@ -449,7 +390,7 @@ class ParallelSizes:
 
     @property
     def attention(self) -> RankGrid:
-        """All ranks, a stage's cut for attention."""
+        """Return the grid of all ranks, divided for attention."""
         attn_tp = divide(self.tp, self.attn_dp * self.attn_cp)
         return RankGrid.of(
             {"pp": self.pp, "attn_dp": self.attn_dp, "attn_cp": self.attn_cp, "attn_tp": attn_tp}
@@ -457,17 +398,17 @@ class ParallelSizes:
 
     @property
     def experts(self) -> RankGrid:
-        """All ranks, a stage's cut for experts."""
+        """Return the grid of all ranks, divided for experts."""
         moe_tp = divide(self.tp, self.moe_dp * self.moe_ep)
         return RankGrid.of(
             {"pp": self.pp, "moe_dp": self.moe_dp, "moe_ep": self.moe_ep, "moe_tp": moe_tp}
         )
 
     def kinds(self) -> dict[str, list[list[int]]]:
-        """The ranks of all groups, by what kind they are."""
+        """Return the ranks of all groups, by kind."""
         stages = RankGrid.of({"pp": self.pp, "tp": self.tp})
         attention, experts = self.attention, self.experts
-        found = {
+        kinds = {
             "tp": stages.groups("tp"),
             "pp": stages.groups("pp"),
             "self_pp": [[rank] for rank in range(stages.size)],
@@ -475,7 +416,7 @@ class ParallelSizes:
             "attn_cp": attention.groups("attn_cp"),
             "moe_tp": experts.groups("moe_tp"),
             "moe_ep": experts.groups("moe_ep"),
-            # Ranks that share a prompt share its tokens before these go to the experts.
+            # Ranks that share a prompt share its tokens before the experts get them.
             "moe_dp": (
                 attention.groups("attn_cp")
                 if self.attn_cp > self.moe_dp
@@ -483,11 +424,11 @@ class ParallelSizes:
             ),
         }
         if self.dcp > 1:
-            found["dcp"] = _runs(stages.size, self.tp, self.dcp)
+            kinds["dcp"] = _runs(stages.size, self.tp, self.dcp)
         if self.shared_experts_tp is not None and self.shared_experts_tp > 1:
             attn_tp = dict(attention.axes)["attn_tp"]
-            found["shared_experts_tp"] = _runs(stages.size, attn_tp, self.shared_experts_tp)
-        return found
+            kinds["shared_experts_tp"] = _runs(stages.size, attn_tp, self.shared_experts_tp)
+        return kinds
 
 
 def build(
@@ -499,26 +440,19 @@ def build(
     broadcaster: bool,
     duplicate_tp: bool,
 ) -> dict[str, Known]:
-    """Build the groups of a model; those of the same ranks are one group.
+    """Build the groups of a model; one group for equal ranks. ``closing`` closes them.
 
-    Args:
-        topology: all ranks.
-        world: their group.
-        closing: closes the others.
-        widths: how the model is cut.
-        broadcaster: have queues for the objects that rank 0 of a group broadcasts.
-        duplicate_tp: have a second group of the ranks of ``tp``, for use beside it.
+    ``broadcaster`` adds queues for the objects that rank 0 of a group broadcasts; ``duplicate_tp``
+    adds a second group of the ranks of ``tp``. Raises ValueError unless the sizes multiply to the
+    world size.
 
     Collective: yes, every rank.
-
-    Raises:
-        ValueError: the sizes do not make up the world.
     """
     if widths.tp * widths.pp != world.world_size:
         needed = f"tp={widths.tp} x pp={widths.pp} takes {widths.tp * widths.pp} ranks"
         raise ValueError(f"{needed}, not {world.world_size}")
     built: dict[tuple[int, ...], NativeGroup] = {}
-    known: dict[str, Known] = {}
+    groups: dict[str, Known] = {}
     for name, kind in widths.kinds().items():
         ranks = next(ranks for ranks in kind if topology.rank in ranks)
         group = built.get(tuple(ranks))
@@ -527,12 +461,12 @@ def build(
             built[tuple(ranks)] = group
             if broadcaster:
                 group.start_broadcaster()
-        known[name] = (group, lambda kind=kind: kind)  # type: ignore[misc]
+        groups[name] = (group, lambda kind=kind: kind)  # type: ignore[misc]
     if duplicate_tp:
-        group, kind_of = known["tp"]
+        group, kind_of = groups["tp"]
         second = closing.enter_context(topology.group("pdmux_prefill_tp", group.ranks))
-        known["pdmux_prefill_tp"] = (second, kind_of)
-    return known
+        groups["pdmux_prefill_tp"] = (second, kind_of)
+    return groups
 
 
 def _runs(ranks: int, within: int, size: int) -> list[list[int]]:

@@ -1,7 +1,7 @@
-"""SGLang's function names over one default topology: change the import, keep the calls.
+"""Provide SGLang's function names over one default topology: change the import, keep the calls.
 
-`docs/from-sglang.md` says what differs. Until the topology is initialised, and after it is
-destroyed, the getters raise `NotInitializedError`.
+`docs/from-sglang.md` lists the differences. The getters raise `NotInitializedError` before
+initialisation and after destruction.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ __all__ = [
 ]
 
 _state = GlobalState(GroupCoordinator)
-"""The one instance that the functions below speak of."""
+"""The instance that the functions below use."""
 
 _getters = Getters(_state)
 get_world_group = _getters.world_group
@@ -98,25 +98,25 @@ def init_distributed_environment(
     recovered_rank: bool = False,
     max_world_size: int | None = None,
 ) -> None:
-    """Meet all ranks, make torch's default process group if there is none, and the world group.
+    """Meet all ranks; make the world group, and torch's default process group if it is missing.
 
     Args:
-        world_size: how many processes; -1: what the environment or torch's group says.
+        world_size: the number of processes; -1: from the environment or torch's group.
         rank: this process's global rank; -1: likewise.
         distributed_init_method: ``"env://"``, ``"tcp://host:port"`` or ``"file://path"``.
         local_rank: this process's number on its node; -1: the environment's, or the rank.
-        backend: ``"nccl"`` stands for gloo where there is no GPU.
-        timeout: seconds for all ranks to come; None: 60.
-        moe_a2a_backend: no effect: rows go to experts by this library's own verbs.
+        backend: ``"nccl"`` means gloo without a GPU.
+        timeout: seconds until all ranks arrive; None: 60.
+        moe_a2a_backend: no effect: this library's verbs route rows to experts.
         recovered_rank: must be False.
         max_world_size: must be None.
 
-    Collective: yes, every rank. The second call only checks the size.
+    Collective: yes, every rank. A second call only checks the size.
 
     Raises:
-        GroupTimeoutError: some ranks did not come in time; names them.
-        ValueError: the world has another size, or the method is unknown, or elastic groups are
-            asked for.
+        GroupTimeoutError: ranks did not arrive in time; names them.
+        ValueError: the world has another size, the method is unknown, or elastic groups are
+            requested.
     """
     del moe_a2a_backend
     refuse_elastic(recovered_rank=recovered_rank, max_world_size=max_world_size)
@@ -125,17 +125,17 @@ def init_distributed_environment(
 
 
 def get_default_distributed_backend(device: str) -> str:
-    """``"nccl"`` for CUDA, ``"gloo"`` for all else."""
+    """Return ``"nccl"`` for CUDA, otherwise ``"gloo"``."""
     return "nccl" if device == "cuda" else "gloo"
 
 
 def get_world_size() -> int:
-    """How many ranks."""
+    """Return the number of ranks."""
     return get_world_group().world_size
 
 
 def get_world_rank() -> int:
-    """This process's rank."""
+    """Return this process's rank."""
     return get_world_group().rank_in_group
 
 
@@ -146,7 +146,7 @@ def init_world_group(
     recovered_rank: bool = False,
     max_world_size: int | None = None,
 ) -> GroupCoordinator:
-    """A group of ``ranks`` over torch's default group; it is the caller's. Collective: yes."""
+    """Return a group over torch's default group; the caller closes it. Collective: yes."""
     return init_model_parallel_group(
         [ranks],
         local_rank,
@@ -171,9 +171,9 @@ def init_model_parallel_group(
     rank_offset: int = 0,
     max_world_size: int | None = None,
 ) -> GroupCoordinator:
-    """This process's group among ``group_ranks``, over torch's default group; the caller's.
+    """Return this process's group among ``group_ranks``, over torch's default group.
 
-    Collective: yes, every member of the group.
+    The caller closes it. Collective: yes, every member of the group.
     """
     del use_pynccl, use_mscclpp, use_torch_symm_mem_allreduce
     fast = _state.device_communicators if use_custom_allreduce is None else use_custom_allreduce
@@ -193,7 +193,7 @@ def init_model_parallel_group(
 def create_custom_parallel_group(
     group_ranks: list[int], backend: str = "gloo"
 ) -> ProcessGroup | None:
-    """A torch process group of these ranks; None if this one is not among them.
+    """Return a torch process group of these ranks; None if this rank is not among them.
 
     Collective: yes, every one of ``group_ranks``. It is destroyed with the environment.
     """
@@ -206,12 +206,12 @@ def create_custom_parallel_group(
 
 
 def get_global_tcp_store() -> TCPStore | None:
-    """The store that was set; None if none was."""
+    """Return the store of `set_global_tcp_store`, or None."""
     return _state.store
 
 
 def set_global_tcp_store(store: TCPStore) -> None:
-    """Have `get_global_tcp_store` return ``store``."""
+    """Set the store that `get_global_tcp_store` returns."""
     _state.store = store
 
 
@@ -233,26 +233,24 @@ def initialize_model_parallel(
 
     Args:
         backend: of the groups; None: the world's.
-        duplicate_tp_group: have a second tensor-parallel group, for `pdmux_prefill_tp_group`.
-        enable_symm_mem: no effect: what moves tensors is chosen by what was measured.
-        recovered_rank: must be False.
-        rank_offset: must be 0.
-        max_world_size: must be None.
-        widths: how the model is cut; None: tensor-parallel over all ranks.
-        use_message_queue_broadcaster: have queues for what rank 0 of a group broadcasts.
+        duplicate_tp_group: add a second tensor-parallel group, for `pdmux_prefill_tp_group`.
+        enable_symm_mem: no effect: measurements choose the backend of tensors.
+        recovered_rank: must be False; likewise ``rank_offset`` 0 and ``max_world_size`` None.
+        widths: the model's division; None: tensor-parallel over all ranks.
+        use_message_queue_broadcaster: add queues for the broadcasts of a group's rank 0.
 
     Collective: yes, every rank.
 
     Raises:
-        RuntimeError: there is no environment, or the groups exist already.
-        ValueError: the sizes do not make up the world, or elastic groups are asked for.
+        RuntimeError: the environment is missing, or the groups exist.
+        ValueError: the sizes do not multiply to the world size, or elastic groups are requested.
     """
     del enable_symm_mem
     refuse_elastic(recovered_rank=recovered_rank or rank_offset > 0, max_world_size=max_world_size)
-    cut = ParallelSizes(tp=get_world_group().world_size) if widths is None else widths
+    sizes = ParallelSizes(tp=get_world_group().world_size) if widths is None else widths
     make = partial(
         model_groups.build,
-        widths=cut,
+        widths=sizes,
         broadcaster=use_message_queue_broadcaster,
         duplicate_tp=duplicate_tp_group,
     )
@@ -260,59 +258,58 @@ def initialize_model_parallel(
 
 
 def get_self_pp_group() -> GroupCoordinator:
-    """This rank alone, as a stage."""
+    """Return the group of this rank alone, as a stage."""
     return _state.group("self_pp")
 
 
 def get_attn_tp_group() -> GroupCoordinator:
-    """The ranks that share an attention layer."""
+    """Return the group of ranks that share an attention layer."""
     return _state.group("attn_tp")
 
 
 def get_attn_cp_group() -> GroupCoordinator:
-    """The ranks that share a prompt in the attention."""
+    """Return the group of ranks that share a prompt in the attention."""
     return _state.group("attn_cp")
 
 
 def get_shared_experts_tp_group() -> GroupCoordinator:
-    """The ranks that share the experts that all tokens take."""
+    """Return the group of ranks that share the experts of all tokens."""
     return _state.group("shared_experts_tp")
 
 
 def get_dcp_group_no_assert() -> GroupCoordinator | None:
-    """As `get_dcp_group`; None if there are no such groups."""
+    """As `get_dcp_group`; None if the group does not exist."""
     return _state.groups.get("dcp")
 
 
 def get_moe_dp_group() -> GroupCoordinator:
-    """The ranks that hold the same part of the same experts."""
+    """Return the group of ranks that hold the same part of the same experts."""
     return _state.group("moe_dp")
 
 
 def get_moe_ep_group() -> GroupCoordinator:
-    """The ranks that hold different experts."""
+    """Return the group of ranks that hold different experts."""
     return _state.group("moe_ep")
 
 
 def get_moe_tp_group() -> GroupCoordinator:
-    """The ranks that share an expert."""
+    """Return the group of ranks that share an expert."""
     return _state.group("moe_tp")
 
 
 def get_pipeline_model_parallel_world_size() -> int:
-    """How many stages."""
+    """Return the number of stages."""
     return get_pp_group().world_size
 
 
 def inplace_all_reduce(tensor: Tensor, group_name: str) -> None:
-    """Sum ``tensor`` into itself over the group of this ``unique_name``. Collective: yes.
+    """Sum ``tensor`` into itself over the group of this ``unique_name``; ValueError without one.
 
-    Raises:
-        ValueError: this process is in no such group.
+    Collective: yes, every member.
     """
-    for face in (*_state.groups.values(), _state.world):
-        if face is not None and face.unique_name == group_name:
-            face.group.all_reduce_(tensor)
+    for adapter in (*_state.groups.values(), _state.world):
+        if adapter is not None and adapter.unique_name == group_name:
+            adapter.group.all_reduce_(tensor)
             return
     raise ValueError(f"no group {group_name!r} in this process")
 
@@ -321,12 +318,9 @@ def inplace_all_reduce(tensor: Tensor, group_name: str) -> None:
 def patch_tensor_parallel_group(
     tp_group: GroupCoordinator, *, owns_attention: bool
 ) -> Iterator[None]:
-    """Have another tensor-parallel group inside this context. Collective: no.
+    """Use another tensor-parallel group inside this context, such as a draft model's.
 
-    Args:
-        tp_group: the group, of a draft model for example.
-        owns_attention: its attention is cut like its layers; otherwise it keeps the groups that
-            there are.
+    With ``owns_attention`` it is also the attention's group; otherwise attention keeps its groups.
     """
     names = ("tp", "attn_tp") if owns_attention else ("tp",)
     with _state.replaced(dict.fromkeys(names, tp_group)):
@@ -335,25 +329,21 @@ def patch_tensor_parallel_group(
 
 @contextmanager
 def patch_pipeline_parallel_group(pp_group: GroupCoordinator) -> Iterator[None]:
-    """Have other stages inside this context. Collective: no."""
+    """Use other stages inside this context."""
     with _state.replaced({"pp": pp_group}):
         yield
 
 
 @contextmanager
 def pdmux_prefill_tp_group() -> Iterator[None]:
-    """Have the second tensor-parallel group as the first inside this context. Collective: no.
-
-    Raises:
-        NotInitializedError: there is none.
-    """
+    """Use the second tensor-parallel group, which must exist, inside this context."""
     with _state.replaced({"tp": _state.group("pdmux_prefill_tp")}):
         yield
 
 
 @contextmanager
 def graph_capture(stream: torch.cuda.Stream | None = None) -> Iterator[GraphCaptureContext]:
-    """Capture a CUDA graph with collectives of the model's groups; nothing on the CPU.
+    """Capture a CUDA graph with collectives of all the model's groups; no effect on CPUs.
 
     Collective: yes, every member of these groups.
     """
@@ -370,7 +360,7 @@ def graph_capture(stream: torch.cuda.Stream | None = None) -> Iterator[GraphCapt
 
 
 def abort_distributed_environment() -> None:
-    """End all groups at once, for all members: whoever waits in one hears of it. Collective: no."""
+    """Abort all groups for all members: their waiting calls raise."""
     if _state.world is not None:
         _state.world.group.abort("the distributed environment was aborted")
     destroy_model_parallel()

@@ -1,4 +1,4 @@
-"""SGLang's helpers: arithmetic, stores, and groups over a store."""
+"""Provide SGLang's helpers: arithmetic, stores, and groups over a store."""
 
 from __future__ import annotations
 
@@ -32,23 +32,22 @@ __all__ = [
 
 
 def get_group_rank_size(group: GroupCoordinator | None) -> tuple[int, int]:
-    """This rank in the group, and its size; without a group (0, 1)."""
+    """Return this rank in the group, and its size; without a group (0, 1)."""
     return (0, 1) if group is None else (group.rank_in_group, group.world_size)
 
 
 def get_pp_indices(num_hidden_layers: int, pp_rank: int, pp_size: int) -> tuple[int, int]:
-    """The first layer of a stage and the first of the next.
+    """Return the first layer of a stage and the first of the next.
 
-    The environment variable ``SGLANG_PP_LAYER_PARTITION`` may say how many layers each stage has:
-    ``"5,6,5"``; it does not concern a stage that is alone. Otherwise all have as many, and what is
-    left over goes to the last stages, one layer each.
+    ``SGLANG_PP_LAYER_PARTITION`` in the environment may set the layers of each of several stages:
+    ``"5,6,5"``. Otherwise all have equally many; of the remainder the last stages get one layer
+    each.
 
-    Raises:
-        ValueError: the variable does not fit the layers and stages.
+    Raises ValueError if the variable does not fit the layers and stages.
     """
-    told = os.environ.get("SGLANG_PP_LAYER_PARTITION")
-    if told is not None and pp_size > 1:
-        return layers_as_told(told, num_hidden_layers, pp_rank, pp_size)
+    partition = os.environ.get("SGLANG_PP_LAYER_PARTITION")
+    if partition is not None and pp_size > 1:
+        return layers_as_told(partition, num_hidden_layers, pp_rank, pp_size)
     each, left = divmod(num_hidden_layers, pp_size)
     start = pp_rank * each + max(0, pp_rank - (pp_size - left))
     return start, start + each + (pp_rank >= pp_size - left)

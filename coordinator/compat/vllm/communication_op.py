@@ -1,4 +1,4 @@
-"""vLLM's collectives over the tensor-parallel group."""
+"""Provide vLLM's collectives over the tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ broadcast_tensor_dict = _getters.broadcast_tensor_dict
 
 
 def tensor_model_parallel_all_gather(input_: Tensor, dim: int = -1) -> Tensor:
-    """Every ``input_``, concatenated along ``dim``. Collective: yes, every member."""
+    """Return every ``input_``, concatenated along ``dim``. Collective: yes, every member."""
     return get_tp_group().all_gather(input_, dim)
 
 
 def tensor_model_parallel_reduce_scatter(input_: Tensor, dim: int = -1) -> Tensor:
-    """This rank's part of the sum, along ``dim``. Collective: yes, every member."""
+    """Return this rank's part of the sum, along ``dim``. Collective: yes, every member."""
     return get_tp_group().reduce_scatter(input_, dim)

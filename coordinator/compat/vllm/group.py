@@ -1,4 +1,4 @@
-"""vLLM's `GroupCoordinator`, and the groups that its models have, over ours."""
+"""Provide vLLM's `GroupCoordinator`, and build the groups of its models."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 class GroupCoordinator(RowVerbs):
-    """One member's end of a named group, in vLLM's words.
+    """One member's end of a named group, with vLLM's interface.
 
     Attributes:
         torch_distributed_backend: ``"gloo"`` or ``"nccl"``.
-        use_device_communicator: whether more than torch's process groups may move tensors.
+        use_device_communicator: more than torch's process groups may move tensors.
         device_communicator: this group's verbs over tensors, also in a group of one.
     """
 
@@ -45,7 +45,7 @@ class GroupCoordinator(RowVerbs):
         group_name: str | None = None,
         use_all2all: bool = False,  # noqa: ARG002 - dispatch and combine always work
     ) -> None:
-        """As `coordinator.GroupCoordinator`, over torch's default process group.
+        """Build as `coordinator.GroupCoordinator`, over torch's default process group.
 
         Collective: yes, every member of this process's group.
         """
@@ -57,10 +57,10 @@ class GroupCoordinator(RowVerbs):
             use_message_queue_broadcaster,
             group_name,
         )
-        self._show(group, lambda: [list(ranks) for ranks in group_ranks])
+        self._bind(group, lambda: [list(ranks) for ranks in group_ranks])
 
-    def _show(self, group: native.GroupCoordinator, kind: Callable[[], list[list[int]]]) -> None:
-        super()._show(group, kind)
+    def _bind(self, group: native.GroupCoordinator, kind: Callable[[], list[list[int]]]) -> None:
+        super()._bind(group, kind)
         settings = group._context.settings
         self.torch_distributed_backend = settings.backend
         self.use_device_communicator = not settings.torch_only
@@ -71,21 +71,21 @@ class GroupCoordinator(RowVerbs):
         return self.group.cpu_all_reduce_(tensor)
 
     def make_sibling_device_group(self, group_desc: str | None = None) -> ProcessGroup:
-        """One more torch process group of the members, closed with this. Collective: yes."""
+        """Make another torch process group of the members, closed with this. Collective: yes."""
         return self.group.make_sibling_device_group(group_desc)
 
     # --- objects and dicts ---------------------------------------------------------------
 
     def send_object(self, obj: Any, dst: int) -> None:
-        """Send a picklable object. Collective: no, the two members."""
+        """Send a picklable object."""
         self.group.send_object(obj, dst)
 
     def isend_object(self, obj: Any, dst: int) -> Work[None]:
-        """As `send_object`, at once. Collective: no."""
+        """As `send_object`, without blocking."""
         return self.group.isend_object(obj, dst)
 
     def recv_object(self, src: int) -> Any:
-        """Receive an object. Collective: no, the two members."""
+        """Receive an object."""
         return self.group.recv_object(src)
 
     def send_tensor_dict(
@@ -95,11 +95,7 @@ class GroupCoordinator(RowVerbs):
         all_gather_group: GroupCoordinator | None = None,
         all_gather_tensors: Mapping[str, bool] | None = None,
     ) -> Mapping[str, Any] | None:
-        """Send tensors and values by name. Collective: no, the two members.
-
-        Returns:
-            None; in a group of one, ``tensor_dict``.
-        """
+        """Send tensors and values by name; a group of one returns ``tensor_dict``."""
         if self.world_size == 1:
             return tensor_dict
         peers = unwrap(all_gather_group)
@@ -113,10 +109,9 @@ class GroupCoordinator(RowVerbs):
         all_gather_group: GroupCoordinator | None = None,
         all_gather_tensors: Mapping[str, bool] | None = None,
     ) -> list[Work[None]]:
-        """As `send_tensor_dict`, at once; the tensors must not change meanwhile.
+        """As `send_tensor_dict`, without blocking; the tensors must not change meanwhile.
 
-        Returns:
-            One handle, which may be dropped; none in a group of one.
+        Returns one handle, which may be dropped; none in a group of one.
         """
         if self.world_size == 1:
             return []
@@ -129,10 +124,7 @@ class GroupCoordinator(RowVerbs):
         all_gather_group: GroupCoordinator | None = None,
         all_gather_tensors: Mapping[str, bool] | None = None,
     ) -> dict[str, Any] | None:
-        """Receive a dict of tensors; None in a group of one.
-
-        Collective: no, the two members; yes over ``all_gather_group``.
-        """
+        """Receive a dict; None in a group of one. Collective: yes over ``all_gather_group``."""
         if self.world_size == 1:
             return None
         return self.group.recv_tensor_dict(src, unwrap(all_gather_group), all_gather_tensors)
@@ -143,23 +135,22 @@ class GroupCoordinator(RowVerbs):
         all_gather_group: GroupCoordinator | None = None,
         all_gather_tensors: Mapping[str, bool] | None = None,
     ) -> tuple[dict[str, Any] | None, list[Work[dict[str, Any]]], list[Callable[[], None]]]:
-        """As `recv_tensor_dict`, at once. Collective: no.
+        """As `recv_tensor_dict`, without blocking.
 
-        Returns:
-            A dict, handles to wait for, and functions to call then, which fill the dict. It is
-            empty before: also its keys come with the message.
+        Returns an empty dict, handles to wait for, and functions to call then, which fill the dict:
+        its keys, too, arrive with the message.
         """
         if self.world_size == 1:
             return None, [], []
         work = self.group.irecv_tensor_dict(src, unwrap(all_gather_group), all_gather_tensors)
-        found: dict[str, Any] = {}
-        return found, [work], [lambda: found.update(work.wait())]
+        received: dict[str, Any] = {}
+        return received, [work], [lambda: received.update(work.wait())]
 
     # --- queues --------------------------------------------------------------------------
 
     @property
     def mq_broadcaster(self) -> MessageQueue | None:
-        """The queue of `broadcast_object` from rank 0, if there is one."""
+        """Return the queue of `broadcast_object` from rank 0, or None."""
         queue = self.group.mq_broadcaster
         return None if queue is None else MessageQueue.wrap(queue)
 
@@ -169,12 +160,10 @@ class GroupCoordinator(RowVerbs):
         external_writer_handle: Handle | None = None,
         blocking: bool = True,
     ) -> MessageQueue:
-        """A new queue from one member, or from outside, to all. Collective: yes.
+        """Create a queue from one member, or from outside, to all. Collective: yes.
 
-        Args:
-            writer_rank: the rank in the group of the member that writes, or has the handle.
-            external_writer_handle: of a queue whose writer is not in the group.
-            blocking: return once all have joined.
+        ``writer_rank`` is the rank in the group that writes, or has the handle of an outside
+        writer's queue. ``blocking``: return once all have joined.
         """
         return MessageQueue.wrap(
             self.group.create_mq_broadcaster(writer_rank, external_writer_handle, blocking)
@@ -183,10 +172,7 @@ class GroupCoordinator(RowVerbs):
     def create_single_reader_mq_broadcasters(
         self, reader_rank_in_group: int = 0, blocking: bool = False
     ) -> tuple[MessageQueue, list[Handle]]:
-        """A queue from each member to one of them; there, the handles of all.
-
-        Collective: yes, every member.
-        """
+        """Create a queue from each member to one, which gets all handles. Collective: yes."""
         queue, handles = self.group.create_single_reader_mq_broadcasters(
             reader_rank_in_group, blocking
         )
@@ -202,23 +188,16 @@ def build(
     dcp: int,
     eplb: bool,
 ) -> dict[str, Known]:
-    """Build the groups of a model.
+    """Build the groups of a model; ``closing`` closes them.
 
-    The ranks that the sizes leave over form external replicas, which know nothing of each
-    other: rank = (((external * dp + dp_rank) * pp + pp_rank) * pcp + pcp_rank) * tp + tp_rank.
+    Ranks beyond the sizes form external replicas, independent of each other:
+    rank = (((external * dp + dp_rank) * pp + pp_rank) * pcp + pcp_rank) * tp + tp_rank.
 
-    Args:
-        topology: all ranks.
-        world: their group.
-        closing: closes the others.
-        sizes: of the axes dp, pp, pcp and tp.
-        dcp: how many ranks share contexts.
-        eplb: have a second expert-parallel group, for balancing experts meanwhile.
+    ``sizes`` are of the axes dp, pp, pcp and tp; ``dcp`` ranks share contexts. ``eplb`` adds a
+    second expert-parallel group, for balancing experts meanwhile. Raises ValueError if the sizes do
+    not divide the world.
 
     Collective: yes, every rank.
-
-    Raises:
-        ValueError: the sizes do not divide the world.
     """
     model = RankGrid.of(sizes)
     external = RankGrid.of({"external": max(topology.world_size // model.size, 1)})
@@ -236,7 +215,7 @@ def build(
         runs = (grid.dcp_group_of(rank, dcp) for rank in range(grid.size))
         return [run for rank, run in enumerate(runs) if run[0] == rank]
 
-    found: dict[str, Known] = {
+    groups_by_name: dict[str, Known] = {
         **{name: (getattr(groups, name), partial(grid.groups, name)) for name in sizes},
         "dcp": (groups.dcp, sharers),
         "ep": (groups.ep, experts),
@@ -244,5 +223,5 @@ def build(
     }
     if eplb:
         second = closing.enter_context(topology.group("eplb", groups.ep.ranks))
-        found["eplb"] = (second, experts)
-    return found
+        groups_by_name["eplb"] = (second, experts)
+    return groups_by_name

@@ -1,10 +1,10 @@
-"""vLLM's function names over one default topology: change the import, keep the calls.
+"""Provide vLLM's function names over one default topology: change the import, keep the calls.
 
     from coordinator.compat.vllm.parallel_state import get_tp_group, initialize_model_parallel
 
-`docs/from-vllm.md` says what differs. New code holds a `coordinator.ParallelGroups` instead,
-of which there may be several; here there is one, which this module keeps. Until it is
-initialised, and after it is destroyed, the getters raise `NotInitializedError`.
+`docs/from-vllm.md` lists the differences. This module holds one `coordinator.ParallelGroups`; new
+code holds one or more itself. The getters raise `NotInitializedError` before initialisation and
+after destruction.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ __all__ = [
 ]
 
 Handle = Work
-"""What sends and receives under way are: ``is_completed()`` and ``wait()``."""
+"""The handle of a pending send or receive: ``is_completed()`` and ``wait()``."""
 
 _state = GlobalState(GroupCoordinator)
-"""The one instance that the functions below speak of."""
+"""The instance that the functions below use."""
 
 _getters = Getters(_state)
 get_world_group = _getters.world_group
@@ -97,20 +97,20 @@ def init_distributed_environment(
     backend: str = "nccl",
     timeout: timedelta | None = None,
 ) -> None:
-    """Meet all ranks, make torch's default process group if there is none, and the world group.
+    """Meet all ranks; make the world group, and torch's default process group if it is missing.
 
     Args:
-        world_size: how many processes; -1: what the environment or torch's group says.
+        world_size: the number of processes; -1: from the environment or torch's group.
         rank: this process's global rank; -1: likewise.
         distributed_init_method: ``"env://"``, ``"tcp://host:port"`` or ``"file://path"``.
         local_rank: this process's number on its node; -1: the environment's, or the rank.
-        backend: ``"nccl"`` stands for gloo where there is no GPU.
-        timeout: for all ranks to come; None: 60 s.
+        backend: ``"nccl"`` means gloo without a GPU.
+        timeout: until all ranks arrive; None: 60 s.
 
-    Collective: yes, every rank. The second call only checks the size.
+    Collective: yes, every rank. A second call only checks the size.
 
     Raises:
-        GroupTimeoutError: some ranks did not come in time; names them.
+        GroupTimeoutError: ranks did not arrive in time; names them.
         ValueError: the world has another size, or the method is unknown.
     """
     deadline = Deadline.after(DEFAULT_TIMEOUT if timeout is None else timeout.total_seconds())
@@ -118,20 +118,17 @@ def init_distributed_environment(
 
 
 def is_initialized() -> bool:
-    """Whether there is a world group."""
+    """Return whether the world group exists."""
     return _state.world is not None
 
 
 def get_node_count() -> int:
-    """How many nodes the ranks run on, found by attaching shared memory."""
+    """Return the number of nodes, found by attaching shared memory."""
     return len(get_world_group().group.nodes)
 
 
 def init_world_group(ranks: list[int], local_rank: int, backend: str) -> GroupCoordinator:
-    """A group of ``ranks`` over torch's default group; it is the caller's.
-
-    Collective: yes, every one of ``ranks``.
-    """
+    """Return a group over torch's default group; the caller closes it. Collective: yes."""
     return GroupCoordinator([ranks], local_rank, backend, False, group_name="world")
 
 
@@ -143,9 +140,9 @@ def init_model_parallel_group(
     group_name: str | None = None,
     use_device_communicator: bool = True,
 ) -> GroupCoordinator:
-    """This process's group among ``group_ranks``, over torch's default group; the caller's.
+    """Return this process's group among ``group_ranks``, over torch's default group.
 
-    Collective: yes, every member of the group.
+    The caller closes it. Collective: yes, every member of the group.
     """
     return GroupCoordinator(
         group_ranks,
@@ -158,7 +155,7 @@ def init_model_parallel_group(
 
 
 def new_group(ranks: Sequence[int], group_name: str = "group") -> GroupCoordinator | None:
-    """A group of some ranks, in ascending order; the caller's. None on the other ranks.
+    """Return a group of ``ranks``, in ascending order, which the caller closes; None elsewhere.
 
     Collective: yes, every one of ``ranks``; the others may call it.
     """
@@ -169,17 +166,17 @@ def new_group(ranks: Sequence[int], group_name: str = "group") -> GroupCoordinat
 
 
 def is_global_first_rank() -> bool:
-    """Whether this is rank 0 of all, or alone."""
+    """Return whether this is global rank 0, or a single process."""
     if _state.world is not None:
         return _state.world.is_first_rank
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def is_local_first_rank() -> bool:
-    """Whether this is the first process of its node, or alone.
+    """Return whether this is the first process of its node, or a single process.
 
-    Where torch's default group is not of our making, the launcher's ``LOCAL_RANK`` tells; without
-    it only rank 0 of all is.
+    If this module did not make torch's default group, the launcher's ``LOCAL_RANK`` decides;
+    without it only global rank 0 is first.
     """
     if _state.world is not None:
         return _state.world.local_rank == 0
@@ -202,23 +199,23 @@ def initialize_model_parallel(
 ) -> None:
     """Build the groups of a model.
 
-    The ranks that the sizes leave over form external replicas, which know nothing of each
-    other: rank = (((external * dp + dp_rank) * pp + pp_rank) * pcp + pcp_rank) * tp + tp_rank.
+    Ranks beyond the sizes form external replicas, independent of each other:
+    rank = (((external * dp + dp_rank) * pp + pp_rank) * pcp + pcp_rank) * tp + tp_rank.
 
     Args:
-        tensor_model_parallel_size: how many ranks share a layer.
-        pipeline_model_parallel_size: how many stages.
-        prefill_context_model_parallel_size: how many ranks share a prompt.
-        decode_context_model_parallel_size: how many ranks of the prefill-context- and
-            tensor-parallel groups share contexts; None: 1.
+        tensor_model_parallel_size: ranks that share a layer.
+        pipeline_model_parallel_size: stages.
+        prefill_context_model_parallel_size: ranks that share a prompt.
+        decode_context_model_parallel_size: ranks of the prefill-context- and tensor-parallel
+            groups that share contexts; None: 1.
         backend: of the groups; None: the world's.
-        data_parallel_size: how many replicas work together.
-        enable_eplb: have a second expert-parallel group, for balancing experts meanwhile.
+        data_parallel_size: replicas that work together.
+        enable_eplb: add a second expert-parallel group, for balancing experts meanwhile.
 
     Collective: yes, every rank.
 
     Raises:
-        RuntimeError: there is no environment, or the groups exist already.
+        RuntimeError: the environment is missing, or the groups exist.
         ValueError: the sizes do not divide the world.
     """
     sizes = {
@@ -241,30 +238,21 @@ def ensure_model_parallel_initialized(
     data_parallel_size: int | None = None,
     enable_eplb: bool = False,
 ) -> None:
-    """Build the groups of a model, or check the sizes of those there are.
+    """Build the groups of a model, or raise ValueError if existing groups have other sizes.
 
-    Args:
-        tensor_model_parallel_size: as for `initialize_model_parallel`, like the others.
-        pipeline_model_parallel_size: how many stages.
-        prefill_context_model_parallel_size: how many ranks share a prompt.
-        decode_context_model_parallel_size: how many ranks share contexts; None: 1.
-        backend: of the groups; None: the world's.
-        data_parallel_size: None: 1, and not checked.
-        enable_eplb: not checked.
+    Arguments as for `initialize_model_parallel`. ``enable_eplb``, and ``data_parallel_size=None``,
+    are not checked.
 
-    Collective: yes, every rank, if there are none.
-
-    Raises:
-        ValueError: there are groups, of other sizes.
+    Collective: yes, every rank, if there are no groups.
     """
-    wanted = {
+    expected = {
         "tp": tensor_model_parallel_size,
         "pp": pipeline_model_parallel_size,
         "pcp": prefill_context_model_parallel_size,
         "dcp": decode_context_model_parallel_size or 1,
     }
     if data_parallel_size is not None:
-        wanted["dp"] = data_parallel_size
+        expected["dp"] = data_parallel_size
     if not model_parallel_is_initialized():
         initialize_model_parallel(
             tensor_model_parallel_size,
@@ -276,47 +264,43 @@ def ensure_model_parallel_initialized(
             enable_eplb=enable_eplb,
         )
         return
-    there = {name: _state.group(name).world_size for name in wanted}
-    if there != wanted:
-        raise ValueError(f"the groups have the sizes {there}, not {wanted}")
+    actual = {name: _state.group(name).world_size for name in expected}
+    if actual != expected:
+        raise ValueError(f"the groups have the sizes {actual}, not {expected}")
 
 
 def get_etp_group() -> GroupCoordinator:
-    """The ranks that share an embedding table: those of `get_tp_group`."""
+    """Return the group of ranks that share an embedding table: `get_tp_group`."""
     return get_tp_group()
 
 
 def get_engram_dp_group() -> GroupCoordinator | None:
-    """None: every replica has an embedding table of its own."""
+    """Return None: every replica has an embedding table of its own."""
     return None
 
 
 def get_engram_dp_size() -> int:
-    """How many replicas share an embedding table: each has its own."""
+    """Return 1: replicas do not share an embedding table."""
     return 1
 
 
 def get_dp_group() -> GroupCoordinator:
-    """The ranks that do what this one does, in the replicas that work together."""
+    """Return the group of this rank's counterparts in the replicas that work together."""
     return _state.group("dp")
 
 
 def get_ep_group() -> GroupCoordinator:
-    """All ranks of this one's stage, in the replicas that work together."""
+    """Return the group of all ranks of this rank's stage, in all replicas that work together."""
     return _state.group("ep")
 
 
 def get_eplb_group() -> GroupCoordinator:
-    """The ranks of `get_ep_group`, in a group of their own."""
+    """Return a second group of the ranks of `get_ep_group`."""
     return _state.group("eplb")
 
 
 def get_dcp_world_size_and_rank(enabled: bool = True) -> tuple[int, int]:
-    """The size of `get_dcp_group` and this rank in it.
-
-    Args:
-        enabled: False: contexts are not shared whatever the groups are, as one of one does.
-    """
+    """Return the size of `get_dcp_group` and this rank; (1, 0) without, or if not ``enabled``."""
     if not enabled or not model_parallel_is_initialized():
         return 1, 0
     group = get_dcp_group()
@@ -324,18 +308,18 @@ def get_dcp_world_size_and_rank(enabled: bool = True) -> tuple[int, int]:
 
 
 def get_pcp_group() -> GroupCoordinator:
-    """The ranks that share this one's prompts."""
+    """Return the group of ranks that share this rank's prompts."""
     return _state.group("pcp")
 
 
 def get_inner_dp_world_group() -> GroupCoordinator:
-    """All ranks of this one's replica."""
+    """Return the group of all ranks of this rank's replica."""
     return _state.group("inner_dp_world")
 
 
 @contextmanager
 def graph_capture(device: torch.device) -> Iterator[GraphCaptureContext]:
-    """Capture a CUDA graph with collectives of the tp, pp and dp groups; nothing on the CPU.
+    """Capture a CUDA graph with collectives of the tp, pp and dp groups; no effect on CPUs.
 
     Collective: yes, every member of these groups.
     """

@@ -1,4 +1,4 @@
-"""vLLM's groups over a store alone."""
+"""Provide vLLM's groups that need only a store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from coordinator.compat.vllm.utils import StatelessProcessGroup
 
 
 class StatelessGroupCoordinator(GroupCoordinator):
-    """A group whose members meet in a store of their choice."""
+    """A group whose members rendezvous in a given store."""
 
     def __init__(
         self,
@@ -27,12 +27,12 @@ class StatelessGroupCoordinator(GroupCoordinator):
         group_name: str | None = None,
         host: str = "127.0.0.1",
         global_rank: int = 0,
-        global_world_size: int = 1,  # noqa: ARG002 - the members are all that there is
+        global_world_size: int = 1,  # noqa: ARG002 - the members' ranks are enough
         use_all2all: bool = False,  # noqa: ARG002 - dispatch and combine always work
     ) -> None:
-        """As `coordinator.StatelessGroupCoordinator`.
+        """Build as `coordinator.StatelessGroupCoordinator`.
 
-        Collective: yes, every member of the group that ``global_rank`` is in.
+        Collective: yes, every member of the group of ``global_rank``.
         """
         group = groups.StatelessGroupCoordinator(
             group_ranks,
@@ -45,18 +45,18 @@ class StatelessGroupCoordinator(GroupCoordinator):
             host,
             global_rank,
         )
-        self._show(group, lambda: [list(ranks) for ranks in group_ranks])
+        self._bind(group, lambda: [list(ranks) for ranks in group_ranks])
 
     @property
     def backend(self) -> str:
-        """``"gloo"`` or ``"nccl"``."""
+        """Return ``"gloo"`` or ``"nccl"``."""
         return self.torch_distributed_backend
 
     @cached_property
     def tcp_store_group(self) -> StatelessProcessGroup:
-        """The same members, for objects and small CPU tensors."""
+        """Return the same members, for objects and small CPU tensors."""
         return StatelessProcessGroup(self.group, ExitStack())
 
     def size(self) -> int:
-        """How many members."""
+        """Return the number of members."""
         return self.world_size

@@ -1,7 +1,7 @@
-"""vLLM's helpers: arithmetic, stores, process groups and object exchange without a default group.
+"""Provide vLLM's helpers: arithmetic, stores, process groups and objects without a default group.
 
-Waiting in these is torch's: its errors, and its timeouts. A group of ours over the same members
-(`coordinator.StatelessGroupCoordinator`) names who is late.
+Waiting raises torch's errors, after torch's timeouts. `coordinator.StatelessGroupCoordinator` names
+late ranks.
 """
 
 from __future__ import annotations
@@ -37,40 +37,33 @@ from shm_broadcast import Deadline
 from shm_broadcast.process import ForkSafeExitStack
 
 _TIMEOUT = timedelta(minutes=30)
-"""What torch's process groups allow each operation."""
+"""The operation timeout of torch's process groups."""
 
 
 def create_tcp_store(
     host: str, port: int, listen_socket: socket.socket | None = None, **kwargs: Any
 ) -> TCPStore:
-    """A torch store, over a socket that listens already if one is given.
-
-    Args:
-        host: where the store is.
-        port: its port.
-        listen_socket: bound and listening; it belongs to the store from now on.
-        kwargs: torch's own.
-    """
+    """Return a torch store, over a bound and listening socket if given, which it then owns."""
     if listen_socket is None:
         return TCPStore(host, port, **kwargs)
     descriptor = listen_socket.detach()
     try:
         return TCPStore(host, port, master_listen_fd=descriptor, **kwargs)
-    except TypeError:  # of the arguments: torch closes what it has taken
+    except TypeError:  # from the arguments; torch closes the descriptor in all other errors
         os.close(descriptor)
         raise
 
 
 @lru_cache(maxsize=1)
 def get_cached_tcp_store_client(host: str, port: int) -> TCPStore:
-    """A connection to a store; the last one again, if it leads there."""
+    """Return a connection to a store; the last one again for the same address."""
     return connect_store(host, port)
 
 
 def init_gloo_process_group(
     prefix_store: Store, group_rank: int, group_size: int, timeout: timedelta
 ) -> ProcessGroup:
-    """A gloo process group of those who meet in a store. Collective: yes, every member."""
+    """Return a gloo process group of the members of a store. Collective: yes, every member."""
     return _new_group(prefix_store, "gloo", group_rank, group_size, "gloo", timeout, SocketChoice())
 
 
@@ -85,18 +78,18 @@ def stateless_init_torch_distributed_process_group(
     listen_socket: socket.socket | None = None,
     timeout: timedelta | None = None,
 ) -> ProcessGroup | tuple[ProcessGroup, Store]:
-    """A torch process group of those who meet at a host and port.
+    """Return a torch process group of the processes that meet at a host and port.
 
     Args:
-        host: the address of rank 0's host; gloo listens on the way to it.
+        host: the address of rank 0's host; gloo listens on the interface to it.
         port: the port that rank 0 binds.
-        rank: this process's rank among those that meet there.
-        world_size: how many processes.
+        rank: this process's rank.
+        world_size: the number of processes.
         backend: ``"gloo"`` or ``"nccl"``.
         group_name: for torch.
         return_store: return the store as well.
-        listen_socket: of rank 0, bound and listening: the store takes it.
-        timeout: for all to come, and of each operation; None: 30 minutes.
+        listen_socket: rank 0's, bound and listening: the store owns it.
+        timeout: until all arrive, and of each operation; None: 30 minutes.
 
     Collective: yes, all of them. `stateless_destroy_torch_distributed_process_group` ends it.
     """
@@ -116,7 +109,7 @@ def stateless_init_torch_distributed_process_group(
 
 
 def stateless_destroy_torch_distributed_process_group(pg: ProcessGroup) -> None:
-    """Close the group's connections and forget it. Collective: no."""
+    """Close the group's connections and remove it."""
     torch_groups.destroy(pg)
 
 
@@ -125,15 +118,13 @@ def cpu_all_reduce_(
 ) -> Tensor:
     """Sum a CPU tensor into itself; the same bits on all members.
 
-    Args:
-        tensor: of the same shape and dtype on all members.
-        group: whose backend takes CPU tensors; torch need not know it.
-        timeout: to wait; None: what the group allows.
+    ``group`` needs a backend for CPU tensors, and no registration in torch. ``timeout`` None: the
+    group's.
 
     Collective: yes, every member of ``group``.
 
     Raises:
-        RuntimeError: torch's: it took longer, or a member has gone.
+        RuntimeError: from torch: the timeout passed, or a member exited.
     """
     whole = tensor.contiguous()
     options = dist.AllreduceOptions()
@@ -146,7 +137,7 @@ def cpu_all_reduce_(
 def meet_at(
     host: str, port: int, rank: int, listen_socket: socket.socket | None, timeout: timedelta
 ) -> TCPStore:
-    """The store at a host and port, which rank 0 hosts, over ``listen_socket`` if it has one."""
+    """Return the store at a host and port; rank 0 hosts it, over ``listen_socket`` if given."""
     if listen_socket is not None:
         return create_tcp_store(
             host,
@@ -182,12 +173,7 @@ def _new_group(
 class StatelessProcessGroup:
     """Exchanges objects and CPU tensors between processes that meet at a host and port.
 
-    Ranks are ranks in this group. One thread at a time.
-
-    Attributes:
-        rank: this process's rank.
-        world_size: the number of processes.
-        group: the underlying group, with all operations.
+    Ranks are ranks in this group. One thread at a time. ``group`` has all operations.
     """
 
     def __init__(self, group: GroupCoordinator, closing: ExitStack) -> None:
@@ -210,19 +196,14 @@ class StatelessProcessGroup:
     ) -> Self:
         """Meet the others at the store that rank 0 hosts.
 
-        Args:
-            host: the address of rank 0's host.
-            port: the port that rank 0 binds.
-            rank: this process's rank among those that meet there.
-            world_size: how many processes.
-            data_expiration_seconds: no effect: messages do not stay in the store.
-            store_timeout: seconds to wait for all of them.
-            listen_socket: of rank 0, bound and listening: the store takes it.
+        ``host``, ``port``, ``rank``, ``world_size`` and ``listen_socket`` are as for
+        `stateless_init_torch_distributed_process_group`. ``store_timeout`` is in seconds.
+        ``data_expiration_seconds`` has no effect: messages do not stay in the store.
 
         Collective: yes, all of them.
 
         Raises:
-            GroupTimeoutError: some did not come in time; names them.
+            GroupTimeoutError: processes did not arrive in time; names them.
         """
         del data_expiration_seconds
         deadline = Deadline.after(store_timeout)
@@ -240,11 +221,11 @@ class StatelessProcessGroup:
             return cls(group, undo.pop_all())
 
     def send_obj(self, obj: Any, dst: int) -> None:
-        """Send an object. Collective: no, the two processes."""
+        """Send an object."""
         self.group.send_object(obj, dst)
 
     def recv_obj(self, src: int) -> Any:
-        """Receive an object. Collective: no, the two processes."""
+        """Receive an object."""
         return self.group.recv_object(src)
 
     def broadcast_obj(self, obj: Any | None, src: int) -> Any:
@@ -252,7 +233,7 @@ class StatelessProcessGroup:
         return self.group.broadcast_object(obj, src)
 
     def all_gather_obj(self, obj: Any) -> list[Any]:
-        """Every process's object, by rank. Collective: yes, every process."""
+        """Return every process's object, by rank. Collective: yes, every process."""
         return self.group.all_gather_object(obj)
 
     def broadcast(self, tensor: Tensor | None, src: int) -> Tensor:
@@ -260,45 +241,37 @@ class StatelessProcessGroup:
 
         Collective: yes, every process. ``src`` gets its own tensor back, not a copy.
         """
-        found = self.group.broadcast_tensor_dict({"tensor": tensor}, src)
-        return found["tensor"]  # type: ignore[no-any-return]
+        received = self.group.broadcast_tensor_dict({"tensor": tensor}, src)
+        return received["tensor"]  # type: ignore[no-any-return]
 
     def send(self, tensor: Tensor, dst: int) -> None:
-        """Send a tensor. Collective: no, the two processes."""
+        """Send a tensor."""
         self.group.send(tensor, dst)
 
     def recv(self, tensor: Tensor, src: int) -> Tensor:
-        """Fill ``tensor`` with what ``src`` sends, of the same shape and dtype; returns it.
-
-        Collective: no, the two processes.
-        """
+        """Receive a tensor of the same shape and dtype into ``tensor`` and return it."""
         return self.group.recv(src=src, out=tensor)
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """The elementwise reduction of all processes' tensors, as a new tensor.
+        """Return the elementwise reduction of all processes' tensors, as a new tensor.
 
-        ``tensor`` has the same shape and dtype on all. Collective: yes, every process.
-
-        Raises:
-            TypeError: ``op`` is none of those that we have, or not for such tensors.
+        ``tensor`` has the same shape and dtype on all. Collective: yes, every process. Raises
+        TypeError if ``op`` is unknown, or not for such tensors.
         """
-        ours = ReduceOp.__members__.get(op.name)
-        if ours is None:
+        operation = ReduceOp.__members__.get(op.name)
+        if operation is None:
             raise TypeError(f"op must be one of {[*ReduceOp.__members__]}, not {op!r}")
-        return self.group.all_reduce(tensor, op=ours)
+        return self.group.all_reduce(tensor, op=operation)
 
     def barrier(self, timeout: float = 30.0) -> None:
-        """Wait until every process has called this; ``timeout`` in seconds.
-
-        Collective: yes, every process.
-        """
+        """Wait ``timeout`` seconds for every process's call. Collective: yes, every process."""
         self.group.barrier(timeout=timeout)
 
     def expire_data(self) -> None:
-        """Nothing: no message stays behind in the store."""
+        """Do nothing: no message stays in the store."""
 
     def close(self) -> None:
-        """Close the group and the connections; idempotent. Collective: no."""
+        """Close the group and the connections. Idempotent."""
         self._closing.close()
 
     def __enter__(self) -> Self:
@@ -327,18 +300,17 @@ __all__ = [
 
 
 def get_pp_indices(num_hidden_layers: int, pp_rank: int, pp_size: int) -> tuple[int, int]:
-    """The first layer of a stage and the first of the next.
+    """Return the first layer of a stage and the first of the next.
 
-    The environment variable ``VLLM_PP_LAYER_PARTITION`` may say how many layers each stage has:
-    ``"5,6,5"``. Otherwise all have as many; what is left over goes to the last stages but the very
-    last, one layer each, for the last one also has the head.
+    ``VLLM_PP_LAYER_PARTITION`` in the environment may set the layers of each stage: ``"5,6,5"``.
+    Otherwise all have equally many. The stages before the last get one more each, from the last of
+    them on; the last stage has the head.
 
-    Raises:
-        ValueError: the variable does not fit the layers and stages.
+    Raises ValueError if the variable does not fit the layers and stages.
     """
-    told = os.environ.get("VLLM_PP_LAYER_PARTITION")
-    if told is not None:
-        return layers_as_told(told, num_hidden_layers, pp_rank, pp_size)
+    partition = os.environ.get("VLLM_PP_LAYER_PARTITION")
+    if partition is not None:
+        return layers_as_told(partition, num_hidden_layers, pp_rank, pp_size)
     each, left = divmod(num_hidden_layers, pp_size)
     more = range(pp_size - 1 - left, pp_size - 1)
     start = pp_rank * each + sum(stage < pp_rank for stage in more)
@@ -351,16 +323,11 @@ def verify_group_size_divides_partition(
     layer_name: str | None = None,
     extra_suggestion: str = "",
 ) -> None:
-    """Accept only a part of a layer that holds whole groups of quantised weights.
+    """Check that a part of a layer holds whole groups of quantised weights.
 
-    Args:
-        input_size_per_partition: what a rank holds of the layer's input.
-        group_size: how many weights share a scale.
-        layer_name: for the error.
-        extra_suggestion: ends it.
-
-    Raises:
-        ValueError: the groups do not come out even.
+    ``input_size_per_partition`` is a rank's part of the layer's input; ``group_size`` weights share
+    a scale. ``layer_name`` and ``extra_suggestion`` are for the error. Raises ValueError if the
+    size is not a multiple.
     """
     if input_size_per_partition % group_size:
         layer = f" of layer {layer_name!r}" if layer_name else ""
@@ -371,18 +338,17 @@ def verify_group_size_divides_partition(
 
 
 def is_weak_contiguous(inp: Tensor) -> bool:
-    """Whether a tensor lies in one piece, in whatever order, that ends where its storage ends."""
+    """Return whether a tensor fills the rest of its storage in one block, in any order."""
     if inp.is_contiguous():
         return True
-    behind = inp.untyped_storage().nbytes() - inp.storage_offset() * inp.element_size()
-    return behind == inp.numel() * inp.element_size()
+    rest = inp.untyped_storage().nbytes() - inp.storage_offset() * inp.element_size()
+    return rest == inp.numel() * inp.element_size()
 
 
 def get_worker_rank_suffix(global_rank: int | None = None) -> str:
-    """Where this process stands: ``"dp0_pp0_tp1_dcp0_ep1_rank1"``; without groups, ``"rank1"``.
+    """Return this process's ranks: ``"dp0_pp0_tp1_dcp0_ep1_rank1"``; without groups ``"rank1"``.
 
-    Args:
-        global_rank: what comes last; None: nothing.
+    ``global_rank`` comes last, unless it is None.
     """
     last = [] if global_rank is None else [f"rank{global_rank}"]
     try:

@@ -1,4 +1,4 @@
-"""This layer inside stock SGLang, once ``GROUP_COORDINATOR`` is set: see docs/inside-vllm.md."""
+"""Install this library in SGLang if ``GROUP_COORDINATOR`` is set: see docs/inside-vllm.md."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import os
 
 
 def register() -> None:
-    """Put in place what the variable asks for. Collective: no.
+    """Install the parts that ``GROUP_COORDINATOR`` names.
 
-    Raises:
-        ValueError: it names a part that does not exist.
-        UntestedVersionError: SGLang is of another version than was tested.
+    Raises ValueError for an unknown part, and UntestedVersionError for an untested version.
     """
     if os.environ.get("GROUP_COORDINATOR", "") not in ("", "0"):
         from coordinator.plugins.sglang.hooks import install  # noqa: PLC0415

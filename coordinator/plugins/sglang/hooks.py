@@ -1,4 +1,4 @@
-"""What takes the place of something of SGLang's, by SGLang's own registry of hooks."""
+"""Replace parts of SGLang by its registry of hooks."""
 
 from __future__ import annotations
 
@@ -17,22 +17,14 @@ HOOKS: Final[dict[str, dict[str, Any]]] = {
         "sglang.srt.distributed.device_communicators.shm_broadcast.MessageQueue": MessageQueue
     }
 }
-"""By part: SGLang's name, and ours."""
+"""By part: SGLang's name, and its replacement."""
 
 
 def install(version: Callable[[], str] = lambda: installed("sglang")) -> frozenset[str]:
-    """Register what the environment asks for; SGLang applies it after all plug-ins were called.
+    """Register the enabled parts and return them; SGLang applies them after all plug-ins ran.
 
-    Args:
-        version: tells SGLang's version.
-
-    Returns:
-        The parts that are registered; parts of another engine's plug-in are none of ours.
-
-    Raises:
-        ValueError: the variable names a part that does not exist.
-        UntestedVersionError: one of them is to be, and SGLang is of another version than was
-            tested.
+    ``version`` returns SGLang's version. Parts that only other engines have are ignored. Raises
+    ValueError for an unknown part, and UntestedVersionError for an untested version.
     """
     switches = Switches.from_environment()
     parts = switches.parts & {*HOOKS}
@@ -41,6 +33,6 @@ def install(version: Callable[[], str] = lambda: installed("sglang")) -> frozens
     switches.check_version("SGLang", version(), TESTED)
     registry: Any = importlib.import_module("sglang.srt.plugins.hook_registry")
     for part in parts:
-        for target, ours in HOOKS[part].items():
-            registry.HookRegistry.register(target, ours, registry.HookType.REPLACE)
+        for target, replacement in HOOKS[part].items():
+            registry.HookRegistry.register(target, replacement, registry.HookType.REPLACE)
     return parts

@@ -1,7 +1,6 @@
-"""This layer inside stock vLLM, once ``GROUP_COORDINATOR`` is set: see docs/inside-vllm.md.
+"""Install this library in vLLM if ``GROUP_COORDINATOR`` is set: see docs/inside-vllm.md.
 
-vLLM calls `register` in every process of its own, as it does for all its plug-ins. Nothing is
-imported here before the variable is set: without it vLLM is what it was.
+vLLM calls `register` in each of its processes. Without the variable the plug-in imports nothing.
 """
 
 from __future__ import annotations
@@ -10,11 +9,9 @@ import os
 
 
 def register() -> None:
-    """Put in place what the variable asks for; the second time does nothing. Collective: no.
+    """Install the parts that ``GROUP_COORDINATOR`` names; a second call has no effect.
 
-    Raises:
-        ValueError: it names a part that does not exist.
-        UntestedVersionError: vLLM is of another version than was tested.
+    Raises ValueError for an unknown part, and UntestedVersionError for an untested version.
     """
     if os.environ.get("GROUP_COORDINATOR", "") not in ("", "0"):
         from coordinator.plugins.vllm.hooks import install  # noqa: PLC0415

@@ -1,7 +1,7 @@
-"""The verbs of vLLM's groups on the CPU, over one of our groups.
+"""Run the verbs of vLLM's CPU groups over a `GroupCoordinator`.
 
-vLLM's own reduce through shared memory in its C++ extension, and through gloo where that is not
-there; for tensors of uneven sizes they have nothing.
+vLLM reduces through shared memory in its C++ extension, or through gloo without the extension, and
+has no verbs for tensors of uneven sizes.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from coordinator import GroupCoordinator
 
 
 class CpuCommunicator(DeviceCommunicatorBase):  # type: ignore[misc]  # vLLM may be absent
-    """In the place of vLLM's ``CpuCommunicator``. Ranks in arguments are ranks in the group.
+    """A replacement of vLLM's ``CpuCommunicator``. Ranks in arguments are ranks in the group.
 
-    Collective: yes, every member, all verbs but those between two.
+    Collective: yes, every member, all verbs except point-to-point messages.
 
     Attributes:
-        group: ours.
-        supports_tensor_dict: vLLM's stages send and receive their dicts through this.
+        group: the group that runs the verbs.
+        supports_tensor_dict: vLLM's stages exchange their dicts through this class.
     """
 
     supports_tensor_dict = True
@@ -39,7 +39,7 @@ class CpuCommunicator(DeviceCommunicatorBase):  # type: ignore[misc]  # vLLM may
         global_world_size: int | None = None,
         use_all2all: bool = False,
     ) -> None:
-        """Wrap vLLM's process groups, which stay vLLM's. Collective: yes, every member."""
+        """Wrap process groups, which vLLM still owns. Collective: yes, every member."""
         super().__init__(
             cpu_group,
             device,
@@ -59,13 +59,13 @@ class CpuCommunicator(DeviceCommunicatorBase):  # type: ignore[misc]  # vLLM may
             self.all2all_manager = AgRsAll2AllManager(self.cpu_group)
 
     def all_reduce(self, input_: Tensor) -> Tensor:
-        """The sum, in ``input_`` itself as vLLM's on the CPU; in a compiled model a new tensor."""
+        """Sum in place, as vLLM on CPUs; a compiled model gets a new tensor."""
         if torch.compiler.is_compiling():
             return self.group.all_reduce(input_)
         return self.group.all_reduce_(input_)
 
     def all_gather(self, input_: Tensor, dim: int = -1) -> Tensor:
-        """Every ``input_``, concatenated."""
+        """Return every ``input_``, concatenated."""
         return self.group.all_gather(input_, dim)
 
     def all_gatherv(
@@ -78,7 +78,7 @@ class CpuCommunicator(DeviceCommunicatorBase):  # type: ignore[misc]  # vLLM may
         return self.group.all_gatherv(input_, dim, sizes)
 
     def reduce_scatter(self, input_: Tensor, dim: int = -1) -> Tensor:
-        """This member's part of the sum."""
+        """Return this member's part of the sum."""
         return self.group.reduce_scatter(input_, dim)
 
     def reduce_scatterv(
@@ -88,46 +88,48 @@ class CpuCommunicator(DeviceCommunicatorBase):  # type: ignore[misc]  # vLLM may
         return self.group.reduce_scatterv(input_, dim, sizes)
 
     def gather(self, input_: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
-        """Every ``input_``, concatenated, on ``dst``; None elsewhere."""
+        """Return every ``input_``, concatenated, on ``dst``; None elsewhere."""
         return self.group.gather(input_, dst, dim)
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
-        """Fill ``tensor`` with that of ``src``; returns it."""
+        """Fill ``tensor`` with that of ``src`` and return it."""
         return self.group.broadcast_(tensor, src)
 
     def send(self, tensor: Tensor, dst: int | None = None) -> None:
-        """Send a tensor; None: to the next rank. Collective: no, the two members."""
+        """Send a tensor to ``dst``; None: to the next rank."""
         self.group.send(tensor, dst)
 
     def recv(self, size: Sequence[int], dtype: torch.dtype, src: int | None = None) -> Tensor:
-        """Receive a tensor; None: from the previous rank. Collective: no, the two members."""
+        """Receive a tensor from ``src``; None: from the previous rank."""
         return self.group.recv(size, dtype, src)
 
     def send_tensor_dict(self, tensor_dict: dict[str, Tensor | Any], dst: int) -> None:
-        """Send tensors and values by name. Collective: no, the two members."""
+        """Send tensors and values by name."""
         self.group.send_tensor_dict(tensor_dict, dst)
 
     def recv_tensor_dict(self, src: int) -> dict[str, Tensor | Any]:
-        """Receive what `send_tensor_dict` sends. Collective: no, the two members."""
+        """Receive a dict of `send_tensor_dict`."""
         return self.group.recv_tensor_dict(src)
 
     def dispatch_router_logits(self, *args: Any, **kwargs: Any) -> Any:
-        """By vLLM's manager, which gathers through `all_gatherv`."""
+        """Dispatch by vLLM's manager, through `all_gatherv`."""
         return self._all2all().dispatch_router_logits(*args, **kwargs)
 
     def dispatch(self, *args: Any, **kwargs: Any) -> Any:
-        """By vLLM's manager, which gathers through `all_gatherv`."""
+        """Dispatch by vLLM's manager, through `all_gatherv`."""
         return self._all2all().dispatch(*args, **kwargs)
 
     def combine(self, *args: Any, **kwargs: Any) -> Any:
-        """By vLLM's manager, which reduces through `reduce_scatterv`."""
+        """Combine by vLLM's manager, through `reduce_scatterv`."""
         return self._all2all().combine(*args, **kwargs)
 
     def destroy(self) -> None:
-        """Give everything of ours back; vLLM then destroys its process groups."""
+        """Close ``group``; vLLM then destroys its process groups."""
         self.group.close()
 
     def _all2all(self) -> Any:
         if self.all2all_manager is None:
-            raise RuntimeError(f"{self.unique_name} was not made to dispatch to experts")
+            raise RuntimeError(
+                f"{self.unique_name} has no all2all manager: it was built without use_all2all"
+            )
         return self.all2all_manager

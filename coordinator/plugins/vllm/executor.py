@@ -1,4 +1,4 @@
-"""An executor for ``LLM(distributed_executor_backend=GroupCoordinatorExecutor)``."""
+"""Provide an executor: ``LLM(distributed_executor_backend=GroupCoordinatorExecutor)``."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from coordinator.plugins.vllm.hooks import install
 
 
 class GroupCoordinatorExecutor(MultiprocExecutor):  # type: ignore[misc]  # vLLM may be absent
-    """vLLM's multiprocess executor with all our parts in place, also in its workers.
+    """vLLM's multiprocess executor with all parts installed, also in its workers.
 
-    For programs that choose an executor rather than set ``GROUP_COORDINATOR``; what is set holds.
+    For programs that choose an executor; a set ``GROUP_COORDINATOR`` takes precedence.
     """
 
     def _init_executor(self) -> None:

@@ -1,8 +1,8 @@
-"""All that takes the place of something of vLLM's, each with the line that it replaces.
+"""Replace parts of vLLM; each hook names the line that it replaces.
 
-The first process, which the user started, keeps a page of memory without a name. The others, which
-are started by it, find the page by the environment and add a line for each thing that they tell.
-When the first process exits it prints why the engine ended, after all messages of vLLM's own.
+The first process, which the user started, has a page: anonymous memory (memfd). Its descendants
+open the page by a path in the environment, and append one line per report. When the first process
+exits, it prints the first report, after all messages of vLLM.
 
 Lines are those of vLLM 0.32.0, under ``vllm/``.
 """
@@ -22,14 +22,11 @@ import msgspec
 from coordinator.plugins.switches import Switches
 
 PAGE_VARIABLE: Final = "GROUP_COORDINATOR_PAGE"
-"""Where the page is: a path in /proc, while the first process lives."""
+"""The path of the page in /proc, valid while the first process runs."""
 
 
 def keep_page() -> None:
-    """Keep a page for the processes that this one starts, unless it was started by such a one.
-
-    Collective: no.
-    """
+    """Create a page for the processes that this process starts, unless it inherited one."""
     if PAGE_VARIABLE not in os.environ:
         fd = os.memfd_create("group-coordinator-page", os.MFD_CLOEXEC)
         os.environ[PAGE_VARIABLE] = f"/proc/{os.getpid()}/fd/{fd}"
@@ -37,13 +34,13 @@ def keep_page() -> None:
 
 
 def report_end(end: str) -> None:
-    """Say why the engine ended; nothing without a page. Collective: no."""
+    """Append the reason why the engine ended; do nothing without a page."""
     path = os.environ.get(PAGE_VARIABLE)
     if path is None:
         return
     try:
         fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-    except OSError:  # the first process has gone: nobody is left to tell
+    except OSError:  # the first process has exited
         return
     try:
         os.write(fd, msgspec.json.encode(end) + b"\n")
@@ -62,21 +59,21 @@ def _print_the_end(owner: int, fd: int) -> None:
 
 
 TESTED: Final = ("0.32.0",)
-"""The versions of vLLM whose engine our tests have run."""
+"""The versions of vLLM that the tests run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """One name of vLLM's, and what takes its place.
+    """One name in vLLM, and its replacement.
 
     Attributes:
-        part: the switch that puts it in place.
-        module: where vLLM has the name.
-        name: the name; one of a class's attributes with a dot between.
-        ours: ``module:name`` of what takes its place.
-        line: the file and line in vLLM where it is defined or imported.
-        load: import the module for this; otherwise it is replaced only where it is loaded by then,
-            and a later import finds ours where the name is defined.
+        part: the switch that installs it.
+        module: the module of vLLM that has the name.
+        name: the name; a class's attribute after a dot.
+        ours: ``module:name`` of the replacement.
+        line: the file and line in vLLM that define or import the name.
+        load: import the module to replace the name. False: replace the name only if the module is
+            loaded; a later import of the module finds the replacement where the name is defined.
     """
 
     part: str
@@ -87,7 +84,7 @@ class Hook:
     load: bool = True
 
     def install(self) -> None:
-        """Replace the name. Collective: no."""
+        """Replace the name."""
         if not self.load and self.module not in sys.modules:
             return
         holder: Any = importlib.import_module(self.module)
@@ -143,17 +140,10 @@ HOOKS: Final = (
 
 
 def install(version: Callable[[], str] | None = None) -> frozenset[str]:
-    """Put in place the parts that the environment asks for; the second time changes nothing.
+    """Install the enabled parts and return them; a second call has no effect.
 
-    Args:
-        version: tells vLLM's version; None: asks vLLM.
-
-    Returns:
-        The parts that are in place.
-
-    Raises:
-        ValueError: the variable names a part that does not exist.
-        UntestedVersionError: vLLM is of another version than was tested.
+    ``version`` returns vLLM's version. Raises ValueError for an unknown part, and
+    UntestedVersionError for an untested version.
     """
     switches = Switches.from_environment()
     if switches.parts:

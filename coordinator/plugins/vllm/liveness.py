@@ -1,4 +1,4 @@
-"""A killed worker ends the engine at once, and the engine says which worker and how it ended."""
+"""End the engine as soon as a worker dies, and report the worker and its exit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = init_logger("vllm.group_coordinator")
 
 
 def how_it_ended(exitcode: int | None) -> str:
-    """An exit code of `multiprocessing` in words."""
+    """Describe an exit code of `multiprocessing`."""
     if exitcode is None:
         return "has ended"
     if exitcode >= 0:
@@ -29,10 +29,9 @@ def how_it_ended(exitcode: int | None) -> str:
 
 
 def start_worker_monitor(self: Any, inline: bool = False) -> None:
-    """In the place of vLLM's method: wait for the first worker that ends, and end the engine.
+    """Wait for the first worker that exits, and end the engine: replaces vLLM's method.
 
-    vLLM's gives the other workers 5 s to leave the collectives that they can never leave, and then
-    4 s more, before it tells anybody.
+    vLLM waits 5 s for the other workers, blocked in collectives, and 4 s more before it reports.
     """
     if inline:
         _watch(weakref.ref(self), self.workers)
@@ -56,8 +55,7 @@ def _watch(executor: weakref.ref[Any], workers: Sequence[Any]) -> None:
     words = f"worker rank {first.rank} (pid {first.proc.pid}) {how_it_ended(first.proc.exitcode)}"
     hooks.report_end(end=words)
     logger.error("%s: ending the engine.", words)
-    # Nothing can be finished without it, and who waits for it in one of vLLM's own collectives
-    # does not hear of anything: the others end now.
+    # The other workers cannot finish, and vLLM's own collectives would block them: kill them.
     for each in workers:
         each.proc.kill()
     engine.shutdown()

@@ -1,4 +1,4 @@
-"""The message queue between vLLM's engine and its workers."""
+"""Provide the message queue between vLLM's engine and its workers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from shm_broadcast import DRIVER_RANK
 
 
 class MessageQueue(shm_broadcast.MessageQueue):
-    """As vLLM's, whose readers are told by rank which worker has died."""
+    """vLLM's queue, with errors that name a dead worker by rank."""
 
     def _own_rank(self) -> int:
-        """What messages call this process: a worker by its rank, the engine as the driver."""
+        """Return a worker's rank; the engine is the driver."""
         return dist.get_rank() if dist.is_initialized() else DRIVER_RANK

@@ -1,1 +1,1 @@
-"""The CUDA IPC backend: its kernels access the device memory of the other ranks on the host."""
+"""The CUDA IPC backend, whose kernels access the memory of all devices of a host."""

@@ -1,31 +1,31 @@
-"""Lay out the memory and the launch arguments that host and kernels share.
+"""Define the layout of memory and launch arguments that host and kernels share.
 
-``kernels/group.cuh`` has the same in C++; a test compares the two. All numbers are little-endian.
+``kernels/group.cuh`` has the same in C++; a test compares both. Numbers are little-endian.
 
-Region, one for each rank, zeroed before anybody else maps it
---------------------------------------------------------------
+Region, one for each rank, zeroed before any peer maps it
+---------------------------------------------------------
 ::
 
-    0     | abort u64: code | reporter << 8 | culprit << 16; anybody |  a line of 64 bytes
-          | writes it, and the rank's kernels give up                |
-    64    | claimed u32: the error record has its writer             |  a line
-    128   | epoch u64 | tickets u32: of kernels that meet            |  a line
-    192   | epoch u64 | tickets u32: of kernels that send packets    |  a line
-    256   | flags u64 [MAX_BLOCKS][MAX_RANKS]: rank r writes [*][r]  |
-    4352  | words u64 [CHANNEL_SETS][4][MAX_RANKS][MAX_LANES]        |
-    28928 | staging of even epochs, of odd epochs                    |  2 staging_bytes
-          | packets [epoch % 2][from rank][half of a cell][cell]     |  4 n packet_bytes
-          | channels [CHANNEL_SETS][from rank], of slots [lane][2]   |  3 n channel_bytes
+    0     | abort u64: code | reporter << 8 | culprit << 16; any rank |  a line of 64 bytes
+          | writes it, and the rank's waiting kernels end             |
+    64    | claimed u32: the error record has its writer              |  a line
+    128   | epoch u64 | tickets u32: of kernels with barriers         |  a line
+    192   | epoch u64 | tickets u32: of kernels that send packets     |  a line
+    256   | flags u64 [MAX_BLOCKS][MAX_RANKS]: rank r writes [*][r]   |
+    4352  | words u64 [CHANNEL_SETS][4][MAX_RANKS][MAX_LANES]         |
+    28928 | staging of even epochs, of odd epochs                     |  2 staging_bytes
+          | packets [epoch % 2][from rank][half of a cell][cell]      |  4 n packet_bytes
+          | channels [CHANNEL_SETS][from rank], of slots [lane][2]    |  3 n channel_bytes
 
-Control block, one for each rank, in pinned host memory that kernels see
--------------------------------------------------------------------------
+Control block, one for each rank, in pinned host memory that kernels access
+----------------------------------------------------------------------------
 ::
 
-    0     | abort u32: the host sets it; kernels that wait give up             |  a line
+    0     | abort u32: the host sets it; waiting kernels end                   |  a line
     64    | code u32 | culprit u32 | reporter u32 | phase u32 | epoch u64      |  the error record
 
-The record is written once, its ``code`` last. All kernels take one argument by value, a job: the
-group, and the task of this launch (see `KernelJob`).
+The record is written once, its ``code`` last. All kernels have one parameter by value, a
+`KernelJob` after its `Group`.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ MAX_RANKS: Final = 8
 MAX_BLOCKS: Final = 64
 """The largest grid."""
 MIN_THREADS: Final = 2 * MAX_RANKS
-"""The smallest number of threads in a block: one for each channel that it serves."""
+"""The smallest block: one thread for each of its channels."""
 MAX_THREADS: Final = 512
-"""The largest number of threads in a block."""
+"""The largest block, in threads."""
 MAX_LANES: Final = 32
-"""The largest number of blocks that move one message."""
+"""The most blocks for one message."""
 ALIGN: Final = 16
-"""Bytes of one memory access; everything in a region is aligned to it."""
+"""Bytes of one memory access, and the alignment in a region."""
 
 CHANNEL_SETS: Final = 3
 MESSAGES: Final = 0
-"""The set of channels that ``send`` and ``recv`` use."""
+"""The channel set of ``send`` and ``recv``."""
 EXCHANGES: Final = 1
-"""The set of channels that collectives use: in one set, their data could be taken for messages."""
+"""The channel set of collectives, whose data must not match messages."""
 CAPTURED: Final = 2
-"""The set of ``send`` and ``recv`` in graphs, which may be replayed beside other messages."""
+"""The channel set of ``send`` and ``recv`` in graphs, which run beside other messages."""
 
 REGION_ABORT: Final = 0
 REGION_CLAIMED: Final = 64
@@ -80,45 +80,43 @@ _TASK: Final = struct.Struct(f"<3QIIfI{2 * MAX_RANKS}Q{2 * MAX_RANKS}Q")
 _RECORD: Final = struct.Struct("<IIIIQ")
 GROUP_BYTES: Final = _GROUP.size
 JOB_BYTES: Final = _GROUP.size + _TASK.size
-"""Bytes of the one argument of every kernel."""
+"""Bytes of every kernel's parameter."""
 SOURCES_BYTES: Final = MAX_RANKS * 8
 
 
 class ErrorCode(IntEnum):
-    """Why a kernel gave up."""
+    """The reason why a kernel ended early."""
 
     NONE = 0
     TIMEOUT = 1
-    """This rank has waited too long for the culprit."""
+    """This rank's wait for the culprit timed out."""
     PEER = 2
-    """Another rank, the reporter, gave up because of the culprit, and told this rank."""
+    """Another rank, the reporter, ended early because of the culprit."""
     ABORTED = 3
     """The host set the abort word of the control block."""
 
 
 class Phase(IntEnum):
-    """What a kernel was waiting for."""
+    """The event that a kernel waited for."""
 
     START = 0
-    """The culprit to begin a collective."""
+    """The culprit begins a collective."""
     END = 1
-    """The culprit, which had begun, to finish its part of the collective."""
+    """The culprit, which has begun, finishes its part of the collective."""
     PACKET = 2
     """Packets from the culprit."""
     PUT = 3
-    """The culprit to drain a channel."""
+    """The culprit drains a channel."""
     TAKE = 4
-    """The culprit to fill a channel."""
+    """The culprit fills a channel."""
 
 
 class ErrorRecord(NamedTuple):
-    """The error record that a kernel writes when it gives up.
+    """The error record of a kernel that ended early; ``code`` `ErrorCode.NONE`: no error.
 
     Attributes:
-        code: why it gave up; `ErrorCode.NONE` if there is no error.
-        culprit: the rank that was waited for, or the rank whose host aborted.
-        reporter: the rank that gave up first.
-        phase: what it was waiting for.
+        culprit: the rank that was waited for, or whose host aborted.
+        reporter: the first rank that ended early.
         epoch: the number of earlier launches of the same kind; for channels, of chunks.
     """
 
@@ -137,14 +135,14 @@ class ErrorRecord(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RegionLayout:
-    """The layout of a region. The same on all ranks of a group.
+    """The layout of a region; the same on all ranks of a group.
 
     Attributes:
-        world_size: the number of ranks, 2 to `MAX_RANKS`.
-        staging_bytes: bytes of each of the two staging buffers; larger tensors go in chunks.
-        packet_bytes: bytes of the largest tensor that goes in packets.
-        channel_bytes: bytes of each channel: there is one for each rank that sends, in each set.
-            This much of a message may be under way before any of it is taken.
+        world_size: 2 to `MAX_RANKS`.
+        staging_bytes: of each of the two staging buffers; larger tensors are cut into chunks.
+        packet_bytes: of the largest tensor in packets.
+        channel_bytes: of each channel, one for each sending rank in each set. An eager send fits
+            into it.
     """
 
     world_size: int
@@ -168,24 +166,23 @@ class RegionLayout:
 
     @property
     def packets(self) -> int:
-        """The offset of the packets."""
+        """Return the offset of the packets."""
         return REGION_STAGING + 2 * self.staging_bytes
 
     @property
     def channels(self) -> int:
-        """The offset of the channels' slots."""
+        """Return the offset of the channels' slots."""
         return self.packets + 2 * self.world_size * 2 * self.packet_bytes
 
     @property
     def size(self) -> int:
-        """Bytes of a region: ``28928 + 2 staging_bytes + n (4 packet_bytes + 3 channel_bytes)``."""
+        """Return ``28928 + 2 staging_bytes + n (4 packet_bytes + 3 channel_bytes)`` bytes."""
         return self.channels + CHANNEL_SETS * self.world_size * self.channel_bytes
 
     def slot_bytes(self, lanes: int) -> int:
-        """Bytes of each of the two slots of a lane, of ``lanes`` that share a channel.
+        """Return the bytes of each of a lane's two slots, with ``lanes`` in a channel.
 
-        Raises:
-            ValueError: a channel has no room for so many.
+        Raises `ValueError` if a channel has no room for so many.
         """
         slot = self.channel_bytes // (2 * lanes) // ALIGN * ALIGN
         if not slot:
@@ -195,14 +192,10 @@ class RegionLayout:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """What every kernel of one rank needs to know of its group.
+    """The group, as every kernel of one rank needs it.
 
-    Attributes:
-        regions: the address of each rank's region in this process, by rank.
-        control: the address of this rank's control block for its device.
-        rank: this rank.
-        layout: the layout of all regions.
-        timeout_ns: the time limit of one wait in nanoseconds; 0: none.
+    ``regions`` has each rank's region in this process, by rank; ``control`` is the device address
+    of this rank's control block. ``timeout_ns`` limits one wait; 0: unlimited.
     """
 
     regions: tuple[int, ...]
@@ -215,14 +208,14 @@ class Group:
         if len(self.regions) != self.layout.world_size:
             raise ValueError(f"{len(self.regions)} regions for {self.layout.world_size} ranks")
         if not 0 <= self.rank < self.layout.world_size:
-            raise ValueError(f"rank {self.rank} is none of {self.layout.world_size}")
+            raise ValueError(f"rank {self.rank} is not one of {self.layout.world_size} ranks")
 
     def with_timeout(self, timeout_ns: int) -> Self:
-        """The same group with another time limit."""
+        """Return the same group with another time limit."""
         return replace(self, timeout_ns=timeout_ns)
 
     def pack(self, lanes: int) -> bytes:
-        """The first `GROUP_BYTES` of a job, whose messages go through up to ``lanes`` lanes."""
+        """Return the first `GROUP_BYTES` of a job; messages use up to ``lanes`` lanes."""
         layout = self.layout
         return _GROUP.pack(
             *_filled(self.regions),
@@ -245,18 +238,17 @@ _NOWHERE: Final = (NOTHING,) * MAX_RANKS
 
 
 class KernelJob(NamedTuple):
-    """The task of one launch. Each kernel's source says which fields it uses, and how.
+    """The task of one launch. Each kernel's source documents its use of the fields.
 
     Attributes:
-        puts: the memory that this rank gives to each rank, by rank; or one entry, given to all.
-        takes: where the data of each rank goes, by rank; or one entry.
-        table: the address of a table of `SOURCES_BYTES` on the device: each rank's source address
-            in this process, by rank. 0: sources are copied into the staging buffer first.
-        offset: the offset of this rank's part in a source or staging buffer.
-        piece: the distance between two ranks' parts in a staging buffer, in bytes.
-        op: the reduction.
+        puts: memory that this rank sends to each rank, by rank; or one entry, sent to all.
+        takes: memory for the data of each rank, by rank; or one entry.
+        table: the address of a device table of `SOURCES_BYTES`: each rank's source in this process.
+            0: sources are copied into the staging buffer first.
+        offset: bytes before this rank's part in a source or staging buffer.
+        piece: bytes between two ranks' parts in a staging buffer.
         channel_set: `MESSAGES`, `EXCHANGES` or `CAPTURED`.
-        epsilon: what a norm adds to the mean of squares.
+        epsilon: added to a norm's mean of squares.
     """
 
     puts: Sequence[Span] = ()
@@ -269,7 +261,7 @@ class KernelJob(NamedTuple):
     epsilon: float = 0.0
 
     def pack(self, group: bytes) -> bytes:
-        """The kernel's argument, `JOB_BYTES`; ``group`` is from `Group.pack`."""
+        """Return the kernel's parameter, `JOB_BYTES`; ``group`` is from `Group.pack`."""
         puts, takes = (*self.puts, *_NOWHERE)[:MAX_RANKS], (*self.takes, *_NOWHERE)[:MAX_RANKS]
         return group + _TASK.pack(
             self.table,
@@ -285,11 +277,11 @@ class KernelJob(NamedTuple):
 
 
 IDLE_GROUP: Final = bytes(GROUP_BYTES)
-"""A group of zeros: a kernel that gets it ends at once, without accessing any region."""
+"""A group of zeros, with which a kernel returns at once, without accessing any region."""
 
 
 def pack_sources(addresses: Sequence[int]) -> bytes:
-    """The bytes of the table that `KernelJob.table` points to."""
+    """Return the bytes of the table of `KernelJob.table`."""
     return struct.pack(f"<{MAX_RANKS}Q", *_filled(addresses))
 
 
@@ -313,11 +305,11 @@ KERNELS: Final = (
     TRANSFER,
     *(f"{kernel}_{number}" for kernel in _REDUCING for number in NUMBERS.values()),
 )
-"""The names of all kernels, which are extern "C" in ``kernels/collectives.cu``."""
+"""The names of all kernels, extern "C" in ``kernels/collectives.cu``."""
 
 
 def kernels_reduce(op: ReduceOp, dtype: torch.dtype) -> bool:
-    """Whether a kernel does this reduction. If not, the tensors are gathered and torch reduces."""
+    """Return True if a kernel runs this reduction; otherwise gather, and reduce with torch."""
     return dtype in NUMBERS and op in _OPERATIONS
 
 
@@ -325,33 +317,30 @@ class Algorithm(Enum):
     """The algorithm of an all-reduce."""
 
     PACKETS = "packets"
-    """Each rank writes its tensor to all ranks, each word with the epoch; no synchronisation."""
+    """Each rank writes its tensor to all ranks, each word with the epoch; no barrier."""
     ONE_SHOT = "one-shot"
-    """The ranks synchronise; then each reads all tensors and reduces them completely."""
+    """After a barrier each rank reads all tensors and reduces them completely."""
     TWO_SHOT = "two-shot"
-    """The ranks synchronise, each reduces one part, they synchronise again and read the other
-    parts."""
+    """After a barrier each rank reduces one part; after another it reads the other parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The sizes of launches, and of the algorithms' ranges. The same on all ranks of a group.
+    """The sizes of launches, and of the algorithms' ranges; the same on all ranks of a group.
+
+    Raises `ValueError` if one is out of range.
 
     Attributes:
-        max_blocks: blocks of a grid at most, up to `MAX_BLOCKS`. The blocks of all ranks that
-            share a device must fit on it at once: otherwise waiting blocks could keep the blocks
-            that they wait for from running. ``all_to_all`` has up to `MAX_LANES` of them.
-        lanes: blocks that move one message at most, up to `MAX_LANES`; a message has one for
-            each slot that it fills. They come on top, for each message that is under way. Lanes
-            cost no memory, because they share a channel. But more lanes have smaller slots, and
-            must meet the peer's more often. With 16 lanes of the default channels, all threads of a
-            block still have their part of a slot under way at once.
+        max_blocks: the largest grid, up to `MAX_BLOCKS`; `MAX_LANES` for ``all_to_all``. The blocks
+            of all ranks on a device must fit on it at once: waiting blocks could prevent the
+            awaited ones from running.
+        lanes: the most blocks of one message, up to `MAX_LANES`, in addition to ``max_blocks``; a
+            message has one for each slot that it fills. Lanes share a channel, so more lanes have
+            smaller slots and synchronise more often. With 16 lanes of the default channels, all
+            threads of a block still have work in a slot.
         threads: threads of a block, `MIN_THREADS` to `MAX_THREADS`.
         packets_up_to: the largest all-reduce by packets, in bytes.
         one_shot_up_to: the largest one in one shot, in bytes; larger ones use two shots.
-
-    Raises:
-        ValueError: one of them is out of range.
     """
 
     max_blocks: int = 36
@@ -373,11 +362,11 @@ class Limits:
 
     @classmethod
     def for_ranks(cls, world_size: int, *, ranks_on_device: int = 1) -> Self:
-        """Defaults; ``ranks_on_device`` is the largest number of ranks that share a device.
+        """Return defaults for up to ``ranks_on_device`` ranks on one device.
 
-        If each rank of a device sends to all others and receives from all of them at once, that
-        takes fewer than 256 blocks. Once more than half of them run, two of them have met, and make
-        progress. So 64 multiprocessors are enough, each of which holds two blocks.
+        If each rank of a device exchanges messages with all others at once, fewer than 256 blocks
+        run. Once more than half of them run, two of them have met and progress. So 64
+        multiprocessors with two blocks each suffice.
         """
         one_shot = {2: 8 << 20, 3: 512 << 10, 4: 512 << 10}.get(world_size, 256 << 10)
         blocks = max(36 // ranks_on_device, 8)
@@ -386,14 +375,7 @@ class Limits:
 
 
 class KernelLaunch(NamedTuple):
-    """One kernel launch.
-
-    Attributes:
-        kernel: one of `KERNELS`.
-        grid: the number of blocks.
-        block: the number of threads per block.
-        args: the bytes of its parameters: one, of `JOB_BYTES`.
-    """
+    """One launch of ``grid`` blocks of ``block`` threads; ``args`` has one job's bytes."""
 
     kernel: str
     grid: int
@@ -402,6 +384,6 @@ class KernelLaunch(NamedTuple):
 
 
 def warm_up(limits: Limits) -> list[KernelLaunch]:
-    """One launch of each kernel that does nothing: afterwards all kernels are loaded."""
+    """Return one idle launch of each kernel, to load all kernels."""
     idle = (KernelJob().pack(IDLE_GROUP),)
     return [KernelLaunch(kernel, 1, limits.threads, idle) for kernel in KERNELS]

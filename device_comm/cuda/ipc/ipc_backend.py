@@ -1,24 +1,19 @@
 """Run collectives and messages between ranks whose devices access each other's memory.
 
+Every rank shares a region of its device memory with the others. Kernels move data through these
+regions; in graphs they read large inputs directly. Ranks may be processes or threads, with a device
+each or several on one device. Reductions run in rank order, so results are bitwise equal on all
+ranks.
+
 Collectives of a group must run one after the other, in the same order on every rank. A call on
-another stream than the last one is made to wait for that one, by an event. During a capture that is
-not possible: all operations of a communicator in one capture must be on one stream, and calls on
-others are refused. Replays of graphs are not seen here: replay them on the stream of the other
-calls, or order the streams yourself.
+another stream than the last one waits for it, by an event. In a capture that is impossible: all
+captured operations of a communicator must be on one stream; others are refused. Replays are not
+observable: run them on the stream of the other calls, or order the streams yourself. Background
+messages may wait for long, so they run on side streams, one per peer and direction, and collectives
+do not wait for them.
 
-A message may wait long for the other rank. So background messages run on side streams, one for each
-peer and direction, and collectives do not wait for them.
-
-Every rank shares a region of its device memory with the others. Kernels of this project move data
-through these regions; in graphs they read large inputs directly. Ranks may be processes or threads,
-with a device each or several on one device. Reductions run in rank order, so results are bitwise
-equal on all ranks.
-
-Device memory per rank, with n ranks, by default: ``16 MiB + 4 n MiB``, and 4 MiB more once
-graphs are captured.
-
-Which algorithm is fastest for a size depends on the machine: on how long a synchronisation of the
-ranks takes, and on how fast they read each other's memory.
+Device memory per rank, with n ranks, by default: ``16 MiB + 4 n MiB``, and 4 MiB more after a
+capture.
 """
 
 from __future__ import annotations
@@ -58,17 +53,17 @@ if TYPE_CHECKING:
 
 
 _POLL_SECONDS = 0.0005
-"""Seconds between two looks at the device's progress."""
+"""Seconds between two polls of the device."""
 
-_GIVES_UP = 0.5
-"""How long the host waits, after its own deadline, for a kernel to record its time-out.
+_RECORD_SECONDS = 0.5
+"""Seconds for which the host waits after its deadline for a kernel's error record.
 
-The kernel knows which rank it has waited for; the host does not.
+The record names the late rank.
 """
 
 
 class StreamCompletion:
-    """A `Pending` whose `wait` blocks the host until the device has done the work."""
+    """A `Pending` whose `wait` blocks the host until the device is done."""
 
     def __init__(
         self,
@@ -78,14 +73,9 @@ class StreamCompletion:
         boundary: ErrorTranslator,
         check: Callable[[], None],
     ) -> None:
-        """Wait for work on a stream.
+        """Wait for the work before ``mark``.
 
-        Args:
-            mark: the point in the stream right after the work.
-            operation: the operation's name, for errors.
-            peers: the member numbers of the ranks that it needs.
-            boundary: waits while watching the group.
-            check: raises the error that a kernel has recorded, if there is one.
+        ``check`` raises the error that a kernel has recorded, if any.
         """
         self._mark = mark
         self._operation = operation
@@ -94,16 +84,16 @@ class StreamCompletion:
         self._check = check
 
     def ready(self) -> bool:
-        """Whether the device has done it."""
+        """Return True if the device is done."""
         return self._mark.query()
 
     def wait(self, deadline: Deadline) -> None:
-        """Wait until the device has done the work."""
+        """Wait until the device is done."""
         try:
             self._look(deadline)
-        except GroupTimeoutError:  # the kernel's own error is better: it names the late rank
+        except GroupTimeoutError:  # a kernel's error names the late rank
             with suppress(GroupTimeoutError):
-                self._look(Deadline.after(_GIVES_UP))
+                self._look(Deadline.after(_RECORD_SECONDS))
             self._check()
             raise
         self._check()
@@ -115,12 +105,7 @@ class StreamCompletion:
 
 
 class StreamPlace(NamedTuple):
-    """The stream of an operation.
-
-    Attributes:
-        stream: the caller's stream.
-        captured: whether it is being captured into a graph.
-    """
+    """The caller's stream, and if it is being captured."""
 
     stream: int
     captured: bool
@@ -130,17 +115,16 @@ class StreamOrder:
     """Orders the operations of one communicator across streams."""
 
     def __init__(self, driver: Driver, name: str) -> None:
-        """Begin with no stream used; ``name`` is for errors."""
         self._driver = driver
         self._name = name
         self._eager: int | None = None
         self._capture: int | None = None
 
     def place(self) -> StreamPlace:
-        """The current stream, after having it wait for the last one used.
+        """Return the current stream, after it waits for the last one used.
 
         Raises:
-            ValueError: another stream is being captured; this call could not be ordered with it.
+            ValueError: another stream is being captured, so they cannot be ordered.
         """
         stream = self._driver.current_stream()
         if self._driver.is_capturing(stream):
@@ -154,12 +138,12 @@ class StreamOrder:
         return StreamPlace(stream, False)
 
     def look(self) -> StreamPlace:
-        """The current stream, for an operation that need not wait for the others."""
+        """Return the current stream, for an operation without order."""
         stream = self._driver.current_stream()
         return StreamPlace(stream, self._driver.is_capturing(stream))
 
     def marks(self) -> list[StreamEvent]:
-        """The ends of all work on the last stream used and on the current one, replays included."""
+        """Return events after all work on the last used and the current stream, with replays."""
         streams = {self._driver.current_stream()}
         if self._eager is not None:
             streams.add(self._eager)
@@ -169,15 +153,14 @@ class StreamOrder:
         if other is not None and other != stream and self._driver.is_capturing(other):
             raise ValueError(
                 f"{self._name}: a capture is under way on stream {other:#x}; its operations "
-                f"cannot be ordered with one on stream {stream:#x}: use the capture's own"
+                f"cannot be ordered with one on stream {stream:#x}: use the captured stream"
             )
 
 
 class SideStreams:
-    """The side streams of messages; keeps what the messages use alive until they are done."""
+    """The side streams of messages, which keep the messages' objects alive."""
 
     def __init__(self, driver: Driver) -> None:
-        """Make no stream yet."""
         self._driver = driver
         self._streams: dict[tuple[str, int], int] = {}
         self._under_way: deque[tuple[StreamEvent, object]] = deque()
@@ -185,13 +168,10 @@ class SideStreams:
     def run(
         self, way: tuple[str, int], launches: Sequence[PreparedLaunch], stream: int, keep: object
     ) -> StreamEventPending:
-        """Launch on a side stream, after all work that is on ``stream`` now.
+        """Launch on a side stream, after all current work on ``stream``.
 
-        Args:
-            way: (direction, peer); launches with the same way run in order, on the same stream.
-            launches: what to launch.
-            stream: the caller's stream.
-            keep: an object to keep alive until the kernels are done.
+        Launches of the same ``way``, (direction, peer), run in order, on the same stream. ``keep``
+        stays alive until the kernels are done.
         """
         driver = self._driver
         self._forget()
@@ -206,7 +186,7 @@ class SideStreams:
         return StreamEventPending(mark)
 
     def marks(self) -> list[StreamEvent]:
-        """The ends of all unfinished messages."""
+        """Return events after all unfinished messages."""
         return [mark for mark, _ in self._under_way]
 
     def close(self) -> None:
@@ -216,34 +196,29 @@ class SideStreams:
             self._driver.free_stream(self._streams.popitem()[1])
 
     def _forget(self) -> None:
-        """Drop finished messages; those of different ways may end in any order."""
+        """Drop finished messages, which may end in any order."""
         still = [entry for entry in self._under_way if not entry[0].query()]
         self._under_way = deque(still)
 
 
 _FINISH = 5.0
-"""How long `close` waits for the device to finish this rank's operations."""
+"""Seconds for which `close` waits for this rank's operations on the device."""
 
 
 class IpcBackend(Backend):
     """One rank's end of a group. One thread at a time. Make it with `create`.
 
     - Calls return when the work is queued on torch's current stream; `barrier` and `flush` when the
-      device has done it. A call on another stream than the last one is ordered after it, except in
-      a capture: there a call on a second stream raises ValueError.
-    - A kernel waits for a peer as long as the call's timeout. An error is raised by the next call,
-      by `barrier` or by `flush`; results until then are undefined.
+      device is done. A call on another stream than the last one is ordered after it; in a capture
+      it raises ValueError.
+    - A kernel waits for a peer up to the call's timeout. The next call, `barrier` or `flush` raises
+      its error; results until then are undefined.
     - `isend` and `irecv` run on side streams, so the current stream does not wait for the peer. In
-      a capture they run on the captured stream, and on channels of their own: a message that one
-      rank captures the other has to capture, too.
-    - Calls may be captured in CUDA graphs: see `graph_capture`.
-
-    Attributes:
-        reasons: why captured collectives had to be staged, if some were; for `explain`.
+      a capture they run on the captured stream and separate channels, so both ranks must capture a
+      message.
     """
 
     def __init__(self, identity: Identity, endpoint: Endpoint) -> None:
-        """Use `create`."""
         driver, group = endpoint.driver, endpoint.group
         super().__init__(
             identity,
@@ -286,21 +261,18 @@ class IpcBackend(Backend):
 
         Args:
             driver: the driver of this rank's device: a `CupyDriver`. The caller closes it.
-            rank: this process's rank in the group.
-            world_size: the number of ranks, from 2 to 8.
-            swap: gives this rank's bytes to all ranks and returns all ranks' bytes, by rank. Called
-                several times, here and in `graph_capture`; has its own deadline.
-            name: the group's name for errors and status, the same on all ranks.
-            timeout: default seconds that a call may take; None: for ever.
-            watch: the group's board; None: deadlines only, peers are not seen.
-            members: each rank's member number on the board; None: the rank itself.
-            layout: the sizes of the shared regions, the same on all ranks; None: the default.
+            world_size: from 2 to 8.
+            swap: an all-gather of bytes, by rank, with its own deadline. Called several times, here
+                and in `graph_capture`.
+            name: for errors and status, the same on all ranks.
+            rank, timeout, watch, members: as for `Identity.of`.
+            layout: the shared regions, the same on all ranks; None: the default.
             limits: the sizes of launches, the same on all ranks; None: the default.
-            probe_seconds: how long the collectives of the test wait for a peer.
+            probe_seconds: how long the test's kernels wait for a peer.
 
         Raises:
-            IpcUnavailableError: a rank cannot use another one's memory; all ranks raise this, with
-                the first such rank and the reason. Everything is released.
+            IpcUnavailableError: a rank cannot use another one's memory. All ranks raise this for
+                the first such rank, and everything is released.
             ValueError: the sizes are out of range.
             CoordinatorError: ``swap`` failed.
         """
@@ -320,34 +292,33 @@ class IpcBackend(Backend):
 
     @property
     def packet_bytes(self) -> int:
-        """The largest all-reduce, in bytes, that the packet algorithm can do."""
+        """Return the largest all-reduce of the packet algorithm, in bytes."""
         return self._endpoint.group.layout.packet_bytes
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why captured collectives had to be staged, if some were."""
+        """Return why captured collectives were staged, if any."""
         return tuple(self._registry.reasons)
 
     def explain(self) -> Explanation:
-        """As `Backend.explain`, and why captured collectives had to be staged. Collective: no."""
+        """See `Backend.explain`; adds why captured collectives were staged."""
         refused = tuple(("ipc without staging in graphs", reason) for reason in self.reasons)
         return replace(super().explain(), unavailable=refused)
 
     @contextmanager
     def graph_capture(self) -> Iterator[None]:
-        """A context in which CUDA graphs with collectives of this group may be captured.
+        """Return a context in which CUDA graphs may capture collectives of this group.
 
-        Large captured collectives read their inputs directly, without a copy into the region, the
-        first 32,768 of a context: at its end all ranks swap the inputs' addresses. From then on,
-        until `close`, graphs may be replayed, on all ranks in the same order, and on the stream
-        that the group's other calls are on. Contexts may nest: then all of this is done at the end
-        of the outermost, and no graph may be replayed before.
+        Large captured collectives read their inputs directly, without staging, up to the first
+        32,768 of a context: at its end all ranks exchange the inputs' addresses. From then on,
+        until `close`, graphs may be replayed, in the same order on all ranks, on the stream of the
+        group's other calls. Contexts may nest: the exchange happens at the end of the outermost.
 
         Collective: yes, every member.
 
         Raises:
-            DivergenceError: ranks have captured different collectives, or a message without its
-                other end; do not replay them.
+            DivergenceError: ranks captured different collectives, or a message without its other
+                end; do not replay the graphs.
             IpcUnavailableError: a rank cannot map the captured memory; do not replay the graphs.
         """
         self._registry.begin()
@@ -366,30 +337,26 @@ class IpcBackend(Backend):
         """Wait until the device has finished all operations of this backend.
 
         Raises:
-            GroupTimeoutError: some are still under way at the deadline.
-            CoordinatorError: an operation failed.
+            GroupTimeoutError, CoordinatorError: some are incomplete at the deadline; one failed.
         """
         operation = self.identity.operation("flush")
         for mark in (*self._messages.marks(), *self._order.marks()):
             self._wait_for(mark, operation, deadline.timeout).wait(deadline)
 
     def check(self) -> None:
-        """As `Backend.check`; kernels record here what they fail of, also those of graphs."""
+        """See `Backend.check`; reads errors of kernels, also in graphs."""
         super().check()
         if self._health.failed:
             self._health.check(self.identity.operation("check"), self.timeout)
 
     def sends_eagerly(self, peer: int, size: int) -> bool:  # noqa: ARG002 - never
-        """As every backend's. What was sent before may still fill the channel."""
+        """Return False: earlier messages may still fill the channel."""
         return False
 
     def norms(self, x: Tensor, weight: Tensor, algorithm: Algorithm | None = None) -> bool:
-        """As `Backend.norms`: for sums that go in packets, with rows of whole cells.
+        """Return True for sums in packets, with rows of whole cells; see `Backend.norms`.
 
-        Args:
-            x: the rows to sum.
-            weight: the norm's weight.
-            algorithm: that of the sum; None: chosen by its size.
+        ``algorithm`` of the sum; None: by size.
         """
         algorithm = algorithm or self._planner.algorithm(x.nbytes)
         fits = 0 < x.nbytes <= self.packet_bytes and weight.nbytes % ALIGN == 0
@@ -400,11 +367,9 @@ class IpcBackend(Backend):
         self._health.abort()
 
     def start(self, operation: Operation, algorithm: Algorithm | None = None) -> Pending | None:
-        """Launch the kernels of an operation. Reductions without a kernel are computed by torch.
+        """Launch the kernels of an operation; torch computes reductions without a kernel.
 
-        Args:
-            operation: as for `Backend.start`.
-            algorithm: the algorithm of an all-reduce; None: chosen by its size.
+        ``algorithm`` of an all-reduce; None: by size.
         """
         if algorithm is None:
             algorithm = self._planner.algorithm(operation.source.nbytes)
@@ -427,13 +392,12 @@ class IpcBackend(Backend):
     # --- issuing -------------------------------------------------------------------------
 
     def _issue(self, operation: Operation, algorithm: Algorithm) -> None:
-        """Launch on the current stream."""
         place = self._order.place()
         for launch in self._launches(operation, algorithm, captured=place.captured):
             launch(place.stream)
 
     def _transfer(self, operation: Operation, algorithm: Algorithm) -> Pending | None:
-        """Launch a message beside the current stream."""
+        """Launch a message on a side stream, or on the captured stream."""
         place = self._order.look()
         launches = self._launches(operation, algorithm, captured=place.captured)
         if place.captured:
@@ -443,15 +407,15 @@ class IpcBackend(Backend):
                 launch(place.stream)
             return None
         way = (operation.verb, operation.peer)
-        passage = self._messages.run(way, launches, place.stream, operation)
-        transfer = PendingThen(passage, lambda: self._check(operation))
+        launched = self._messages.run(way, launches, place.stream, operation)
+        transfer = PendingThen(launched, lambda: self._check(operation))
         if operation.background:
             return transfer
         transfer.wait(operation.deadline)
         return None
 
     def _arrival(self, operation: Operation) -> Pending | None:
-        """A `Pending` for all work launched so far, which blocks the host; None in a capture."""
+        """Return a `Pending` that blocks the host until all launched work is done."""
         place = self._order.look()
         if place.captured:
             return None
@@ -467,17 +431,17 @@ class IpcBackend(Backend):
     def _launches(
         self, operation: Operation, algorithm: Algorithm, *, captured: bool
     ) -> Sequence[PreparedLaunch]:
-        """The launches of an operation; its kernels have its time limit."""
-        usual = operation.timeout == self.timeout
-        if usual and not captured:
+        """Return the launches of an operation, with its time limit."""
+        has_default_limit = operation.timeout == self.timeout
+        if has_default_limit and not captured:
             return self._prepared.launches(operation, algorithm)
         launches, direct = launch_plan(operation, self.world_size, algorithm, captured=captured)
         table = 0
         if captured and direct is not None:
-            what = f"{operation.verb} of {direct.nbytes} bytes of {direct.dtype}"
-            table = self._registry.reserve(what, direct.data_ptr())
+            description = f"{operation.verb} of {direct.nbytes} bytes of {direct.dtype}"
+            table = self._registry.reserve(description, direct.data_ptr())
         planner = self._planner
-        if not usual:
+        if not has_default_limit:
             group = self._endpoint.group.with_timeout(_nanoseconds(operation.deadline))
             planner = Planner(group, self._endpoint.limits)
         return [self._driver.prepare(*each) for each in launches(planner, table)]
@@ -491,14 +455,14 @@ class IpcBackend(Backend):
         if not pass_within(_FINISH, marks):
             self._health.abort()
             if not pass_within(_FINISH, marks):
-                return  # the device still uses the memory: never free it
+                return  # never free memory that the device still uses
         self._messages.close()
         self._registry.close()
         self._endpoint.closing.close()
 
 
 def _nanoseconds(deadline: Deadline) -> int:
-    """The remaining time for a kernel, to which 0 means for ever."""
+    """Return the remaining time for a kernel; 0: unlimited."""
     return 0 if deadline.timeout is None else max(int(deadline.remaining() * 1e9), 1)
 
 
@@ -508,7 +472,7 @@ _REDUCTIONS: Final = frozenset(
 
 
 def ipc_algorithms(ipc: IpcBackend) -> list[Candidate]:
-    """A candidate for each algorithm of ``ipc``; they do not close ``ipc``."""
+    """Return a candidate for each algorithm of ``ipc``; they do not close it."""
     limits = {Algorithm.PACKETS: ipc.packet_bytes}
     return [
         Candidate(f"ipc {each.value}", IpcAlgorithm(ipc, each), up_to=limits.get(each))
@@ -520,7 +484,7 @@ class IpcAlgorithm(Wrapper):
     """The all-reduce of an `IpcBackend` by one fixed algorithm."""
 
     def __init__(self, ipc: IpcBackend, algorithm: Algorithm) -> None:
-        """Use ``ipc``, which its maker closes. Collective: no."""
+        """Use ``ipc``, which the caller closes."""
         normed = ipc.capabilities.normed if algorithm is Algorithm.PACKETS else frozenset()
         has = replace(
             ipc.capabilities,
@@ -533,7 +497,7 @@ class IpcAlgorithm(Wrapper):
         self._algorithm = algorithm
 
     def norms(self, x: Tensor, weight: Tensor) -> bool:
-        """As `IpcBackend.norms`, by the algorithm."""
+        """See `IpcBackend.norms`, for this algorithm."""
         return self._ipc.norms(x, weight, self._algorithm)
 
     def start(self, operation: Operation) -> Pending | None:

@@ -1,30 +1,24 @@
-"""Map the device memory of other ranks: staging regions, and what captured graphs read.
+"""Map the device memory of other ranks: staging regions, and inputs of captured graphs.
 
-Memory is named by a `Shared`: the handle of its allocation and the offset in it. Between ranks that
-are threads of one process the plain address is used: a process cannot open its own handles.
+A `Shared` names memory: the handle of its allocation and an offset. Ranks that are threads of one
+process use the plain address: a process cannot open its own handles.
 
-Releasing
-    Memory that a peer still maps must not be freed. Each rank unmaps everything, sets its word
-    in the group's `UnmapFlags`, and frees its own memory when all peers have set theirs or have
-    died. No collective call is needed. If a peer stays, the memory is freed by the end of the
-    process only.
+Release: a peer must unmap memory before it is freed. Each rank unmaps everything, sets its word in
+the group's `UnmapFlags`, and frees its memory after all peers have set theirs or have died; no
+collective is needed. Otherwise only the end of the process frees it. torch frees memory of its
+allocator, which captured graphs read: the owner detects this later (`Mappings.freed`), and the
+peers unmap it before the next capture.
 
-    Memory of torch's allocator, which captured graphs read, is torch's to free. Its owner finds out
-    later (`Mappings.freed`), and tells the peers, which unmap it.
+Capture: ranks cannot communicate during a capture, and a kernel's arguments are fixed. So a
+captured collective gets the address of a device table (`device_comm.cuda.ipc.abi.KernelJob`). At
+the end of the capture all ranks exchange the handles of the captured memory, map it, and write each
+rank's address into the table, which then never changes and is never reused. Graphs may be replayed
+any number of times, in any order.
 
-During a capture ranks cannot exchange anything, and a kernel's arguments are fixed. So a captured
-collective gets the address of a table on the device (`device_comm.cuda.ipc.abi.KernelJob`).
-The table is filled when the capture has ended: all ranks swap the handles of the memory that they
-have captured, map it, and write each rank's address into the table. The table never changes after
-that, so graphs may be replayed any number of times and in any order.
-
-If torch's memory cannot be shared, all ranks capture collectives that go through the staging
-buffers, as eager ones do; `Registry.reasons` says why. The same happens when tables run out. If
-ranks have captured different collectives, or a message without its other end, they raise
-`DivergenceError` at the end of the capture: their graphs must not be replayed.
-
-Before each capture the ranks tell each other which of the memory that they captured before has been
-freed, and unmap it. So graphs may be captured anew any number of times. Tables are not used again.
+If torch's memory cannot be shared, or tables run out, all ranks capture staged collectives;
+`GraphBufferRegistry.reasons` has the reasons. If ranks captured different collectives, or a message
+without its other end, they raise `DivergenceError` at the end of the capture: the graphs must not
+be replayed.
 
 Assumes: captured memory lives as long as the graphs; tables live as long as the group.
 """
@@ -56,20 +50,14 @@ _FIRST_WORD = 64
 """The offset of the first word of `UnmapFlags`, after the segment's header."""
 
 _NAP = 0.001
-"""Seconds between two looks at who has departed."""
+"""Seconds between two polls of the flags."""
 
 
 class Shared(msgspec.Struct, frozen=True, array_like=True):
-    """Names one rank's device memory to its peers.
+    """The name of one rank's device memory for its peers; see `Exported`.
 
-    Attributes:
-        pid: the owner's process id.
-        start_time: the owner's start time; see `ProcessId`.
-        device: the `Driver.identity` of the memory's device.
-        pointer: the address in the owner's process.
-        handle: the allocation's handle; see `Exported`.
-        offset: the offset in the allocation; see `Exported`.
-        allocation: the allocation's number in the owner's process; see `Exported`.
+    ``pid`` and ``start_time`` are the owner's `ProcessId`, ``device`` is the `Driver.identity`, and
+    ``pointer`` the address in the owner's process.
     """
 
     pid: int
@@ -82,13 +70,7 @@ class Shared(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FreedMemory(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank has freed of the memory that it had shared.
-
-    Attributes:
-        pid: the owner's process id.
-        start_time: the owner's start time.
-        allocations: their numbers; see `Exported`.
-    """
+    """The shared ``allocations`` (see `Exported`) that a process has freed."""
 
     pid: int
     start_time: int
@@ -96,12 +78,9 @@ class FreedMemory(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Mappings:
-    """One rank's mappings of its peers' memory. Each allocation is mapped once, until it is
-    forgotten or all are closed.
-    """
+    """One rank's mappings of its peers' memory; each allocation is mapped once."""
 
     def __init__(self, driver: Driver) -> None:
-        """Begin without mappings."""
         self._driver = driver
         self._me = ProcessId.current()
         self._bases: dict[tuple[int, int, int], int] = {}
@@ -112,7 +91,7 @@ class Mappings:
         """Name this rank's memory to its peers.
 
         Raises:
-            NotShareableError: it cannot be shared; says why.
+            NotShareableError: it cannot be shared.
         """
         exported = self._driver.export(pointer)
         self._given[exported.allocation] = pointer
@@ -127,7 +106,7 @@ class Mappings:
         )
 
     def freed(self) -> FreedMemory:
-        """Which of the memory that this rank had shared was freed since the last call."""
+        """Return the shared memory that was freed since the last call."""
         allocations = [
             allocation
             for allocation, pointer in self._given.items()
@@ -138,14 +117,14 @@ class Mappings:
         return FreedMemory(self._me.pid, self._me.start_time, allocations)
 
     def unmap(self, gone: FreedMemory) -> None:
-        """Unmap what a peer has freed."""
+        """Unmap memory that a peer has freed."""
         for allocation in gone.allocations:
             base = self._bases.pop((gone.pid, gone.start_time, allocation), None)
             if base is not None:
                 self._driver.unmap(base)
 
     def address(self, shared: Shared) -> int:
-        """The address of a peer's memory in this process; maps it if need be.
+        """Return the address of a peer's memory in this process; map it if necessary.
 
         Raises:
             DeviceError: it cannot be mapped.
@@ -168,10 +147,10 @@ class Mappings:
 
 
 class UnmapFlags:
-    """Which ranks have unmapped everything: a word for each rank, in shared host memory."""
+    """A word per rank in shared host memory: set after the rank has unmapped everything."""
 
     def __init__(self, segment: Segment, rank: int) -> None:
-        """Use ``segment``, which `close` closes, as rank ``rank``."""
+        """Use ``segment``, which `close` closes."""
         self._segment = segment
         self._rank = rank
 
@@ -190,15 +169,15 @@ class UnmapFlags:
         return cls(Segment.attach(handle), rank)
 
     def handle(self) -> SegmentHandle:
-        """The handle for `attach`."""
+        """Return the handle for `attach`."""
         return self._segment.handle()
 
     def set_unmapped(self) -> None:
-        """Tell the others that this rank has unmapped everything."""
+        """Publish that this rank has unmapped everything."""
         self._segment.words.store32(_FIRST_WORD + 4 * self._rank, 1)
 
     def wait(self, peers: Sequence[tuple[int, ProcessId]], deadline: Deadline) -> bool:
-        """Wait until these ranks have departed or died; False if the deadline passes first."""
+        """Wait until these ranks have set their words or died; return False at the deadline."""
         with ExitStack() as watches:
             waiting = {rank: ProcessWatch(process) for rank, process in peers}
             for watch in waiting.values():
@@ -219,33 +198,24 @@ class UnmapFlags:
 
 
 ENTRIES = 65536
-"""The number of tables in one block of 4 MiB. A capture has at least half as many."""
+"""The number of tables in one block of 4 MiB. Each capture has at least half of them."""
 
-_FAILED = "ended its capture by an error"
+_FAILED = "ended its capture with an error"
 _log = logging.getLogger(__name__)
 
 
 class _CaptureBegin(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank says before a capture.
-
-    Attributes:
-        reason: why memory of torch's allocator cannot be shared; ``""`` if it can.
-        gone: what it has freed.
-    """
+    """A rank's freed memory before a capture, and why torch's cannot be shared, or ``""``."""
 
     reason: str
     gone: FreedMemory
 
 
 class _CaptureReport(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank has captured.
+    """A rank's captured operations, or the ``problem`` that makes its graphs unusable.
 
-    Attributes:
-        problem: why its graphs cannot be used; ``""`` if they can.
-        events: a description of each captured collective, in order; says if it was staged.
-        memory: the captured input of each collective that has a table.
-        sent: the bytes of each captured send, in order, by the rank that it goes to.
-        received: those of each captured receive, by the rank that it comes from.
+    ``events`` describe the collectives in order; ``memory`` has the input of each one with a table.
+    ``sent`` and ``received`` have the bytes of each message in order, by the other rank.
     """
 
     problem: str
@@ -255,8 +225,8 @@ class _CaptureReport(msgspec.Struct, frozen=True, array_like=True):
     received: dict[int, list[int]] = {}
 
 
-_BEGINNING = msgspec.msgpack.Decoder(_CaptureBegin)
-_ACCOUNT = msgspec.msgpack.Decoder(_CaptureReport)
+_BEGIN_DECODER = msgspec.msgpack.Decoder(_CaptureBegin)
+_REPORT_DECODER = msgspec.msgpack.Decoder(_CaptureReport)
 
 
 class _Reserved(NamedTuple):
@@ -268,18 +238,10 @@ class GraphBufferRegistry:
     """One rank's tables.
 
     Attributes:
-        reasons: why captured collectives had to be staged; empty if none were.
+        reasons: why captured collectives were staged; empty if none were.
     """
 
     def __init__(self, driver: Driver, mappings: Mappings, rank: int, swap: AllGatherBytes) -> None:
-        """Begin without tables.
-
-        Args:
-            driver: the device's driver.
-            mappings: shares the captured memory, and maps the peers'.
-            rank: this rank.
-            swap: gives this rank's bytes to all ranks, and returns all ranks' bytes, by rank.
-        """
         self._driver = driver
         self._mappings = mappings
         self._rank = rank
@@ -296,18 +258,20 @@ class GraphBufferRegistry:
         self.reasons: list[str] = []
 
     def begin(self) -> None:
-        """Prepare for captures, or join those begun before. Collective: yes, every member.
+        """Prepare for captures, or join earlier ones. Collective: yes, every member.
 
         Raises:
-            IpcUnavailableError: a rank cannot, for example because it lacks memory.
+            IpcUnavailableError: a rank cannot, for example for lack of memory.
         """
         if self._depth:
             self._depth += 1
             return
-        said = [_BEGINNING.decode(each) for each in unanimous(self._swap, self._prepare)]
-        for each in said:
+        received = [_BEGIN_DECODER.decode(each) for each in unanimous(self._swap, self._prepare)]
+        for each in received:
             self._mappings.unmap(each.gone)
-        refused = [f"rank {rank}: {each.reason}" for rank, each in enumerate(said) if each.reason]
+        refused = [
+            f"rank {rank}: {each.reason}" for rank, each in enumerate(received) if each.reason
+        ]
         self._direct = not refused
         self._note(refused)
         self._depth, self._failed = 1, False
@@ -318,21 +282,20 @@ class GraphBufferRegistry:
         if self._free < ENTRIES // 2:
             self._blocks.append(self._driver.allocate(ENTRIES * SOURCES_BYTES))
             self._free = ENTRIES
-        mine = _CaptureBegin(self._driver.why_pool_not_shareable(), self._mappings.freed())
-        return msgspec.msgpack.encode(mine)
+        message = _CaptureBegin(self._driver.why_pool_not_shareable(), self._mappings.freed())
+        return msgspec.msgpack.encode(message)
 
     def note_message(self, verb: str, peer: int, size: int) -> None:
-        """Note a captured ``send`` or ``recv`` of ``size`` bytes."""
+        """Record a captured ``send`` or ``recv`` of ``size`` bytes."""
         if self._depth:
             messages = self._sent if verb == "send" else self._received
             messages.setdefault(peer, []).append(size)
 
     def reserve(self, operation: str, source: int) -> int:
-        """The address of a table for a collective that is being captured; 0: use the staging.
+        """Return the address of a table for a captured collective; 0: use the staging buffer.
 
-        Args:
-            operation: a description with the size, which must be the same on all ranks.
-            source: the address of this rank's input.
+        ``operation`` is a description with the size, the same on all ranks; ``source`` is the
+        address of this rank's input.
         """
         if not self._depth:
             self._note(["a capture outside of graph_capture()"])
@@ -353,10 +316,9 @@ class GraphBufferRegistry:
         return table
 
     def finish(self, *, failed: bool = False) -> None:
-        """Fill the tables, if no captures begun before go on. Collective: yes, every member.
+        """Fill the tables at the end of the outermost capture. Collective: yes, every member.
 
-        Args:
-            failed: whether the capture has raised here, so that its graphs are not used.
+        ``failed``: the capture has raised here, so its graphs are not used.
 
         Raises:
             DivergenceError: ranks captured different collectives, or a message without its other
@@ -367,17 +329,19 @@ class GraphBufferRegistry:
         self._failed |= failed
         if self._depth:
             return
-        account = self._account(self._failed)
-        accounts = [_ACCOUNT.decode(each) for each in self._swap(msgspec.msgpack.encode(account))]
+        report = self._account(self._failed)
+        reports = [
+            _REPORT_DECODER.decode(each) for each in self._swap(msgspec.msgpack.encode(report))
+        ]
         if failed:
             return
-        for rank, other in enumerate(accounts):
-            _compare(rank, account, other)
-        _compare_messages(self._rank, accounts)
-        unanimous(self._swap, lambda: self._fill(accounts))
+        for rank, other in enumerate(reports):
+            _compare(rank, report, other)
+        _compare_messages(self._rank, reports)
+        unanimous(self._swap, lambda: self._fill(reports))
 
     def close(self) -> None:
-        """Free the tables; no graph may be replayed any more."""
+        """Free the tables; graphs may no longer be replayed."""
         while self._blocks:
             self._driver.free(self._blocks.pop())
 
@@ -390,14 +354,14 @@ class GraphBufferRegistry:
             return _CaptureReport(str(error))
         return _CaptureReport("", self._events, memory, self._sent, self._received)
 
-    def _fill(self, accounts: list[_CaptureReport]) -> bytes:
+    def _fill(self, reports: list[_CaptureReport]) -> bytes:
         rows = []
         for index, reserved in enumerate(self._reserved):
             addresses = [
                 reserved.source
                 if rank == self._rank
-                else self._mappings.address(account.memory[index])
-                for rank, account in enumerate(accounts)
+                else self._mappings.address(report.memory[index])
+                for rank, report in enumerate(reports)
             ]
             rows.append(pack_sources(addresses))
         if rows:
@@ -412,27 +376,24 @@ class GraphBufferRegistry:
 
 
 def _compare(rank: int, ours: _CaptureReport, theirs: _CaptureReport) -> None:
-    for account in (ours, theirs):
-        if account.problem:
+    for report in (ours, theirs):
+        if report.problem:
             raise DivergenceError(rank, ours.problem or "captured", theirs.problem or "captured")
     if ours.events == theirs.events:
         return
     pairs = zip([*ours.events, "nothing"], [*theirs.events, "nothing"], strict=False)
-    here, there = next((a, b) for a, b in pairs if a != b)
-    raise DivergenceError(rank, here, there)
+    our_event, their_event = next((a, b) for a, b in pairs if a != b)
+    raise DivergenceError(rank, our_event, their_event)
 
 
-def _compare_messages(here: int, accounts: Sequence[_CaptureReport]) -> None:
-    """Require that what a rank has captured to send, the other has captured to receive.
-
-    All ranks compare all pairs: where two of them cannot go on, the others do not either.
-    """
-    for src, dst in itertools.permutations(range(len(accounts)), 2):
-        sent, taken = accounts[src].sent.get(dst, []), accounts[dst].received.get(src, [])
-        if sent == taken:
+def _compare_messages(rank: int, reports: Sequence[_CaptureReport]) -> None:
+    """Require that each captured send has its receive, on all pairs of ranks."""
+    for src, dst in itertools.permutations(range(len(reports)), 2):
+        sent, received = reports[src].sent.get(dst, []), reports[dst].received.get(src, [])
+        if sent == received:
             continue
-        sends, receives = f"sends of {sent} bytes", f"receives of {taken} bytes"
-        if here == dst:
+        sends, receives = f"sends of {sent} bytes", f"receives of {received} bytes"
+        if rank == dst:
             raise DivergenceError(src, receives, sends)
-        ours = sends if here == src else f"nothing, and another rank {sends}"
+        ours = sends if rank == src else f"nothing, and another rank {sends}"
         raise DivergenceError(dst, ours, receives)

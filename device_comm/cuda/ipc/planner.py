@@ -1,20 +1,17 @@
-"""Plan the kernel launches of each verb with pure functions, and keep plans that repeat.
+"""Plan the kernel launches of each verb with pure functions, and cache repeated plans.
 
 Guarantees
-    - Ranks that plan the same verb with the same sizes get the same kernels, with the same grids,
-      in the same order. Sizes that only some ranks know (`Planner.all_to_all`, `Planner.send`)
-      affect only pairs of ranks.
-    - A launch does not depend on the number of launches before it: it may be captured and replayed.
+    - Ranks that plan the same verb with the same sizes get the same kernels with the same grids in
+      the same order. Sizes that only some ranks have (`Planner.all_to_all`, `Planner.send`) affect
+      only pairs of ranks.
+    - A launch does not depend on earlier launches: it may be captured and replayed.
 
-Assumptions
-    - The launches of a verb run one after the other; so do all collectives of a group, all sends
-      to one rank, and all receives from one rank: on one stream, or on streams that are ordered.
+Assumes that the launches of a verb run one after the other, as do all collectives of a group, all
+sends to one rank, and all receives from one rank: on one stream, or on ordered streams.
 
-Addresses are device addresses of contiguous data. Any alignment works; 16 bytes is fast. Sizes are
-in bytes.
-
-Planning and packing a launch costs more than making it. An operation whose memory, sizes and
-reduction were seen before is launched with what was packed then.
+Addresses are device addresses of contiguous data; 16-byte alignment is fast, any works. Sizes are
+in bytes. Planning and packing a launch costs more than the launch, so launches are cached by
+memory, sizes and reduction.
 """
 
 from __future__ import annotations
@@ -47,30 +44,27 @@ if TYPE_CHECKING:
 
 
 def chunks(size: int, most: int) -> Iterator[tuple[int, int]]:
-    """(offset, size) of consecutive chunks of ``size`` bytes, each of at most ``most`` bytes."""
+    """Yield (offset, size) of consecutive chunks of ``size`` bytes, of at most ``most`` bytes."""
     for begin in range(0, size, max(most, 1)):
         yield begin, min(size - begin, most)
 
 
 def part(size: int, begin: int, most: int) -> tuple[int, int]:
-    """(offset, size) of at most ``most`` of ``size`` bytes, from ``begin`` on; may be empty."""
+    """Return (offset, size) of at most ``most`` bytes from ``begin`` on; may be empty."""
     return begin, max(min(size - begin, most), 0)
 
 
 def span(address: int, within: tuple[int, int]) -> Span:
-    """The memory of a `part` of the data at ``address``."""
+    """Return the memory of a `part` of the data at ``address``."""
     begin, size = within
     return Span(address + begin, size) if size else NOTHING
 
 
 def cut(address: int, sizes: Sequence[int], begin: int = 0, most: int | None = None) -> list[Span]:
-    """The same `part` of each of several consecutive pieces of memory.
+    """Return the same `part` of each of several consecutive pieces of memory.
 
-    Args:
-        address: where the first one starts.
-        sizes: the size of each.
-        begin: the part's offset in each.
-        most: the part's size at most; None: the whole piece.
+    ``address`` is the start of the first piece, ``begin`` the part's offset in each; ``most`` None:
+    the whole piece.
     """
     starts = accumulate(sizes[:-1], initial=address)
     return [
@@ -85,8 +79,7 @@ class Planner:
     def __init__(self, group: abi.Group, limits: Limits) -> None:
         """Plan for ``group``, whose timeout all launches have.
 
-        Raises:
-            ValueError: ``limits`` allow more lanes than a channel has room for.
+        Raises `ValueError` if ``limits`` allow more lanes than a channel has room for.
         """
         lanes = {
             abi.MESSAGES: limits.lanes,
@@ -104,7 +97,7 @@ class Planner:
     # --- all-reduce ----------------------------------------------------------------------
 
     def algorithm(self, size: int) -> Algorithm:
-        """The default algorithm of an all-reduce of ``size`` bytes."""
+        """Return the default algorithm of an all-reduce of ``size`` bytes."""
         if size <= min(self._limits.packets_up_to, self._layout.packet_bytes):
             return Algorithm.PACKETS
         return Algorithm.ONE_SHOT if size <= self._limits.one_shot_up_to else Algorithm.TWO_SHOT
@@ -123,14 +116,12 @@ class Planner:
         """Reduce ``source`` of all ranks into ``output``, which may be ``source``.
 
         Args:
-            output: the address of the result.
-            source: the address of the input; not used with a table.
-            size: bytes of the input, and of the result.
-            dtype: a dtype that has kernels for ``op``; see `kernels_reduce`.
+            output, source, size: addresses and bytes; ``source`` is not used with a table.
+            dtype: with kernels for ``op``; see `kernels_reduce`.
             op: the reduction.
-            algorithm: None: chosen by the size. Packets take up to the layout's ``packet_bytes``.
-            table: the table of the sources (see `abi.KernelJob`); 0: they are staged. Packets do
-                not use it. In one shot with a table, the output must not be a source.
+            algorithm: None: by size. Packets support up to the layout's ``packet_bytes``.
+            table: the table of the sources (see `abi.KernelJob`); 0: staged. Packets ignore it. In
+                one shot with a table, the output must not be a source.
         """
         algorithm = algorithm or self.algorithm(size)
         number = NUMBERS[dtype]
@@ -151,12 +142,12 @@ class Planner:
         for begin, chunk in chunks(size, self._piece() * self._n):
             share = align(-(-chunk // self._n), abi.ALIGN)
             parts = [part(chunk, rank * share, share) for rank in range(self._n)]
-            mine = self._rank * share
+            own_offset = self._rank * share
             job = KernelJob(
                 puts=[Span(source + begin + at, length) for at, length in parts],
                 takes=[Span(output + begin + at, length) for at, length in parts],
                 table=table,
-                offset=begin + mine if table else mine,
+                offset=begin + own_offset if table else own_offset,
                 piece=share,
                 op=op,
             )
@@ -173,15 +164,15 @@ class Planner:
         """Reduce, add the residual and norm, in one kernel with a block for each row.
 
         Args:
-            puts: the rows to sum over the ranks, in rank order; the residual; the norm's weight,
-                one row, of whole `abi.ALIGN`.
+            puts: the rows to sum in rank order; the residual; the norm's weight, one row of whole
+                `abi.ALIGN`.
             takes: the normed rows, which may be those to sum; the new residual, which may be the
-                residual. It is rounded once, and normed as it was rounded.
+                old one. It is rounded once, and normed after rounding.
             dtype: a dtype of `NUMBERS`.
-            epsilon: what is added to the mean of a row's squares.
+            epsilon: added to the mean of a row's squares.
 
         Raises:
-            ValueError: there are more bytes than go in packets.
+            ValueError: the rows exceed the layout's ``packet_bytes``.
         """
         source, _, weight = puts
         self._check_packets(source.size)
@@ -192,14 +183,14 @@ class Planner:
     def _check_packets(self, size: int) -> None:
         most = self._layout.packet_bytes
         if size > most:
-            raise ValueError(f"{size} bytes do not go in packets; {most} do")
+            raise ValueError(f"packets carry at most {most} bytes, not {size}")
 
     # --- other reductions ----------------------------------------------------------------
 
     def reduce(
         self, output: int, source: int, size: int, dtype: torch.dtype, op: ReduceOp, root: int
     ) -> list[KernelLaunch]:
-        """Reduce ``source`` of all ranks into the root's ``output``; elsewhere it is not used."""
+        """Reduce ``source`` of all ranks into the root's ``output``; other ranks ignore it."""
         number = NUMBERS[dtype]
         return self._reduce(output, source, size, number, op, receives=root == self._rank)
 
@@ -215,20 +206,15 @@ class Planner:
     ) -> list[KernelLaunch]:
         """Reduce part r of all ``source`` into the ``output`` of rank r.
 
-        Args:
-            output: the address of the result, ``sizes[rank]`` bytes; must not be a source.
-            source: the address of the input, ``sum(sizes)`` bytes; not used with a table.
-            sizes: bytes of each part, by rank.
-            dtype: a dtype that has kernels for ``op``; see `kernels_reduce`.
-            op: the reduction.
-            table: the table of the sources (see `abi.KernelJob`); 0: they are staged.
+        ``source`` has ``sum(sizes)`` bytes and ``output`` ``sizes[rank]``; ``output`` must not be a
+        source. ``table`` is as for `all_reduce`.
         """
         kernel = f"ipc_reduce_{NUMBERS[dtype]}"
         begins = [0, *accumulate(sizes)]
-        mine = sizes[self._rank]
+        own_size = sizes[self._rank]
         if table:
             job = KernelJob(
-                takes=(Span(output, mine),), table=table, offset=begins[self._rank], op=op
+                takes=(Span(output, own_size),), table=table, offset=begins[self._rank], op=op
             )
             return [self._launch(kernel, self._grid(max(sizes)), job)]
         piece = self._piece()
@@ -236,7 +222,7 @@ class Planner:
         for begin, longest in chunks(max(sizes), piece):
             job = KernelJob(
                 puts=cut(source, sizes, begin, longest),
-                takes=(span(output, part(mine, begin, longest)),),
+                takes=(span(output, part(own_size, begin, longest)),),
                 offset=self._rank * piece,
                 piece=piece,
                 op=op,
@@ -266,10 +252,10 @@ class Planner:
             launches.append(self._launch(f"ipc_reduce_{number}", self._grid(chunk), job))
         return launches
 
-    # --- what moves bytes ----------------------------------------------------------------
+    # --- moves ---------------------------------------------------------------------------
 
     def barrier(self) -> list[KernelLaunch]:
-        """A kernel that ends when every rank has launched it."""
+        """Return a kernel that ends after every rank has launched it."""
         return [self._launch(MOVE_KERNEL, 1, KernelJob())]
 
     def all_gather(
@@ -283,19 +269,15 @@ class Planner:
     ) -> list[KernelLaunch]:
         """Concatenate all ranks' ``source``, in rank order.
 
-        Args:
-            output: the address of the result, ``sum(sizes)`` bytes; must not be a source.
-            source: the address of the input, ``sizes[rank]`` bytes; not used with a table.
-            sizes: bytes of each rank's input, by rank.
-            table: the table of the sources (see `abi.KernelJob`); 0: they are staged.
-            receives: whether this rank gets the result.
+        ``source`` has ``sizes[rank]`` bytes and ``output`` ``sum(sizes)``; ``output`` must not be a
+        source. ``table`` is as for `all_reduce`. Only ranks with ``receives`` need the result.
         """
         longest = max(sizes)
         launches = []
         for begin, chunk in chunks(longest, longest if table else self._layout.staging_bytes):
-            mine = part(sizes[self._rank], begin, chunk)
+            own_part = part(sizes[self._rank], begin, chunk)
             job = KernelJob(
-                puts=() if table else (span(source, mine),),
+                puts=() if table else (span(source, own_part),),
                 takes=cut(output, sizes, begin, chunk) if receives else (),
                 table=table,
             )
@@ -303,7 +285,7 @@ class Planner:
         return launches
 
     def gather(self, output: int, source: int, size: int, root: int) -> list[KernelLaunch]:
-        """Concatenate all ranks' ``source``, ``size`` bytes each, in the root's ``output``."""
+        """Concatenate all ranks' ``source`` of ``size`` bytes in the root's ``output``."""
         return self.all_gather(output, source, (size,) * self._n, receives=root == self._rank)
 
     def broadcast(self, buffer: int, size: int, root: int) -> list[KernelLaunch]:
@@ -317,7 +299,7 @@ class Planner:
         return launches
 
     def scatter(self, output: int, source: int, size: int, root: int) -> list[KernelLaunch]:
-        """Copy this rank's part of the root's ``source``, ``size`` bytes, to ``output``."""
+        """Copy this rank's ``size`` bytes of the root's ``source`` to ``output``."""
         piece = self._piece()
         launches = []
         for begin, chunk in chunks(size, piece):
@@ -336,10 +318,9 @@ class Planner:
     def all_to_all(
         self, output: int, source: int, output_sizes: Sequence[int], source_sizes: Sequence[int]
     ) -> list[KernelLaunch]:
-        """Send part r of ``source`` to rank r; put the part from rank r into part r of ``output``.
+        """Send part r of ``source`` to rank r, through channels; receive into ``output``.
 
-        ``source_sizes[r]`` on this rank must equal ``output_sizes[rank]`` on rank r. The data goes
-        through the channels.
+        ``source_sizes[r]`` on this rank must equal ``output_sizes[rank]`` on rank r.
         """
         puts = cut(source, source_sizes)
         takes = cut(output, output_sizes)
@@ -354,7 +335,7 @@ class Planner:
     def recv(
         self, output: int, size: int, peer: int, channel_set: int = abi.MESSAGES
     ) -> list[KernelLaunch]:
-        """Receive the next message from ``peer``, which must have the same size and set."""
+        """Receive the next message from ``peer``, of the same size and set."""
         return self._transfer((), self._only(peer, Span(output, size)), channel_set)
 
     def _transfer(
@@ -378,7 +359,7 @@ class Planner:
         return max(min(blocks, self._limits.max_blocks), 1)
 
     def _piece(self) -> int:
-        """The size of a rank's part if a staging buffer holds one part for each rank."""
+        """Return the size of a rank's part if a staging buffer holds all parts."""
         return self._layout.staging_bytes // self._n // abi.ALIGN * abi.ALIGN
 
     def _only(self, rank: int, span: Span) -> tuple[Span, ...]:
@@ -386,11 +367,9 @@ class Planner:
 
 
 class LaunchPlan(NamedTuple):
-    """How an operation is carried out.
+    """The launches of an operation, by planner and address of a table, or 0.
 
-    Attributes:
-        launches: makes the launches, given a planner and the address of a table, or 0.
-        direct: the tensor that peers read directly if there is a table; None: there is none.
+    ``direct`` is the tensor that peers read directly through a table; None: always staged.
     """
 
     launches: Callable[[Planner, int], list[KernelLaunch]]
@@ -400,13 +379,10 @@ class LaunchPlan(NamedTuple):
 def launch_plan(
     operation: Operation, world_size: int, algorithm: Algorithm, *, captured: bool = False
 ) -> LaunchPlan:
-    """How to carry out an operation.
+    """Return the plan of an operation.
 
-    Args:
-        operation: the operation; if it reduces, there must be a kernel for its dtype.
-        world_size: the number of ranks.
-        algorithm: the algorithm of an all-reduce.
-        captured: whether it is part of a graph.
+    ``algorithm`` is for an all-reduce. A reduction needs a kernel for its dtype. ``captured``: it
+    is part of a graph.
     """
     source, output = operation.source, operation.output
     given, taken, size = source.data_ptr(), output.data_ptr(), source.nbytes
@@ -435,20 +411,18 @@ def launch_plan(
                 lambda plan, table: plan.all_gather(taken, given, sizes, table=table), source
             )
         case "all_gatherv":
-            takes = _in_bytes(operation.output_parts(world_size), source)
-            return LaunchPlan(lambda plan, _: plan.all_gather(taken, given, takes))
+            received = _in_bytes(operation.output_parts(world_size), source)
+            return LaunchPlan(lambda plan, _: plan.all_gather(taken, given, received))
         case "reduce_scatter" | "reduce_scatterv":
-            gives = _in_bytes(operation.source_parts(world_size), source)
+            sent = _in_bytes(operation.source_parts(world_size), source)
             return LaunchPlan(
-                lambda plan, table: plan.reduce_scatter(
-                    taken, given, gives, dtype, op, table=table
-                ),
+                lambda plan, table: plan.reduce_scatter(taken, given, sent, dtype, op, table=table),
                 source,
             )
         case "all_to_all":
-            takes = _in_bytes(operation.output_parts(world_size), source)
-            gives = _in_bytes(operation.source_parts(world_size), source)
-            return LaunchPlan(lambda plan, _: plan.all_to_all(taken, given, takes, gives))
+            received = _in_bytes(operation.output_parts(world_size), source)
+            sent = _in_bytes(operation.source_parts(world_size), source)
+            return LaunchPlan(lambda plan, _: plan.all_to_all(taken, given, received, sent))
         case "broadcast":
             buffer = operation.buffer
             return LaunchPlan(
@@ -474,26 +448,20 @@ def _in_bytes(sizes: Sequence[int], like: Tensor) -> list[int]:
 
 
 MOST: Final = 4096
-"""Operations that are kept, of about 1 KiB each; then all are forgotten."""
+"""The most cached operations, of about 1 KiB each; then all are dropped."""
 
 
 class PreparedLaunches:
-    """The launches of one rank's operations that have the planner's time limit."""
+    """A cache of one rank's launches with the planner's time limit."""
 
     def __init__(self, driver: Driver, planner: Planner, world_size: int) -> None:
-        """Keep none yet."""
         self._driver = driver
         self._planner = planner
         self._world_size = world_size
         self._kept: dict[object, Sequence[PreparedLaunch]] = {}
 
     def launches(self, operation: Operation, algorithm: Algorithm) -> Sequence[PreparedLaunch]:
-        """The launches of ``operation``, staged.
-
-        Args:
-            operation: as for `launch_plan`.
-            algorithm: the algorithm of an all-reduce.
-        """
+        """Return the staged launches of ``operation``; arguments are as for `launch_plan`."""
         source, output = operation.source, operation.output
         key = (
             operation.verb,
@@ -510,14 +478,14 @@ class PreparedLaunches:
             _fixed(operation.output_sizes),
             None if operation.norm is None else _marks(operation.norm),
         )
-        known = self._kept.get(key)
-        if known is None:
+        cached = self._kept.get(key)
+        if cached is None:
             planned = launch_plan(operation, self._world_size, algorithm).launches(self._planner, 0)
-            known = [self._driver.prepare(*each) for each in planned]
+            cached = [self._driver.prepare(*each) for each in planned]
             if len(self._kept) >= MOST:
                 self._kept.clear()
-            self._kept[key] = known
-        return known
+            self._kept[key] = cached
+        return cached
 
 
 def _fixed(sizes: Sequence[int] | None) -> tuple[int, ...] | None:

@@ -1,22 +1,20 @@
-"""Set up a CUDA IPC group, prove that it works, and read the errors that kernels record.
+"""Set up a CUDA IPC group, test it, and read the errors that kernels record.
 
-A rank's kernels and its host process share a control block (see `device_comm.cuda.ipc.abi`).
-A kernel that waits too long writes an error record there. The host reads it after the launch of
-every operation, without synchronising with the device, and raises it as an error of this project.
+A rank's kernels and its host process share a control block (see `device_comm.cuda.ipc.abi`). A
+kernel whose wait times out writes an error record there. The host reads it after the launch of
+every operation, without synchronising with the device, and raises it. A thread waits on the group's
+board: after an abort or the death of a peer it sets the control block's abort word, and all waiting
+kernels end within microseconds. It makes no CUDA call, which might block.
 
-In the other direction, a thread waits on the group's board. When the group is aborted, or a peer's
-process has died, it sets the control block's abort word, and all kernels that wait end within
-microseconds. It makes no CUDA call, which might block.
+A device may report peer access although the connection loses writes or returns stale data, hence
+the test:
 
-A device may report peer access although the connection loses writes or returns stale data. So the
-kernels run once, in all their ways of moving data, with a deadline, and the results are compared.
-
-    1. Each rank allocates its region; the ranks swap the regions' handles.
+    1. Each rank allocates its region; the ranks exchange the regions' handles.
     2. Each rank maps the other ranks' regions, and loads all kernels.
-    3. All ranks run real collectives with known results, within a deadline.
+    3. All ranks run real collectives of every algorithm within a deadline, and compare results.
 
-After each step all ranks learn whether it has worked everywhere. If not, all of them release
-everything and raise the same `IpcUnavailableError`: the whole group uses another backend then.
+If a step fails on any rank, all release everything and raise the same `IpcUnavailableError`; the
+group then uses another backend.
 """
 
 from __future__ import annotations
@@ -65,30 +63,25 @@ if TYPE_CHECKING:
 
 
 _PHASES = {
-    Phase.START: "to come to a collective",
-    Phase.END: "to get on with a collective",
+    Phase.START: "to begin a collective",
+    Phase.END: "to finish a collective",
     Phase.PACKET: "for its packets",
     Phase.PUT: "to receive",
     Phase.TAKE: "to send",
 }
 
-_TELLS = 0.5
-"""How long to wait until the board says why a rank's kernels were stopped."""
+_CAUSE_SECONDS = 0.5
+"""Seconds until the board has the reason why a rank's kernels were stopped."""
 
 _JOIN = 1.0
-"""How long `KernelWatchdog.close` waits for the thread to end."""
+"""Seconds for which `KernelWatchdog.close` waits for the thread."""
 
 
 class KernelWatchdog:
     """One rank's control block, and the thread that stops its kernels."""
 
     def __init__(self, control: memoryview, identity: Identity) -> None:
-        """Start the thread.
-
-        Args:
-            control: the control block, `abi.CONTROL_BYTES` that kernels can access.
-            identity: this rank and its group.
-        """
+        """Start the thread; ``control`` is `abi.CONTROL_BYTES` that kernels access."""
         self._control = control
         self._words = Words(control)
         self._watch = identity.watch
@@ -104,32 +97,26 @@ class KernelWatchdog:
 
     @property
     def failed(self) -> bool:
-        """Whether a kernel has recorded an error; costs one load."""
+        """Return True if a kernel has recorded an error; costs one load."""
         return self._words.load32(abi.CONTROL_RECORD) != 0
 
     def check(self, operation: str, timeout: float | None) -> None:
-        """Raise the error that a kernel has recorded, if there is one.
+        """Raise the error that a kernel has recorded, if any.
 
-        Args:
-            operation: the current operation's name, for errors.
-            timeout: the kernels' time limit in seconds, for errors.
-
-        Raises:
-            GroupTimeoutError: a rank did not come in time; names it.
-            PeerLostError: that rank's process has ended.
-            GroupAbortedError: the group was aborted.
-            TransportError: the kernels were stopped, and the board does not say why.
+        A `GroupTimeoutError` names the late rank. A `TransportError` means that the kernels were
+        stopped, for no reason on the board. ``operation`` and ``timeout``, the kernels' time limit
+        in seconds, are for the error.
         """
         # The kernel stores the code last, with release, and `failed` loads it with acquire.
         if self.failed:
             raise self._explain(ErrorRecord.read(self._control), operation, timeout)
 
     def abort(self) -> None:
-        """Stop all waiting kernels of this rank, and later ones as soon as they wait."""
+        """Stop all waiting kernels of this rank, and later ones when they wait."""
         struct.pack_into("<I", self._control, abi.CONTROL_ABORT, 1)
 
     def close(self) -> None:
-        """End the thread, and keep a copy of the control block, which may be freed afterwards."""
+        """End the thread; keep a copy of the control block, which may be freed afterwards."""
         self._over = True
         if self._watch.member is not None:
             self._watch.notify(self._watch.member)
@@ -141,8 +128,8 @@ class KernelWatchdog:
         self, record: ErrorRecord, operation: str, timeout: float | None
     ) -> CoordinatorError:
         if record.code is ErrorCode.ABORTED or record.culprit == record.reporter:
-            # Some rank's host process has stopped its kernels: the board will say why.
-            cause = self._cause(operation, self._members, _TELLS)
+            # A rank's host process has stopped its kernels, and publishes the reason.
+            cause = self._cause(operation, self._members, _CAUSE_SECONDS)
             if isinstance(cause, GroupTimeoutError):
                 return TransportError(operation, "the kernels were stopped", record.reporter)
             return cause
@@ -155,7 +142,7 @@ class KernelWatchdog:
         return GroupTimeoutError(operation, timeout, late, detail)
 
     def _cause(self, operation: str, members: Sequence[int], seconds: float) -> CoordinatorError:
-        """The error that the board has about ``members``; `GroupTimeoutError` if it has none."""
+        """Return the board's error about ``members``, or `GroupTimeoutError`."""
         try:
             self._watch.wait(bool, Deadline.after(seconds), operation, lambda: members, spin=0)
         except CoordinatorError as cause:
@@ -168,7 +155,7 @@ class KernelWatchdog:
         except PeerLostError as lost:
             if lost.peer.state != "closed":
                 self.abort()
-            else:  # it has closed its end: nothing has failed; go on watching the others
+            else:  # a close is no failure; watch the other peers
                 others = [
                     peer for peer in peers if self._watch.member_status(peer).state != "closed"
                 ]
@@ -179,18 +166,17 @@ class KernelWatchdog:
 
 _NUMBERS = 512
 _MARGIN = 5.0
-"""Seconds that the host waits longer than the kernels do."""
+"""Seconds for which the host waits longer than the kernels."""
 
 
 class MemoryProbe:
-    """One rank's part in the test, with the memory and the stream that it needs.
+    """One rank's part in the test, with its memory and stream.
 
-    Both are made here, before any kernel runs: while a peer's kernel waits on a device that the
-    ranks share, allocating and writing its memory may have to wait for that kernel.
+    Both are allocated before any kernel runs: on a shared device, an allocation or a write may wait
+    for a peer's kernel, which waits for this rank.
     """
 
     def __init__(self, driver: Driver, layout: abi.RegionLayout, rank: int) -> None:
-        """For ``rank`` of a group with such regions. Collective: no."""
         numbers = np.arange(1, 1 + min(_NUMBERS, layout.packet_bytes // 4), dtype=np.float32)
         n = layout.world_size
         self._driver = driver
@@ -202,7 +188,7 @@ class MemoryProbe:
         self._stream = driver.make_stream()
 
     def close(self) -> None:
-        """Give it back, when the test is over or does not take place. May be called again."""
+        """Release memory and stream; idempotent."""
         if self._source:
             self._driver.free_stream(self._stream)
             self._driver.free(self._source)
@@ -211,16 +197,10 @@ class MemoryProbe:
     def run(
         self, group: abi.Group, limits: Limits, health: KernelWatchdog, seconds: float
     ) -> bytes:
-        """Test ``group``; returns ``b""``, for `unanimous`. Collective: yes, every member.
+        """Test ``group``; return ``b""``, for `unanimous`. Collective: yes, every member.
 
-        Args:
-            group: the group; all regions are mapped and all kernels loaded.
-            limits: the sizes of launches.
-            health: this rank's.
-            seconds: how long a kernel waits for a peer.
-
-        Raises:
-            CoordinatorError: the test failed; says why.
+        All regions are mapped and all kernels loaded. A kernel waits ``seconds`` for a peer. Raises
+        a `CoordinatorError` if the test fails.
         """
         driver, source, size, n = self._driver, self._source, self._size, len(self._gives)
         planner = Planner(group.with_timeout(int(seconds * 1e9)), limits)
@@ -234,27 +214,26 @@ class MemoryProbe:
             driver.prepare(*launch)(self._stream)
         if not pass_within(seconds + _MARGIN, [driver.mark(self._stream)]):
             health.abort()
-            raise DeviceError("probe", f"the device was not done in {seconds + _MARGIN} s")
+            raise DeviceError("probe", f"the device did not finish in {seconds + _MARGIN} s")
         results = np.frombuffer(driver.read(reduced[0], size * (len(Algorithm) + n)), np.float32)
         self.close()
         health.check("probe", seconds)
         if not np.array_equal(
             results, np.concatenate([*[self._sum] * len(Algorithm), *self._gives])
         ):
-            raise DeviceError("probe", "what ranks wrote into each other's memory is not there")
+            raise DeviceError("probe", "ranks read wrong data from each other's memory")
         return b""
 
 
 ENDPOINT_LINGER = 2.0
-"""How long to wait for peers to unmap this rank's region. If they do not, it is not freed before
-the process ends."""
+"""Seconds to wait for peers to unmap this rank's region; else only the process's end frees it."""
 
 ENDPOINT_PROBE_SECONDS = 10.0
-"""How long the first collectives wait for a peer, in seconds."""
+"""Seconds for which the first collectives wait for a peer."""
 
 
 class _RegionExport(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank tells the others: its region, and rank 0 also the segment of `UnmapFlags`.
+    """A rank's message to the others: its region, and from rank 0 the segment of `UnmapFlags`.
 
     ``terms`` describes layout and limits, and must be the same on all ranks.
     """
@@ -272,14 +251,10 @@ class Endpoint:
     """One rank's end of a group on its device.
 
     Attributes:
-        driver: the device's driver.
-        group: what kernels need to know of the group, with the communicator's timeout.
-        limits: the sizes of launches.
-        mappings: the memory that is shared with, and mapped from, the peers.
+        group: the kernels' view of the group, with the communicator's timeout.
         health: reads the kernels' error record, and stops kernels.
-        swap: swaps bytes among the ranks.
-        closing: releases everything. Close it when no kernel of this rank runs any more. It waits
-            up to `ENDPOINT_LINGER` for peers that still map the region.
+        closing: releases everything. Close it after the last kernel of this rank. It waits up to
+            `ENDPOINT_LINGER` for peers that still map the region.
     """
 
     driver: Driver
@@ -300,34 +275,28 @@ def connect_peers(
     limits: Limits | None,
     probe_seconds: float,
 ) -> Endpoint:
-    """Set a group up. Collective: yes, every member.
+    """Set up a group. Collective: yes, every member.
 
-    Args:
-        identity: this rank and its group.
-        driver, swap, and all others: as for `IpcBackend.create`.
-
-    Raises:
-        IpcUnavailableError: a step failed on a rank; all ranks raise it.
-        CoordinatorError: ``swap`` failed.
+    Arguments and errors are as for `IpcBackend.create`.
     """
     rank, world_size = identity.rank, identity.world_size
     with ExitStack() as undo:
         layout = layout or abi.RegionLayout(world_size)
-        loan = _ExportedRegion(driver, rank, undo)
+        exported = _ExportedRegion(driver, rank, undo)
         control: HostBlock
 
         def offer() -> bytes:
             nonlocal control
             control = driver.host_allocate(abi.CONTROL_BYTES)
             undo.callback(driver.host_free, control)
-            return loan.export(layout.size, f"{layout} {limits}")
+            return exported.export(layout.size, f"{layout} {limits}")
 
         payloads = unanimous(swap, offer)
         offers = [_DECODER.decode(each) for each in payloads]
         if limits is None:
             devices = [offer.region.device for offer in offers]
-            crowd = max(devices.count(device) for device in devices)
-            limits = Limits.for_ranks(world_size, ranks_on_device=crowd)
+            largest = max(devices.count(device) for device in devices)
+            limits = Limits.for_ranks(world_size, ranks_on_device=largest)
         health = KernelWatchdog(control.view, identity)
         undo.callback(health.close)
         chosen = limits
@@ -335,7 +304,7 @@ def connect_peers(
 
         def take() -> bytes:
             nonlocal probe
-            loan.map_peers(offers)
+            exported.map_peers(offers)
             driver.load(KERNELS)
             probe = MemoryProbe(driver, layout, rank)
             undo.callback(probe.close)
@@ -346,9 +315,9 @@ def connect_peers(
 
         unanimous(swap, take)
         nanoseconds = 0 if identity.timeout is None else int(identity.timeout * 1e9)
-        group = abi.Group(loan.regions, control.pointer, rank, layout, nanoseconds)
+        group = abi.Group(exported.regions, control.pointer, rank, layout, nanoseconds)
         unanimous(swap, lambda: probe.run(group, chosen, health, probe_seconds))
-        return Endpoint(driver, group, limits, loan.mappings, health, swap, undo.pop_all())
+        return Endpoint(driver, group, limits, exported.mappings, health, swap, undo.pop_all())
 
 
 class _ExportedRegion:
@@ -364,7 +333,7 @@ class _ExportedRegion:
         self._peers: list[tuple[int, ProcessId]] = []
 
     def export(self, size: int, terms: str) -> bytes:
-        """Allocate the region; returns the encoded `_RegionExport`."""
+        """Allocate the region; return the encoded `_RegionExport`."""
         region = self._driver.allocate(size)
         self._undo.callback(self._free, region)
         handle = None
@@ -374,7 +343,6 @@ class _ExportedRegion:
         return msgspec.msgpack.encode(_RegionExport(self.mappings.export(region), handle, terms))
 
     def map_peers(self, offers: Sequence[_RegionExport]) -> None:
-        """Map the other ranks' regions."""
         for offer in offers:
             if offer.terms != offers[0].terms:
                 raise ValueError(f"ranks differ: {offers[0].terms}, but {offer.terms}")
@@ -398,9 +366,11 @@ class _ExportedRegion:
             self._unmap_flags.set_unmapped()
 
     def _free(self, region: int) -> None:
-        alone = not self._peers
+        unmapped = not self._peers
         if self._unmap_flags is not None:
-            alone = alone or self._unmap_flags.wait(self._peers, Deadline.after(ENDPOINT_LINGER))
+            unmapped = unmapped or self._unmap_flags.wait(
+                self._peers, Deadline.after(ENDPOINT_LINGER)
+            )
             self._unmap_flags.close()
-        if alone:
+        if unmapped:
             self._driver.free(region)

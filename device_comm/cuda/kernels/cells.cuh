@@ -1,7 +1,7 @@
-/* Memory in cells of 16 bytes, the last one of a span perhaps not full.
+/* Memory in cells of 16 bytes; the last cell of a span may be partial.
  *
- * Cell i of a span belongs to the same thread on all ranks, whatever its address and wherever its
- * span lies: so who has written a cell of a staging is known to whoever reads it. */
+ * Cell i of a span belongs to the same thread on all ranks, for any address. So the reader of a
+ * staging cell can derive its writer. */
 #ifndef GC_CELLS_CUH
 #define GC_CELLS_CUH
 
@@ -9,7 +9,7 @@
 
 constexpr u64 CELL = sizeof(Vector);
 
-/* The cells of one thread: among those of all blocks, or of its own block alone. */
+/* The cells of one thread: of the whole grid's cells, or of its block's. */
 struct Share {
     u64 first, step;
 };
@@ -23,7 +23,7 @@ DEVICE Share share_of_block() { return {thread(), threads()}; }
 
 DEVICE u64 least(u64 a, u64 b) { return a < b ? a : b; }
 
-/* Whether `size` bytes can be accessed at a time; of addresses that are or-ed, at all of them. */
+/* True if an access of `size` bytes is aligned; for or-ed addresses, at each of them. */
 DEVICE bool fits(u64 address, u64 size) { return address % size == 0; }
 
 DEVICE u64 address_of(const void *pointer) { return reinterpret_cast<u64>(pointer); }
@@ -40,7 +40,7 @@ DEVICE void copy_units(char *to, const char *from, u64 size) {
         *reinterpret_cast<Unit *>(to + at) = *reinterpret_cast<const Unit *>(from + at);
 }
 
-/* A cell, or what there is of it, in the largest units possible. */
+/* Copies a full or partial cell in the largest possible units. */
 DEVICE void copy_cell(char *to, const char *from, u64 size) {
     u64 all = address_of(to) | address_of(from) | size;
     if (fits(all, sizeof(Vector)))
@@ -59,7 +59,7 @@ DEVICE bool is_aligned(const Copy &c) { return fits(address_of(c.to) | address_o
 
 DEVICE bool has_whole_cell(const Copy &c, u64 at) { return is_aligned(c) && at + CELL <= c.size; }
 
-/* Several accesses are under way at a time: those of other devices take long. */
+/* Batches accesses, to hide the latency of other devices. */
 DEVICE void copy(const Copy &c, Share share) {
     constexpr u32 BATCH = 4;
     u64 whole = is_aligned(c) ? c.size / CELL : 0, i = share.first;
@@ -74,8 +74,8 @@ DEVICE void copy(const Copy &c, Share share) {
         copy_cell(c.to + i * CELL, c.from + i * CELL, least(c.size - i * CELL, CELL));
 }
 
-/* Copies get(0), get(1), ... in this order, `count` in all; but where no thread has more than one
- * cell of each, all at a time. */
+/* Copies get(0) to get(count - 1) in order, or all at once if no thread has more than one cell of
+ * each. */
 template <typename Get>
 DEVICE void copy_all(u32 count, Share share, Get get) {
     u64 longest = 0;
@@ -100,8 +100,8 @@ DEVICE void copy_all(u32 count, Share share, Get get) {
     }
 }
 
-/* Fills the results of an operation that was given up, in floats of any size with what is no number:
- * whoever uses them all the same gets nothing that looks right. */
+/* Fills the results of a failed operation with bytes that are NaN in all float types, so that wrong
+ * results are visible. */
 RARELY void poison(const Job &job, Share share) {
     ROLLED for (u32 r = 0; r < MAX_RANKS; r++)
         ROLLED for (u64 cell = share.first; cell * CELL < job.takes[r].size; cell += share.step)

@@ -1,4 +1,4 @@
-/* The kernels, by the names that device_comm/cuda/ipc/abi.py knows. */
+/* The kernels, with the names of device_comm/cuda/ipc/abi.py. */
 #include <norm.cuh>
 #include <packets.cuh>
 #include <staged.cuh>

@@ -1,4 +1,4 @@
-/* What host and kernels must agree on; device_comm/cuda/ipc/abi.py draws it and says what it means. */
+/* The layout that host and kernels share; device_comm/cuda/ipc/abi.py documents it. */
 #ifndef GC_GROUP_CUH
 #define GC_GROUP_CUH
 
@@ -14,7 +14,7 @@ constexpr u64 REGION_ABORT = 0;
 constexpr u64 REGION_CLAIMED = 64;
 constexpr u64 REGION_EPOCH = 128;
 constexpr u64 REGION_PACKET_EPOCH = 192;
-constexpr u64 REGION_TICKETS = 8; /* from an epoch on */
+constexpr u64 REGION_TICKETS = 8; /* after an epoch */
 constexpr u64 REGION_FLAGS = 256;
 constexpr u64 REGION_CHANNELS = REGION_FLAGS + MAX_BLOCKS * MAX_RANKS * sizeof(u64);
 constexpr u64 REGION_STAGING =
@@ -80,17 +80,16 @@ DEVICE Own<u64> own64(const Group &group, u64 offset) {
     return Own<u64>(*reinterpret_cast<u64 *>(own_region(group) + offset));
 }
 
-/* Whether nobody else is in the group: nothing is to be done, and there may be no region. */
+/* True if the group has no other rank: there is no work, and possibly no region. */
 DEVICE bool is_idle(const Group &group) { return group.world_size < 2; }
 
-/* Called by every block when it is done with a kernel; the last one counts the kernel. So all blocks
- * of a kernel find the same number in the epoch, without the host having to say it.
+/* Every block calls this at the end of a kernel; the last block increments the epoch. So all blocks
+ * of a kernel load the same epoch, without an argument from the host.
  *
- * A ticket orders a block's look at the epoch before the store of the last block, and no more: no
- * peer and no host looks at either word, what peers read was released to them before, and the next
- * kernel of this rank begins when this one has ended. So the order of one device will do; that of
- * the system would make each block wait until its writes have come to all devices. A block that is
- * alone has come to the sync with all its threads. */
+ * A ticket only orders a block's load of the epoch before the last block's store. No peer and no
+ * host loads either word, peers' data was released before, and this rank's next kernel begins after
+ * this one has ended. So device scope suffices; with system scope each block would wait until its
+ * writes are visible to all devices. A single block needs only the sync. */
 DEVICE void finish_epoch(const Group &group, u64 word, u64 epoch) {
     sync_block();
     if (thread() != 0) return;

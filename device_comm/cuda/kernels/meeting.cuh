@@ -1,17 +1,17 @@
-/* How ranks meet, and when a staging may be written.
+/* The barrier between ranks, and the rule for writes to a staging.
  *
  * Guarantees
- *   1. Block b of a rank leaves a meeting when block b of every rank has come to it, and sees what
- *      that block has written before, if it brings anything; and what earlier kernels of that rank
- *      have written into the memory of its own device.
- *   2. Kernels that meet alternate between two stagings. A rank writes the one of epoch e after it
- *      has been through the kernel of epoch e - 1; every rank had come to that, so it was done with
- *      the kernel of epoch e - 2, the last one to read this staging.
+ *   1. Block b of a rank passes a barrier after block b of every rank has entered it. Writes of that
+ *      block before a barrier with `release` are then visible, as are writes of earlier kernels of
+ *      that rank to the memory of its own device.
+ *   2. Kernels with barriers alternate between two stagings. A rank writes that of epoch e after it
+ *      has passed the kernel of epoch e - 1. Every rank had entered that kernel, so it had finished
+ *      the kernel of epoch e - 2, the last reader of this staging.
  *
  * Assumptions
  *   - All ranks launch the same kernels with the same grids and blocks, in the same order, and a
  *     rank's kernels run one after the other.
- *   - What block b writes for others is read by blocks b only (see cells.cuh). */
+ *   - Only blocks b read the data that blocks b write for other ranks (see cells.cuh). */
 #ifndef GC_MEETING_CUH
 #define GC_MEETING_CUH
 
@@ -24,27 +24,27 @@ class Meeting {
           epoch_(own64(group, REGION_EPOCH).load(memory_order_relaxed) + 1),
           begins_(!is_given_up(group, {group.rank, PHASE_START, epoch_})) {}
 
-    /* Whether this thread may write into the staging. */
+    /* True if this thread may write to the staging. */
     DEVICE bool begins() const { return begins_; }
 
     DEVICE char *staging(u32 rank) const {
         return group_.regions[rank] + REGION_STAGING + (epoch_ & 1) * group_.staging_bytes;
     }
 
-    /* Of all threads of the block; all of them get the same answer. Who `brings` nothing, since
-     * this kernel has written nothing yet that others read, has no writes to wait for: those of
-     * earlier kernels were done when these ended, and whoever reads them reads them there. torch's
-     * symmetric memory begins its kernels in the same way. */
-    DEVICE bool meet(Phase phase, bool brings = true) const {
+    /* All threads of the block call this, and all get the same result. `release` false: no prior
+     * writes of this kernel need to be visible, so a relaxed store suffices. Writes of earlier
+     * kernels were complete at their ends, in the memory of this device, where peers read them.
+     * torch's symmetric memory begins its kernels in the same way. */
+    DEVICE bool meet(Phase phase, bool release = true) const {
         u64 number = 2 * epoch_ + phase;
         if (!all_of_block(begins_)) return false;
         for (u32 r = thread(); r < group_.world_size; r += threads())
             if (r != group_.rank) {
-                Shared<u64> mine = flag(group_.regions[r], group_.rank);
-                if (brings)
-                    mine.store(number, memory_order_release);
+                Shared<u64> own_flag = flag(group_.regions[r], group_.rank);
+                if (release)
+                    own_flag.store(number, memory_order_release);
                 else
-                    mine.store(number, memory_order_relaxed);
+                    own_flag.store(number, memory_order_relaxed);
             }
         bool met = true;
         for (u32 r = thread(); r < group_.world_size; r += threads())
@@ -63,7 +63,7 @@ class Meeting {
         return word64(region, REGION_FLAGS + (block() * MAX_RANKS + from) * sizeof(u64));
     }
 
-    /* Whoever is ahead has come, too: a flag only ever grows. */
+    /* A flag only increases: a rank that is ahead has also entered this barrier. */
     DEVICE bool await(u32 rank, u64 number, const Cause &cause) const {
         Shared<u64> theirs = flag(own_region(group_), rank);
         return wait_until(group_, cause,

@@ -1,12 +1,12 @@
-/* All-reduce by packets, and what a model does next with each row: it adds the residual, and norms.
+/* All-reduce by packets, fused with the residual and the RMS norm of each row.
  *
- *   takes[1] becomes puts[1] + the sum of all puts[0]: the new residual.
- *   takes[0] becomes its rows over the roots of their mean squares, times puts[2], which is one row.
+ *   takes[1] = puts[1] + the sum of all puts[0], the new residual
+ *   takes[0] = the rows of takes[1] over the roots of their mean squares, times the row puts[2]
  *
- * takes[1] may be puts[1], and takes[0] may be puts[0]. A row is whole cells, and of one block, whose
- * threads meet for the sum of its squares. All ranks add them up in the same order, so they get the
- * same bits. What is normed is the residual as it was rounded and stored: so both results are what
- * two kernels would make. */
+ * takes[1] may be puts[1], and takes[0] may be puts[0]. A row has whole cells and one block, whose
+ * threads synchronise for the sum of its squares. All ranks add in the same order, so results are
+ * bitwise equal. The norm reads the residual after rounding, so both results equal those of two
+ * kernels. */
 #ifndef GC_NORM_CUH
 #define GC_NORM_CUH
 
@@ -19,8 +19,7 @@ struct Sums {
     float few[FEW];
 };
 
-/* The sum of what the threads of the block have; all of them get the same. They have met since
- * they wrote it. */
+/* Returns the sum over the block's threads, which have synchronised after their writes. */
 DEVICE float total_of_block(Sums &sums) {
     if (thread() < FEW) {
         float sum = 0;
@@ -57,9 +56,9 @@ DEVICE void all_reduce_norm(const Job &job) {
         bool whole = true;
         for (u64 cell = begin + thread(); whole && cell < end; cell += threads()) {
             const u64 at = cell * CELL;
-            const Vector mine = load_cell<Number>(from.address + at, CELL);
-            Total<Number> total(mine);
-            whole = pull_total(job, packets, cell, mine, total);
+            const Vector own = load_cell<Number>(from.address + at, CELL);
+            Total<Number> total(own);
+            whole = pull_total(job, packets, cell, own, total);
             total.add(OP_SUM, load_cell<Number>(residual + at, CELL));
             const Vector sum = total.result(OP_SUM, group.world_size);
             if (whole) store_cell<Number>(kept + at, sum, CELL);

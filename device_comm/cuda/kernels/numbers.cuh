@@ -1,4 +1,4 @@
-/* Reductions of cells: in single precision, in rank order, so that all ranks get the same bits. */
+/* Reductions of cells in single precision, in rank order, so that all ranks get equal bits. */
 #ifndef GC_NUMBERS_CUH
 #define GC_NUMBERS_CUH
 
@@ -30,7 +30,7 @@ class Total {
         UNROLL for (u32 k = 0; k < COUNT; k++) values_[k] = item(cell, k);
     }
 
-    /* What is not a number stays so. */
+    /* Propagates NaN. */
     DEVICE void add(u32 op, Vector cell) {
         switch (op) {
             case OP_PRODUCT: return fold(cell, product_of);
@@ -38,7 +38,7 @@ class Total {
                 return fold(cell, [](float a, float b) { return is_less(b, a) || b != b ? b : a; });
             case OP_MAX:
                 return fold(cell, [](float a, float b) { return is_less(a, b) || b != b ? b : a; });
-            default: return fold(cell, sum_of); /* averages, too */
+            default: return fold(cell, sum_of); /* also averages */
         }
     }
 
@@ -46,7 +46,7 @@ class Total {
         UNROLL for (u32 k = 0; k < COUNT; k++) values_[k] = product_of(values_[k], factor);
     }
 
-    /* `sum` and the squares of all numbers. */
+    /* Returns `sum` plus the squares of all numbers. */
     DEVICE float add_squares(float sum) const {
         UNROLL for (u32 k = 0; k < COUNT; k++)
             sum = sum_of(sum, product_of(values_[k], values_[k]));
@@ -81,7 +81,7 @@ class Total {
     }
 };
 
-/* The `size` bytes there are of a cell, in whole numbers. */
+/* Loads the first `size` bytes of a cell, in whole numbers. */
 template <typename Number>
 DEVICE Vector load_cell(const char *from, u64 size) {
     using Bits = typename Number::Bits;

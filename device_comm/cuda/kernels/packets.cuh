@@ -1,28 +1,29 @@
-/* All-reduce of little: every rank pushes its numbers into the region of every other, four bytes
- * with the epoch in each word of eight, and waits for words of this epoch. Nobody meets.
+/* All-reduce of small tensors, as NCCL's LL protocol: every rank stores its numbers in the regions
+ * of all others, 4 data bytes and 4 bytes of the epoch per 8-byte word, and waits for words of this
+ * epoch. There is no barrier.
  *
- * A cell becomes two vectors, which lie in planes: the first halves of all cells, then the second
- * ones. So what the threads of a warp write at a time lies side by side, and fills whole sectors.
+ * A cell becomes two vectors in two planes: the first halves of all cells, then the second halves.
+ * So simultaneous stores of a warp are adjacent, and fill whole sectors.
  *
  * Guarantees
- *   1. A word is written and read as a whole, so its number is of the epoch that it says.
- *   2. Epochs alternate between two areas. A rank writes that of epoch e after it got the packets
- *      of epoch e - 1 of every rank, which had then been through its kernel of epoch e - 2, the
- *      last one to read this area.
- *   3. The epoch in a word is what fits of it. Words that a larger message has left would look new
- *      2^32 epochs later: each kernel wipes one cell that it does not use, so none stays that long.
+ *   1. A word is written and read atomically, so its data belongs to its epoch.
+ *   2. Epochs alternate between two areas. A rank writes that of epoch e after it has received the
+ *      packets of epoch e - 1 of every rank. Each rank had then finished its kernel of epoch e - 2,
+ *      the last reader of this area.
+ *   3. A word holds the low 32 bits of the epoch. Stale words of a larger message would match 2^32
+ *      epochs later, so each kernel wipes one cell that it does not use.
  *
- * Kernels of one rank run one after the other: that orders the reading of a word before the writing
- * of what permits to overwrite it. */
+ * Kernels of one rank run one after the other. That orders the load of a word before the stores that
+ * permit a peer to overwrite it. */
 #ifndef GC_PACKETS_CUH
 #define GC_PACKETS_CUH
 
 #include <numbers.cuh>
 #include <patience.cuh>
 
-constexpr u32 AT_A_TIME = 4; /* more take more registers than there are */
+constexpr u32 AT_A_TIME = 4; /* more would spill registers */
 
-/* A cell as it travels. */
+/* A cell with epochs. */
 struct Packed {
     Vector first, second;
 };
@@ -32,16 +33,16 @@ class Packets {
     DEVICE explicit Packets(const Group &group)
         : group_(group),
           epoch_(own64(group, REGION_PACKET_EPOCH).load(memory_order_relaxed) + 1),
-          /* 0 is what a region is filled with. */
+          /* Not 0, with which regions are filled. */
           tag_(static_cast<u32>(epoch_) ? static_cast<u32>(epoch_) : 1u << 31) {}
 
     DEVICE void push(u32 to, u64 cell, Vector data) const {
         store(to, group_.rank, cell, {tagged(data.low), tagged(data.high)});
     }
 
-    /* Waits for a cell of some ranks, all of which are looked at at a time, and puts `mine` among
-     * them; false: in vain. */
-    DEVICE bool pull(u64 cell, u32 first, Vector mine, Vector (&data)[AT_A_TIME]) const {
+    /* Waits for a cell of AT_A_TIME ranks from `first` on, polled together; this rank's is `own`.
+     * Returns false on a timeout or an abort. */
+    DEVICE bool pull(u64 cell, u32 first, Vector own, Vector (&data)[AT_A_TIME]) const {
         Patience patience;
         Packed cells[AT_A_TIME];
         for (;;) {
@@ -54,13 +55,13 @@ class Packets {
             if (!patience.lasts(group_, {missing, PHASE_PACKET, epoch_})) return false;
         }
         UNROLL for (u32 k = 0; k < AT_A_TIME; k++) {
-            data[k].low = is_peer(first + k) ? untagged(cells[k].first) : mine.low;
-            data[k].high = is_peer(first + k) ? untagged(cells[k].second) : mine.high;
+            data[k].low = is_peer(first + k) ? untagged(cells[k].first) : own.low;
+            data[k].high = is_peer(first + k) ? untagged(cells[k].second) : own.high;
         }
         return true;
     }
 
-    /* The epochs of one area wipe its cells in turn. */
+    /* The epochs of one area wipe its cells round-robin. */
     DEVICE void wipe(u64 used_bytes) const {
         if (block() != 0) return;
         for (u32 r = thread(); r < group_.world_size; r += threads()) {
@@ -82,7 +83,7 @@ class Packets {
         return rank < group_.world_size && rank != group_.rank;
     }
 
-    /* Where the first half of a cell is; the second one is in the next plane. */
+    /* The address of a cell's first half; the second half is in the next plane. */
     DEVICE char *place(u32 at, u32 from, u64 cell) const {
         u64 area = (epoch_ & 1) * group_.world_size + from;
         return group_.regions[at] + group_.packets + area * 2 * group_.packet_bytes + cell * CELL;
@@ -114,25 +115,25 @@ class Packets {
     }
 };
 
-/* This thread's cells of `from`, up to `end`, to all others. */
+/* Pushes this thread's cells of `from`, up to `end`, to all other ranks. */
 template <typename Number>
 DEVICE void push_cells(const Group &group, const Packets &packets, Span from, u64 end, Share share) {
     for (u64 cell = share.first; cell < end; cell += share.step) {
         u64 at = cell * CELL;
-        Vector mine = load_cell<Number>(from.address + at, least(from.size - at, CELL));
+        Vector own = load_cell<Number>(from.address + at, least(from.size - at, CELL));
         for (u32 r = 0; r < group.world_size; r++)
-            if (r != group.rank) packets.push(r, cell, mine);
+            if (r != group.rank) packets.push(r, cell, own);
     }
 }
 
-/* The reduction of a cell of all ranks, of which this one's is `mine`; false: in vain. */
+/* Reduces a cell over all ranks; this rank's is `own`. Returns false on a timeout or an abort. */
 template <typename Number>
-DEVICE bool pull_total(const Job &job, const Packets &packets, u64 cell, Vector mine,
+DEVICE bool pull_total(const Job &job, const Packets &packets, u64 cell, Vector own,
                        Total<Number> &total) {
     const u32 ranks = job.group.world_size;
     ROLLED for (u32 first = 0; first < ranks; first += AT_A_TIME) {
         Vector cells[AT_A_TIME];
-        if (!packets.pull(cell, first, mine, cells)) return false;
+        if (!packets.pull(cell, first, own, cells)) return false;
         if (first == 0)
             total = Total<Number>(cells[0]);
         else
@@ -143,7 +144,7 @@ DEVICE bool pull_total(const Job &job, const Packets &packets, u64 cell, Vector 
     return true;
 }
 
-/* takes[0] becomes the reduction of puts[0], and may be it. */
+/* takes[0] = the reduction of all puts[0]; in place if they are equal. */
 template <typename Number>
 DEVICE void all_reduce_packets(const Job &job) {
     const Group &group = job.group;
@@ -155,9 +156,9 @@ DEVICE void all_reduce_packets(const Job &job) {
     packets.wipe(from.size);
     for (u64 cell = share.first; cell * CELL < from.size; cell += share.step) {
         const u64 at = cell * CELL, size = least(from.size - at, CELL);
-        const Vector mine = load_cell<Number>(from.address + at, size);
-        Total<Number> total(mine);
-        if (!pull_total(job, packets, cell, mine, total)) {
+        const Vector own = load_cell<Number>(from.address + at, size);
+        Total<Number> total(own);
+        if (!pull_total(job, packets, cell, own, total)) {
             poison(job, share);
             break;
         }

@@ -1,14 +1,14 @@
-/* Waiting that ends: at the deadline, when a peer has given up, or when the host asks for it.
+/* Waits that end: at the deadline, after a peer has given up, or after an abort by the host.
  *
- * Who gives up first writes the error record of its rank, and the abort word of everybody. The
- * output is undefined then. Every kernel of the group that has to wait ends soon, and none that
- * meets others begins: what a rank that is late finds in stagings stays what it was. */
+ * The first thread to give up writes its rank's error record and all ranks' abort words. The output
+ * is then undefined. Every waiting kernel of the group ends soon, and no kernel with barriers begins:
+ * a late rank still reads unchanged stagings. */
 #ifndef GC_PATIENCE_CUH
 #define GC_PATIENCE_CUH
 
 #include <group.cuh>
 
-/* What a thread waits for. */
+/* The event that a thread waits for. */
 struct Cause {
     u32 culprit;
     Phase phase;
@@ -29,7 +29,7 @@ RARELY void give_up(const Group &group, ErrorCode code, u32 reporter, Cause caus
     word32(group.control, CONTROL_CODE).store(code, memory_order_release);
 }
 
-/* Whether this rank, or a peer, has given up; the error record says so then. */
+/* True if this rank or a peer has given up; the error record is then written. */
 DEVICE bool is_given_up(const Group &group, Cause cause) {
     u64 word = word64(own_region(group), REGION_ABORT).load(memory_order_relaxed);
     if (word == 0) return false;
@@ -40,17 +40,17 @@ DEVICE bool is_given_up(const Group &group, Cause cause) {
 
 class Patience {
   public:
-    /* To be asked between looks. False: the wait is over. */
+    /* Call once per poll. Returns false on a timeout or an abort. */
     DEVICE bool lasts(const Group &group, const Cause &cause) {
-        relax(looks_);
-        return ++looks_ % LOOKS || check(group, cause);
+        relax(polls_);
+        return ++polls_ % POLLS || check(group, cause);
     }
 
   private:
-    static constexpr u32 LOOKS = 64;              /* from one look at the abort word to the next */
-    static constexpr u64 CONTROL_NS = 1000 * 1000; /* the host's is far away */
+    static constexpr u32 POLLS = 64;               /* per load of the abort word */
+    static constexpr u64 CONTROL_NS = 1000 * 1000; /* host memory is slow to load */
 
-    u32 looks_ = 0;
+    u32 polls_ = 0;
     u64 began_ = 0, asked_ = 0;
 
     DEVICE bool check(const Group &group, Cause cause) {
@@ -71,7 +71,7 @@ class Patience {
     }
 };
 
-/* Looks until `ready()`; false: in vain. */
+/* Polls until `ready()`. Returns false on a timeout or an abort. */
 template <typename Ready>
 DEVICE bool wait_until(const Group &group, const Cause &cause, Ready ready) {
     Patience patience;

@@ -1,5 +1,5 @@
-/* What kernels ask of the device. The tests have another one, for threads of the host, with the
- * same names: all files include <platform.cuh>, and the include path decides. */
+/* The device's primitives. The tests have a version for host threads, selected by the include path
+ * of <platform.cuh>. */
 #ifndef GC_PLATFORM_CUH
 #define GC_PLATFORM_CUH
 
@@ -16,21 +16,21 @@ using cuda::memory_order_release;
 
 #define DEVICE __device__ __forceinline__
 #define RARELY __device__ __noinline__
-#define SHARED(Type, name) __shared__ Type name /* of all threads of a block */
+#define SHARED(Type, name) __shared__ Type name
 #define UNROLL _Pragma("unroll")
 #define ROLLED _Pragma("unroll 1")
 
-/* A kernel: one parameter, which stays where it is; at most `threads` threads in a block, and
- * `blocks` blocks at the same time on a multiprocessor, if there are as many. */
+/* A kernel with one parameter, which is not copied; at most `threads` threads in a block, and at
+ * least `blocks` resident blocks on a multiprocessor, if the grid has as many. */
 #define KERNEL(name, Parameter, threads, blocks)                                                   \
     extern "C" __global__ void __launch_bounds__(threads, blocks)                                  \
         name(const __grid_constant__ Parameter job)
 
-/* A word that the ranks of all devices, and the host, access while others do. */
+/* A word that all devices and the host access concurrently. */
 template <typename Word>
 using Shared = cuda::atomic_ref<Word, cuda::thread_scope_system>;
 
-/* A word that only the kernels of one rank access, all of which run on one device. */
+/* A word that only the kernels of one rank access, on one device. */
 template <typename Word>
 using Own = cuda::atomic_ref<Word, cuda::thread_scope_device>;
 
@@ -39,30 +39,30 @@ DEVICE u32 threads() { return blockDim.x; }
 DEVICE u32 block() { return blockIdx.x; }
 DEVICE u32 blocks() { return gridDim.x; }
 
-/* All threads of the block have come, and see what the others have written. */
+/* A barrier of the block's threads, which also makes their writes visible to each other. */
 DEVICE void sync_block() { __syncthreads(); }
-/* The same, and whether all, or any, of them say yes. */
+/* The same; return the conjunction, or disjunction, of all threads' `yes`. */
 DEVICE bool all_of_block(bool yes) { return __syncthreads_and(yes); }
 DEVICE bool any_of_block(bool yes) { return __syncthreads_or(yes); }
 
-/* The same clock on the whole device; it may tick only every microsecond. */
+/* One clock for the whole device; its resolution may be a microsecond. */
 DEVICE u64 now_ns() {
     u64 now;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
     return now;
 }
 
-/* Between looks at a word. Whoever waits for long leaves the memory to others. */
-DEVICE void relax(u32 looks) {
-    if (looks > 4096) __nanosleep(100);
+/* Call between polls of a word. Long waits back off, to reduce memory traffic. */
+DEVICE void relax(u32 polls) {
+    if (polls > 4096) __nanosleep(100);
 }
 
-/* The unit in which memory is accessed. */
+/* The unit of memory accesses. */
 struct alignas(16) Vector {
     u64 low, high;
 };
 
-/* Others see each half of a vector whole; the halves in no order. */
+/* Each half of a vector is atomic; the halves are unordered. */
 DEVICE void store_relaxed(char *to, Vector halves) {
     asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};"
                  :: "l"(to), "l"(halves.low), "l"(halves.high) : "memory");
@@ -78,7 +78,7 @@ DEVICE Vector load_relaxed(const char *from) {
 DEVICE float float_of_bits(u32 bits) { return __uint_as_float(bits); }
 DEVICE u32 bits_of_float(float value) { return __float_as_uint(value); }
 
-/* Single precision with all its small numbers, which operators would make zeros: CuPy compiles with
+/* Single precision with subnormals, which operators would flush to zero: CuPy compiles with
  * -ftz=true. */
 DEVICE float sum_of(float a, float b) {
     float sum;
@@ -111,7 +111,7 @@ DEVICE bool is_less(float a, float b) {
     return yes;
 }
 
-/* Half precision, rounded to the nearest, ties to even. */
+/* Half precision, rounded to nearest, ties to even. */
 DEVICE float float_of_float16(u16 bits) {
     float value;
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));

@@ -1,14 +1,14 @@
-/* Collectives in which ranks meet, and then read what the others have.
+/* Collectives with a barrier, after which ranks read each other's data.
  *
- * That is in a staging, where the kernel has put it first; or, with a table, where it is, and then
- * the kernel ends only when nobody reads it any more.
+ * The kernel copies data to a staging first; or, with a table, peers read the source directly, and
+ * the kernel ends after their last read.
  *
- *   move         takes[r] becomes what rank r has at `offset`.
- *   reduce       takes[0] becomes the reduction of what all ranks have at `offset`.
- *   all_reduce   puts[r] and takes[r] are part r of the whole. Each rank reduces its own, which is
- *                at `offset`, then all meet again and read the other parts.
+ *   move         takes[r] = rank r's data at `offset`
+ *   reduce       takes[0] = the reduction of all ranks' data at `offset`
+ *   all_reduce   puts[r] and takes[r] are part r of the tensor. Each rank reduces its own part, at
+ *                `offset`; after another barrier all read the other parts.
  *
- * In a staging, puts[r] is at r * piece. Ranks agree about sizes, where they are not 0. */
+ * In a staging, puts[r] is at r * piece. Sizes are equal on all ranks, if not 0. */
 #ifndef GC_STAGED_CUH
 #define GC_STAGED_CUH
 
@@ -27,17 +27,17 @@ DEVICE const char *source(const Job &job, const Meeting &meeting, u32 rank) {
     return (job.table ? job.table[rank] : meeting.staging(rank)) + job.offset;
 }
 
-/* The k-th rank after this one: ranks begin with different ones, so that no link is oversubscribed. */
+/* The k-th rank after this one: ranks begin with different peers, to balance the links. */
 DEVICE u32 rank_after(const Group &group, u32 k) {
     u32 rank = group.rank + k;
     return rank < group.world_size ? rank : rank - group.world_size;
 }
 
-/* Reduces into `to`, and for others into `shared` unless that is null. A cell may lie where it is
- * reduced to: each is read from all ranks before it is written.
+/* Reduces into `to`, and for peers into `shared` unless that is null. In place is allowed: a cell is
+ * read from all ranks before it is written.
  *
- * A thread has up to MAX_RANKS loads under way, as those of other devices take long: WIDTH ranks'
- * of each of several cells. */
+ * A thread issues up to MAX_RANKS loads, to hide the latency of other devices: of WIDTH ranks, for
+ * each of several cells. */
 template <typename Number, u32 WIDTH>
 DEVICE u64 reduce_whole_cells(const Job &job, const Meeting &meeting, Span to, char *shared) {
     constexpr u32 CELLS = MAX_RANKS / WIDTH;
@@ -120,8 +120,8 @@ DEVICE void reduce(const Job &job) {
     meeting.finish();
 }
 
-/* This rank's part of its own staging is read by nobody else: the result goes there. A source in a
- * table needs no meeting at the end: after the second one nobody reads it. */
+/* Only this rank reads its part of its own staging, so the result is written there. A source in a
+ * table needs no final barrier: no peer reads it after the second barrier. */
 template <typename Number>
 DEVICE void all_reduce(const Job &job) {
     if (is_idle(job.group)) return;

@@ -1,19 +1,18 @@
-/* Messages through channels: what a rank puts streams into slots of the other's region, from which
- * that one takes it.
+/* Messages through channels: the sender streams data into slots of the receiver's region.
  *
- * For each ordered pair of ranks there is a channel, whose memory its lanes share; each has two
- * slots. Chunk k of a message goes through lane k % lanes, and block b serves lane b of all messages
- * at once, whichever can get on. Nobody else has to come, and what fits into the slots needs no
- * taker.
+ * Each ordered pair of ranks has a channel, whose memory its lanes share; each lane has two slots.
+ * Chunk k of a message uses lane k % lanes, and block b serves lane b of all messages concurrently.
+ * Other ranks are not involved, and data that fits into the slots needs no receiver.
  *
- * Guarantees. Chunks of a lane are counted, through all messages, at both ends.
- *   1. Chunk c is written into slot c % 2 when `drained`, in the putter's region, is c - 1 or more.
- *   2. It is read when `filled`, in the taker's region, is c + 1 or more.
- *   3. Each end stores the other's count with release when all of the block are done with the slot,
- *      and the block touches a slot after one of it has loaded its own count with acquire.
+ * Guarantees. Both ends count the chunks of a lane, through all messages.
+ *   1. Chunk c is written to slot c % 2 when `drained`, in the sender's region, is at least c - 1.
+ *   2. It is read when `filled`, in the receiver's region, is at least c + 1.
+ *   3. Each end stores the other end's count with release after all threads of the block are done
+ *      with the slot. The block accesses a slot after one of its threads has loaded its own count
+ *      with acquire.
  *
- * Assumptions. Both ends of a message give the same size, and a rank's kernels that put to one
- * rank, or take from one rank, run one after the other. Blocks have a thread for each line. */
+ * Assumptions. Both ends of a message pass the same size. A rank's kernels that send to one rank, or
+ * receive from one rank, run one after the other. Blocks have a thread for each line. */
 #ifndef GC_TRANSFER_CUH
 #define GC_TRANSFER_CUH
 
@@ -31,15 +30,15 @@ DEVICE u32 lanes_for(const Group &group, u64 size) {
     return lanes;
 }
 
-/* What all threads of a block are to copy. */
+/* The copies of all threads of a block. */
 struct Copies {
-    Copy of[MAX_LINES];
+    Copy items[MAX_LINES];
 };
 
-/* One end of one lane of a message, watched by one thread. */
+/* One end of one lane of a message, polled by one thread. */
 class Line {
   public:
-    /* Lines 0, 1, ... put to rank 0, 1, ...; lines MAX_RANKS and so on take. */
+    /* Lines 0, 1, ... send to rank 0, 1, ...; lines from MAX_RANKS on receive. */
     DEVICE Line(const Job &job, u32 index)
         : job_(job), puts_(index < MAX_RANKS), peer_(index % MAX_RANKS) {
         const Group &group = job.group;
@@ -56,13 +55,13 @@ class Line {
 
     DEVICE bool pending() const { return left_ > 0; }
 
-    /* Whether the next chunk can be moved. */
+    /* True if the next chunk can be moved. */
     DEVICE bool ready() const {
         Shared<u64> theirs = word(job_.group.rank, puts_ ? WORD_DRAINED : WORD_FILLED, peer_);
         return theirs.load(memory_order_acquire) + (puts_ ? SLOTS : 0) > count_;
     }
 
-    /* To be asked when it is not. */
+    /* Call if not `ready`. Returns false on a timeout or an abort. */
     DEVICE bool waits_on() {
         return patience_.lasts(job_.group, {peer_, puts_ ? PHASE_PUT : PHASE_TAKE, count_});
     }
@@ -77,7 +76,7 @@ class Line {
         return puts_ ? Copy{slot, next_, size} : Copy{next_, slot, size};
     }
 
-    /* The chunk was moved, by all threads. */
+    /* Call after all threads have moved the chunk. */
     DEVICE void advance() {
         count_++;
         word(peer_, puts_ ? WORD_FILLED : WORD_DRAINED, job_.group.rank)
@@ -95,7 +94,7 @@ class Line {
     char *next_ = nullptr;
     u64 left_ = 0;   /* bytes from `next_` to the end of the message */
     u64 stride_ = 0; /* bytes from one chunk of this lane to the next */
-    u64 count_ = 0;  /* chunks that have gone through this end of the lane */
+    u64 count_ = 0;  /* chunks that passed this end of the lane */
     Patience patience_;
 
     DEVICE u64 place(ChannelWord kind, u32 other) const {
@@ -112,7 +111,7 @@ class Line {
     }
 };
 
-/* puts[r] goes to rank r, takes[r] comes from it; to itself at once. */
+/* Sends puts[r] to rank r and receives takes[r] from it; copies this rank's own part at once. */
 DEVICE void transfer(const Job &job) {
     if (is_idle(job.group)) return;
     SHARED(Copies, copies);
@@ -122,11 +121,11 @@ DEVICE void transfer(const Job &job) {
     for (;;) {
         bool ready = line.pending() && line.ready();
         bool failed = line.pending() && !ready && !line.waits_on();
-        if (thread() < MAX_LINES) copies.of[thread()] = ready ? line.chunk() : Copy{};
+        if (thread() < MAX_LINES) copies.items[thread()] = ready ? line.chunk() : Copy{};
         if (any_of_block(failed)) return poison(job, share_of_block());
         if (!any_of_block(line.pending())) return;
         ROLLED for (u32 index = 0; index < MAX_LINES; index++)
-            copy(copies.of[index], share_of_block());
+            copy(copies.items[index], share_of_block());
         sync_block();
         if (ready) line.advance();
     }

@@ -1,17 +1,16 @@
 """Own an NCCL communicator: create, share between threads, issue operations, watch, abort.
 
-A blocking communicator is what operations need: a non-blocking one hands each call to a thread of
-its own, which costs tens of microseconds. But a blocking one cannot be given up while it is made,
-and a rank that never comes would be waited for without end. So a non-blocking one is made first;
-the blocking one is split from it, in the background as well; then the first one is freed.
+Operations use a blocking communicator: a non-blocking one hands each call to a thread, which costs
+tens of microseconds. But the creation of a blocking one cannot be abandoned if a rank is missing.
+So a non-blocking one is created first, the blocking one is split from it in the background, and the
+first is freed.
 
-In NCCL a send ends only when it is received, and a communicator's operations run in the order in
-which they are issued: two ranks that both send first would deadlock. Issued together, as a group,
-sends and receives progress side by side. So messages that the caller does not wait for are held
-back until one of them is waited for, any other operation is issued, or `HOLD_SECONDS` have passed.
+An NCCL send ends only when it is received, and operations of a communicator run in order: two ranks
+that both send first would deadlock. In an NCCL group, sends and receives progress together. So
+background messages are batched until one is waited for, another operation is issued, or
+`HOLD_SECONDS` have passed.
 
-A `StreamWatchdog` ends calls and operations that do not end by themselves, by aborting the
-communicator.
+A `StreamWatchdog` ends blocked calls and operations by aborting the communicator.
 """
 
 from __future__ import annotations
@@ -54,49 +53,39 @@ if TYPE_CHECKING:
 
 
 class NcclMemory:
-    """Memory on the current device; freed by `free`, or when nobody has it any more.
+    """``size`` bytes at ``address`` on the current device.
 
-    Attributes:
-        address: where it is, on the device.
-        size: bytes.
+    `free` frees them, or the last reference.
     """
 
     def __init__(self, library: NcclLibrary, size: int) -> None:
-        """Allocate it.
-
-        Raises:
-            NcclUnavailableError: this NCCL has no windows.
-            NcclError: there is not so much memory.
-        """
+        """Allocate; raise `NcclUnavailableError` without windows, `NcclError` without memory."""
         library.check_windows()
         self.address = library.mem_alloc(size)
         self.size = size
         self._freeing = weakref.finalize(self, library.mem_free, self.address)
-        self._freeing.atexit = False  # the device has gone by then
+        self._freeing.atexit = False  # the device is released before
 
     def free(self) -> None:
-        """Free it; idempotent. No communicator has a window of it any more."""
+        """Free the memory; idempotent. No communicator may have a window of it."""
         self._freeing()
 
     def keep(self) -> None:
-        """Leave it to the process: the device may still use it, so it must never be freed."""
+        """Never free the memory: the device may still use it."""
         self._freeing.detach()
 
 
 _STUCK = 1.0
-"""Seconds after which `NcclHandle.abort` no longer waits for a call to return."""
+"""Seconds for which `NcclHandle.abort` waits for a blocked call."""
 
 
 class NcclHandle:
     """A blocking communicator. It is freed exactly once, and never used afterwards.
 
-    Attributes:
-        windows: its windows, with their memory.
-        ended: set once NCCL has freed it.
+    ``windows`` are its windows and their memory; ``ended`` is set once NCCL has freed it.
     """
 
     def __init__(self, library: NcclLibrary, comm: int) -> None:
-        """Own ``comm``."""
         self._library = library
         self._comm: int | None = comm
         self._lock = threading.Lock()
@@ -106,28 +95,20 @@ class NcclHandle:
     def issue(self, enqueue: Callable[[NcclLibrary, int], None]) -> None:
         """Run ``enqueue(library, comm)``, in which NCCL may wait for peers until `abort`.
 
-        Raises:
-            NcclError: NCCL refused, or the communicator was aborted meanwhile.
-            GroupClosedError: the communicator was finished or aborted before.
+        Raises `NcclError` if NCCL refused or was aborted meanwhile, `GroupClosedError` after the
+        end.
         """
         with self._lock:
             if self._comm is None:
-                raise GroupClosedError("this communicator of NCCL has been ended")
+                raise GroupClosedError("this NCCL communicator has ended")
             enqueue(self._library, self._comm)
 
     def register(self, memory: NcclMemory, nccl: NcclLibrary, comm: int) -> None:
-        """Make a window of ``memory``, in `issue`.
-
-        Collective: yes, every member.
-        """
+        """Register ``memory`` as a window, in `issue`. Collective: yes, every member."""
         self.windows.append((nccl.window_register(comm, memory.address, memory.size), memory))
 
     def check(self) -> None:
-        """Look for errors of what NCCL does in the background; not while a call is under way.
-
-        Raises:
-            NcclError: something has failed there, such as a connection.
-        """
+        """Raise NCCL's background error, if any; do nothing during a call."""
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -142,8 +123,8 @@ class NcclHandle:
     def abort(self) -> None:
         """End the communicator and its operations, also on the device; idempotent.
 
-        If another thread is stuck in a call and holds the lock, this goes on after `_STUCK`: the
-        abort is what makes that call return.
+        If another thread is blocked in a call and holds the lock, continue after `_STUCK`: the
+        abort makes that call return.
         """
         held = self._lock.acquire(timeout=_STUCK)
         try:
@@ -158,8 +139,7 @@ class NcclHandle:
     def finish(self) -> None:
         """Complete all issued operations and free the communicator; idempotent.
 
-        Takes as long as the peers need for their part. If there are windows, the device must have
-        done all operations.
+        Blocks until the peers have done their part. With windows, the device must be done.
         """
         with self._lock:
             comm, self._comm = self._comm, None
@@ -176,7 +156,7 @@ class NcclHandle:
         self.drop_windows(free=True)
 
     def drop_windows(self, *, free: bool) -> None:
-        """Give up the windows' memory, after the end. ``free``: the device does not use it."""
+        """Drop the windows' memory after the end; free it if the device does not use it."""
         while self.windows:
             _, memory = self.windows.pop()
             if free:
@@ -187,41 +167,32 @@ class NcclHandle:
 
 if TYPE_CHECKING:
     Settle = Callable[[Callable[[], bool]], None]
-    """Waits until a condition holds; raises if it has to be given up."""
+    """Waits until a condition holds; raises on a failure."""
 
 
 class NcclForming:
-    """A communicator that is being made: call `finish`, or `abort` if that raises."""
+    """A communicator in creation: call `finish`, or `abort` if that raises."""
 
     def __init__(self, library: NcclLibrary, world_size: int, unique_id: bytes, rank: int) -> None:
-        """Begin, on the current CUDA device.
-
-        Raises:
-            NcclError: NCCL refuses.
-        """
+        """Begin on the current CUDA device; raise `NcclError` if NCCL refuses."""
         self._library = library
         self._rank = rank
         self._first = library.begin_init(world_size, unique_id, rank)
         self._begun = [self._first]
 
     def finish(self, settle: Settle) -> NcclHandle:
-        """Make the communicator. Collective: yes, every member.
-
-        Raises:
-            NcclError: NCCL refuses.
-            CoordinatorError: what ``settle`` raises.
-        """
+        """Create the communicator; raise ``settle``'s errors. Collective: yes, every member."""
         settle(self._is_settled)
-        made = self._library.begin_split(self._first, self._rank)
+        split = self._library.begin_split(self._first, self._rank)
         settle(self._is_settled)
-        self._begun.append(made())
+        self._begun.append(split())
         self._library.finalize(self._first)
         settle(self._is_settled)
         self._library.destroy(self._begun.pop(0))
         return NcclHandle(self._library, self._begun.pop())
 
     def abort(self) -> None:
-        """Give up what was begun."""
+        """Abort the unfinished communicators."""
         while self._begun:
             self._library.abort(self._begun.pop())
 
@@ -237,13 +208,10 @@ HOLD_SECONDS: Final = 0.002
 
 @dataclass(eq=False, slots=True)
 class MessageBatch:
-    """Messages that are issued together.
+    """Messages that are issued together, in the order of the calls; none is empty.
 
-    Attributes:
-        stream: the stream to issue them on.
-        messages: sends and receives, none of them empty, in the order of the calls.
-        mark: the point in the stream after them; None before they are issued.
-        error: why they could not be issued; None if they could, or were not issued yet.
+    ``mark`` is the event after them, None before they are issued. ``error`` is the error of issuing
+    them.
     """
 
     stream: Stream
@@ -252,19 +220,19 @@ class MessageBatch:
     error: CoordinatorError | None = None
 
     def enqueue(self, nccl: NcclLibrary, comm: int, stream: int) -> None:
-        """Issue them to NCCL as a group."""
+        """Issue the messages as an NCCL group."""
         try:
             nccl.group_start()
             for each in self.messages:
                 sends = each.verb == "send"
-                move, cargo = (nccl.send, each.source) if sends else (nccl.recv, each.output)
-                move(cargo.data_ptr(), cargo.nbytes, BYTE, each.peer, comm, stream)
+                move, tensor = (nccl.send, each.source) if sends else (nccl.recv, each.output)
+                move(tensor.data_ptr(), tensor.nbytes, BYTE, each.peer, comm, stream)
         finally:
             nccl.group_end()
 
 
 NCCL_POLL_SECONDS: Final = 0.001
-"""Seconds between two looks at NCCL's or the device's progress."""
+"""Seconds between two polls of NCCL or the device."""
 
 
 class NcclHostPending:
@@ -279,15 +247,15 @@ class NcclHostPending:
         self._errors = boundary
 
     def ready(self) -> bool:
-        """Whether the device is done."""
+        """Return True if the device is done."""
         return self._mark.query()
 
     def wait(self, deadline: Deadline) -> None:
-        """Block until the device is done; raise at the deadline, on an abort or a lost peer."""
+        """Block until the device is done; raise on the deadline, an abort or a lost peer."""
         self._errors.wait(
             self._mark.query, deadline, self._operation, self._peers, poll=NCCL_POLL_SECONDS
         )
-        # The mark is also passed when an abort has ended the operation.
+        # An abort also completes the event.
         self._errors.watch.check(self._operation)
 
 
@@ -299,12 +267,12 @@ class BatchPending:
         self._release = release
 
     def ready(self) -> bool:
-        """Whether the device is done, or the message could not be issued."""
+        """Return True if the device is done, or issuing failed."""
         mark = self._issued()
         return mark is None or mark.query()
 
     def wait(self, deadline: Deadline) -> None:  # noqa: ARG002 - the host does not wait
-        """Have the current stream wait for the message."""
+        """Make the current stream wait for the message."""
         mark = self._issued()
         if mark is None:
             raise self._batch.error or GroupClosedError("the message was never issued")
@@ -321,20 +289,19 @@ if TYPE_CHECKING:
     """Issues operations, given (library, communicator, stream)."""
 
 _FINISH = 5.0
-"""How long `close` waits for issued operations to end."""
+"""Seconds for which `close` waits for issued operations."""
 
 _CAUSE = 2.0
-"""How long to look for the cause of an error in the background."""
+"""Seconds to wait for the cause of a background error."""
 
 _USAGE = frozenset({NcclResult.INVALID_ARGUMENT, NcclResult.INVALID_USAGE})
-"""Results that are this rank's own fault, so that no peer is to blame."""
+"""Results that this rank causes, not a peer."""
 
 
 class NcclCore(Backend):
-    """An NCCL communicator without the verbs, which `device_comm.cuda.nccl.nccl_backend` adds.
+    """An NCCL communicator; `device_comm.cuda.nccl.nccl_backend` adds the verbs.
 
-    Attributes:
-        streams: the device's streams.
+    ``streams`` are the device's streams.
     """
 
     def __init__(
@@ -346,7 +313,6 @@ class NcclCore(Backend):
         *,
         detects_loss: bool,
     ) -> None:
-        """Use `create`."""
         super().__init__(
             identity, Capabilities("nccl", stream_ordered=True, detects_loss=detects_loss)
         )
@@ -364,7 +330,7 @@ class NcclCore(Backend):
         self._last: Stream | None = None
         self._token = torch.zeros(1, dtype=torch.uint8, device=self.device)
         self._closing.callback(self._helpers.close)
-        self._closing.callback(self._give_back)
+        self._closing.callback(self._release_handle)
 
     @classmethod
     def create(
@@ -385,23 +351,16 @@ class NcclCore(Backend):
         """Set up an NCCL communicator. Collective: yes, every member.
 
         Args:
-            rank: this process's rank in the group.
-            world_size: the number of ranks.
-            share: broadcasts bytes from rank 0: rank 0 passes them, the others None, and it returns
-                them on all ranks. Called once.
-            device: this rank's device; ``"cuda"`` is the current one.
-            name: the group's name for errors and status, the same on all ranks.
-            timeout: default seconds that a call may take; None: for ever.
-            watch: the group's board; None: deadlines only, peers are not seen.
-            members: each rank's member number on the board; None: the rank itself.
+            rank, world_size, device, timeout, watch, members: as for `Identity.of`.
+            share: broadcasts rank 0's bytes; other ranks pass None. Called once.
+            name: for errors and status, the same on all ranks.
             set_up: seconds for the set-up; None: ``timeout``.
-            library: the NCCL library; None: the one that torch has loaded.
-            streams: the device's streams; None: torch's.
+            library, streams: None: torch's.
 
         Raises:
             NcclUnavailableError: torch has no NCCL.
             NcclError: NCCL refuses: two ranks share a device, or cannot reach each other.
-            GroupTimeoutError: some ranks did not come in time; says what each was last doing.
+            GroupTimeoutError: some ranks are late; names them and their last operations.
         """
         library = library or NcclLibrary.of_torch()
         identity = Identity.of(
@@ -418,8 +377,7 @@ class NcclCore(Backend):
         """Wait until the device has finished all operations of this backend.
 
         Raises:
-            GroupTimeoutError: some are still under way at the deadline.
-            CoordinatorError: an operation failed.
+            GroupTimeoutError, CoordinatorError: some are incomplete at the deadline; one failed.
         """
         self._release()
         mark = self.streams.current().mark()
@@ -428,17 +386,17 @@ class NcclCore(Backend):
         self._raise_failure()
 
     def check(self) -> None:
-        """As `Backend.check`; the guard notices what has failed."""
+        """See `Backend.check`; the watchdog detects failures."""
         super().check()
         self._raise_failure()
 
     def discard(self) -> None:
-        """Abort the NCCL communicator, which is never used again."""
+        """Abort the NCCL communicator, permanently."""
         self._guard.close(0.0)
-        # In a thread: ncclCommAbort may take long, and the caller has an error to raise.
+        # In a thread: ncclCommAbort may block for long, and the caller has an error to raise.
         self._helpers.start(self._handle.abort, lambda: None)
 
-    def _give_back(self) -> None:
+    def _release_handle(self) -> None:
         over = self._failure is not None or self.watch.aborted is not None
         if not over:
             self._release()
@@ -455,27 +413,16 @@ class NcclCore(Backend):
             finished.wait(_FINISH)
 
     def allocate(self, size: int) -> NcclMemory:
-        """Memory for `register`. Collective: no.
-
-        Raises:
-            NcclUnavailableError: this NCCL has no windows.
-            NcclError: there is not so much memory.
-        """
+        """Return memory for `register`; see `NcclMemory` for errors."""
         with self.streams.device():
             return NcclMemory(self._library, size)
 
     def register(self, memory: NcclMemory, deadline: Deadline) -> None:
-        """Make a window of the memory of all ranks, until this backend is closed.
+        """Register a window of all ranks' memory, until this backend is closed.
 
-        Args:
-            memory: this rank's, as large on all ranks; freed by this backend from then on.
-            deadline: a rank that has not come by then ends the group.
-
-        Collective: yes, every member.
-
-        Raises:
-            NcclUnavailableError: NCCL refuses, or makes no window of these devices' memory.
-            CoordinatorError: another rank failed, or did not come.
+        ``memory`` has the same size on all ranks and belongs to this backend afterwards. A rank
+        that is missing at ``deadline`` ends the group. Raises `NcclUnavailableError` if NCCL
+        refuses, or has no windows of these devices' memory. Collective: yes, every member.
         """
         name = self.identity.operation("nccl window")
         with self._order, self.streams.device():
@@ -493,19 +440,19 @@ class NcclCore(Backend):
             self._put(enqueue, stream, name, deadline, self.peers, captured=False)
 
     def _passed(self) -> bool:
-        """Wait up to `_FINISH` for what is on the last stream and the current one."""
+        """Wait up to `_FINISH` for the last stream and the current one."""
         streams = (self._last, self.streams.current())
         return pass_within(_FINISH, [each.mark() for each in streams if each is not None])
 
     def graph_capture(self) -> AbstractContextManager[None]:
-        """As `Backend.graph_capture`; messages that are held back stay out of the graph."""
+        """See `Backend.graph_capture`; batched messages are issued before."""
         self._release()
         return super().graph_capture()
 
     # --- issuing -------------------------------------------------------------------------
 
     def _issue(self, operation: Operation, enqueue: Enqueue) -> None:
-        """Issue one collective on the current stream, and have it watched."""
+        """Issue one collective on the current stream, and watch it."""
         with self._order:
             self._release()
             stream, captured = self.streams.current(), self.streams.capturing()
@@ -514,7 +461,7 @@ class NcclCore(Backend):
             self._put(enqueue, stream, operation.name, operation.deadline, self.peers, captured)
 
     def _message(self, message: Operation) -> Pending | None:
-        """Add a message to those that are held back; issue them all if the caller waits for it."""
+        """Batch a message; issue the batch if the caller waits for it."""
         captured = self.streams.capturing()
         with self._order:
             batch = self._batch_on(self.streams.current())
@@ -536,7 +483,7 @@ class NcclCore(Backend):
         return held
 
     def _release(self, captured: bool = False) -> None:
-        """Issue the messages that are held back, if there are any."""
+        """Issue the batch, if any."""
         with self._order:
             batch, self._held = self._held, None
             if batch is None:
@@ -582,7 +529,7 @@ class NcclCore(Backend):
             if not captured:
                 issued.mark = stream.mark()
         except NcclError as error:
-            if self._failure is not None:  # the call returned because the guard has ended it
+            if self._failure is not None:  # the watchdog ended the call
                 raise self._failure from error
             raise _translate(error, self._errors, operation, peers, deadline) from error
         except GroupClosedError:
@@ -594,16 +541,16 @@ class NcclCore(Backend):
             self._guard.follow_replays()
         return issued.mark
 
-    # --- what starting returns ------------------------------------------------------------
+    # --- pending operations ---------------------------------------------------------------
 
     def after(self, operation: Operation) -> Pending | None:
-        """The `Pending` of an operation on the current stream; None if the caller needs none."""
+        """Return the `Pending` of the current stream; None if the caller needs none."""
         if not operation.background or self.streams.capturing():
             return None
         return StreamEventPending(self.streams.current().mark())
 
     def _arrival(self, operation: Operation) -> Pending | None:
-        """A `Pending` that blocks the host until the device has done the operation."""
+        """Return a `Pending` that blocks the host until the device is done."""
         if self.streams.capturing():
             return None
         mark = self.streams.current().mark()
@@ -612,7 +559,7 @@ class NcclCore(Backend):
     # --- failing -------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Raise if something has failed in the background; called by the guard."""
+        """Raise a background error, if any; the watchdog calls it."""
         try:
             self._handle.check()
         except NcclError as error:
@@ -620,10 +567,7 @@ class NcclCore(Backend):
             raise _translate(error, self._errors, self.name, self.peers, soon) from error
 
     def _fail_later(self, error: CoordinatorError) -> None:
-        """Abort the group because of an issued operation, and keep the error for the next call.
-
-        Called by the watching threads.
-        """
+        """Abort the group from a watching thread, and keep the error for the next call."""
         self._failure = error
         self.fail(error)
 
@@ -636,7 +580,7 @@ class NcclCore(Backend):
 def _formed(
     library: NcclLibrary, identity: Identity, unique_id: bytes, deadline: Deadline
 ) -> NcclHandle:
-    """A communicator on the current device. Collective: yes, every member."""
+    """Return a communicator on the current device. Collective: yes, every member."""
     operation, watch, peers = identity.operation("nccl set-up"), identity.watch, identity.peers
     boundary = ErrorTranslator(watch)
 
@@ -666,7 +610,7 @@ def _translate(
     peers: Sequence[int],
     deadline: Deadline,
 ) -> CoordinatorError:
-    """The error to raise instead of ``error``: the cause, if another rank has failed."""
+    """Return the cause of ``error`` if another rank failed, else ``error``."""
     if error.result in _USAGE:
         return NcclError(f"{operation}: {error.function}", error.result, error.detail)
     return boundary.translate(error, operation, peers, deadline)

@@ -1,27 +1,24 @@
 """Call NCCL by ctypes: its functions, types and reductions.
 
-The names, argument orders and enumeration values are those of NCCL's C interface, the same from
-2.18 to 2.30. Communicators are made in the background: `async_result` tells when that has ended. A
-call on a blocking communicator, which `begin_split` makes, returns when NCCL has taken it over.
-Until then it may wait for peers, and only `abort` makes it return.
+Names, argument orders and enumeration values are those of NCCL's C interface, the same from 2.18 to
+2.30. Non-blocking communicators are created in the background, until `async_result` is no longer
+``IN_PROGRESS``. A call on a blocking one (`begin_split`) may wait for peers, and only `abort` ends
+it.
 
-Windows of memory, which all ranks of a communicator reach, came with 2.27. An older library lacks
-their functions, and is used without them.
+Windows of memory, which all ranks of a communicator access, need 2.27; an older library is used
+without them. The configuration has the layout of NCCL 2.14, the first with one: later libraries
+read its ``size`` and ``version`` and use defaults for newer fields.
 
-The configuration has the layout of NCCL 2.14, the first with one: later libraries look at its
-``size`` and ``version`` and use defaults for newer fields.
-
-    int8, int32, int64, uint8, uint32                    as they are
-    floats, SUM, PRODUCT and AVG                         as they are
+    int8, int32, int64, uint8, uint32                    unchanged
+    floats, SUM, PRODUCT and AVG                         unchanged
     int16, uint16                                        widened to int32
     bool                                                 as uint8; SUM, BOR as MAX, PRODUCT,
                                                          BAND as MIN
     complex, SUM and AVG                                 as pairs of reals
 
-NCCL cannot do bitwise operations on integers, BXOR of bools, and PRODUCT of complex numbers, and
-loses NaN in MIN and MAX of floats: `nccl_reduction` returns None for them. Sums of float16 and
-bfloat16 over more than two ranks may be rounded by NCCL after each addition. AVG is NCCL's own,
-which divides before it adds.
+For bitwise operations on integers, BXOR of bools, PRODUCT of complex numbers, and MIN and MAX of
+floats, in which NCCL loses NaN, `nccl_reduction` returns None. NCCL may round sums of float16 and
+bfloat16 over more than two ranks after each addition, and its AVG divides before it adds.
 """
 
 from __future__ import annotations
@@ -44,7 +41,7 @@ _CONFIG_MAGIC: Final = 0xCAFEBEEF
 _CONFIG_VERSION: Final = 2 * 10000 + 14 * 100
 _OLDEST: Final = (2, 18, 1)
 _COLL_SYMMETRIC: Final = 1
-"""NCCL_WIN_COLL_SYMMETRIC: all ranks pass the same places of their windows to a collective."""
+"""NCCL_WIN_COLL_SYMMETRIC: all ranks pass the same window offsets to a collective."""
 _MAPS = Path("/proc/self/maps")
 
 
@@ -62,7 +59,7 @@ class NcclResult(IntEnum):
 
 
 class Op(IntEnum):
-    """The reductions that NCCL has."""
+    """NCCL's reductions."""
 
     SUM = 0
     PROD = 1
@@ -83,29 +80,26 @@ TYPES: Final[dict[torch.dtype, int]] = {
     torch.float64: 8,
     torch.bfloat16: 9,
 }
-"""NCCL's number of each dtype that it computes with."""
+"""NCCL's numbers of dtypes."""
 
 
 class NcclError(CoordinatorError):
-    """NCCL refused a call, or an operation failed in the background.
+    """NCCL refused a call of ``function``, or an operation failed in the background.
 
-    Attributes:
-        function: the function that was called.
-        result: NCCL's result code, a `NcclResult` if it is a known one.
-        detail: NCCL's error text.
+    ``result`` is NCCL's result code, a `NcclResult` if possible; ``detail`` is NCCL's text.
     """
 
     def __init__(self, function: str, result: int, detail: str = "") -> None:
         self.function = function
         self.result = result
         self.detail = detail
-        known = any(result == each for each in NcclResult)
-        name = NcclResult(result).name if known else f"error {result}"
+        is_known = any(result == each for each in NcclResult)
+        name = NcclResult(result).name if is_known else f"error {result}"
         super().__init__(f"{function}: {name}{detail and ': '}{detail}")
 
 
 class NcclUnavailableError(CoordinatorError):
-    """This process has no usable NCCL; the message says why."""
+    """This process has no usable NCCL; the message has the reason."""
 
 
 class _UniqueId(ctypes.Structure):
@@ -152,11 +146,11 @@ _WINDOWS: Final[dict[str, tuple[type, ...]]] = {
     "ncclCommWindowRegister": (_POINTER, _POINTER, _COUNT, ctypes.POINTER(_POINTER), _INT),
     "ncclCommWindowDeregister": (_POINTER, _POINTER),
 }
-"""What NCCL has from 2.27 on; `ncclMemAlloc` and `ncclMemFree` before."""
+"""Functions of NCCL 2.27; `ncclMemAlloc` and `ncclMemFree` are older."""
 
 
 def loaded_library(maps: Iterable[str]) -> str | None:
-    """The path of the libnccl that a process has loaded, from the lines of its /proc/PID/maps."""
+    """Return the path of the loaded libnccl, from the lines of /proc/PID/maps."""
     for line in maps:
         path = line.rstrip("\n").partition("/")
         if Path(path[2]).name.startswith("libnccl.so"):
@@ -167,15 +161,11 @@ def loaded_library(maps: Iterable[str]) -> str | None:
 class NcclLibrary:
     """A loaded libnccl. Addresses, communicators and streams are ints; counts are in elements.
 
-    All methods raise `NcclError`.
-
-    Attributes:
-        path: the library's file.
-        version: its version, such as (2, 28, 9).
+    All methods raise `NcclError`. ``version`` is such as (2, 28, 9).
     """
 
     def __init__(self, path: str) -> None:
-        """Bind the library at ``path``; if it is loaded already, that copy is used.
+        """Bind the library at ``path``, or its loaded copy.
 
         Raises:
             NcclUnavailableError: the library cannot be loaded, or is too old.
@@ -205,11 +195,7 @@ class NcclLibrary:
 
     @classmethod
     def of_torch(cls) -> Self:
-        """The library that torch has loaded into this process.
-
-        Raises:
-            NcclUnavailableError: torch has loaded none, or one that cannot be used.
-        """
+        """Return torch's loaded library; raise `NcclUnavailableError` if none is usable."""
         with _MAPS.open() as maps:
             path = loaded_library(maps)
         if path is None:
@@ -219,19 +205,16 @@ class NcclLibrary:
     # --- communicators -------------------------------------------------------------------
 
     def unique_id(self) -> bytes:
-        """A new communicator's unique id, of `UNIQUE_ID_BYTES`; all its ranks need it."""
-        made = _UniqueId()
-        self._call("ncclGetUniqueId", ctypes.byref(made))
-        return bytes(made)
+        """Return the unique id of a new communicator, of `UNIQUE_ID_BYTES`, for all its ranks."""
+        unique = _UniqueId()
+        self._call("ncclGetUniqueId", ctypes.byref(unique))
+        return bytes(unique)
 
     def begin_init(self, world_size: int, unique_id: bytes, rank: int) -> int:
-        """Begin to make a non-blocking communicator on the current CUDA device; returns it at once.
+        """Start the creation of a non-blocking communicator on the current CUDA device.
 
-        It can be split when `async_result` is no longer ``IN_PROGRESS``.
-
-        Raises:
-            NcclError: NCCL refuses.
-            ValueError: ``unique_id`` has not `UNIQUE_ID_BYTES`.
+        It can be split when `async_result` is no longer ``IN_PROGRESS``. Raises `ValueError` unless
+        ``unique_id`` has `UNIQUE_ID_BYTES`.
         """
         if len(unique_id) != UNIQUE_ID_BYTES:
             raise ValueError(f"a unique id has {UNIQUE_ID_BYTES} bytes; got {len(unique_id)}")
@@ -245,48 +228,43 @@ class NcclLibrary:
             ctypes.byref(config),
         )
         if comm.value is None:
-            raise NcclError("ncclCommInitRankConfig", NcclResult.INTERNAL_ERROR, "made nothing")
+            raise NcclError("ncclCommInitRankConfig", NcclResult.INTERNAL_ERROR, "no communicator")
         return comm.value
 
     def begin_split(self, comm: int, rank: int) -> Callable[[], int]:
-        """Begin to make a blocking communicator of all ranks of a non-blocking one.
+        """Start the creation of a blocking communicator of all ranks of a non-blocking one.
 
-        Args:
-            comm: the non-blocking one.
-            rank: this process's rank in both.
-
-        Returns:
-            A function that returns the new one when `async_result` of ``comm`` is no longer
-            ``IN_PROGRESS``.
+        Returns a function for the new one, to be called when `async_result` of ``comm`` is no
+        longer ``IN_PROGRESS``.
         """
-        config, made = _configuration(blocking=True), _POINTER()
-        self._call("ncclCommSplit", comm, 0, rank, ctypes.byref(made), ctypes.byref(config))
+        config, split = _configuration(blocking=True), _POINTER()
+        self._call("ncclCommSplit", comm, 0, rank, ctypes.byref(split), ctypes.byref(config))
 
         def result() -> int:
-            if made.value is None:
-                raise NcclError("ncclCommSplit", NcclResult.INTERNAL_ERROR, "made nothing")
-            return made.value
+            if split.value is None:
+                raise NcclError("ncclCommSplit", NcclResult.INTERNAL_ERROR, "no communicator")
+            return split.value
 
         return result
 
     def async_result(self, comm: int) -> int:
-        """The state of the communicator's background work: a `NcclResult`."""
-        found = _INT()
-        self._call("ncclCommGetAsyncError", comm, ctypes.byref(found))
-        return found.value
+        """Return the `NcclResult` of the communicator's background work."""
+        state = _INT()
+        self._call("ncclCommGetAsyncError", comm, ctypes.byref(state))
+        return state.value
 
     def error(self, function: str, result: int, comm: int | None = None) -> NcclError:
-        """The error for a result code, with NCCL's text."""
-        said = [self._error_string(result), None if comm is None else self._last_error(comm)]
-        words = [each.decode(errors="replace").strip() for each in said if each]
+        """Return the error for a result code, with NCCL's text."""
+        texts = [self._error_string(result), None if comm is None else self._last_error(comm)]
+        words = [each.decode(errors="replace").strip() for each in texts if each]
         return NcclError(function, result, "; ".join(filter(None, words)))
 
     def finalize(self, comm: int) -> None:
-        """Complete all issued operations; of a non-blocking communicator, begin to."""
+        """Complete all issued operations; in the background if non-blocking."""
         self._call("ncclCommFinalize", comm)
 
     def destroy(self, comm: int) -> None:
-        """Free a communicator that was finalized."""
+        """Free a finalized communicator."""
         self._call("ncclCommDestroy", comm)
 
     def abort(self, comm: int) -> None:
@@ -296,43 +274,39 @@ class NcclLibrary:
     # --- windows -------------------------------------------------------------------------
 
     def check_windows(self) -> None:
-        """Raise if there are none.
-
-        Raises:
-            NcclUnavailableError: the library is older than they are.
-        """
+        """Raise `NcclUnavailableError` if the library is too old for windows."""
         if not _WINDOWS.keys() <= self._functions.keys():
             version = ".".join(map(str, self.version))
             raise NcclUnavailableError(f"NCCL {version} has no windows; 2.27 has")
 
     def mem_alloc(self, size: int) -> int:
-        """The address of new memory on the current device, as windows need it."""
-        made = _POINTER()
-        self._call("ncclMemAlloc", ctypes.byref(made), size)
-        if made.value is None:
-            raise NcclError("ncclMemAlloc", NcclResult.INTERNAL_ERROR, "made nothing")
-        return made.value
+        """Return new memory for windows on the current device."""
+        memory = _POINTER()
+        self._call("ncclMemAlloc", ctypes.byref(memory), size)
+        if memory.value is None:
+            raise NcclError("ncclMemAlloc", NcclResult.INTERNAL_ERROR, "no memory")
+        return memory.value
 
     def mem_free(self, address: int) -> None:
-        """Free what `mem_alloc` has made."""
+        """Free memory of `mem_alloc`."""
         self._call("ncclMemFree", address)
 
     def window_register(self, comm: int, address: int, size: int) -> int:
-        """Make a window of memory of all ranks, as large on all. Collective: yes, every member.
+        """Register a window of equal size on all ranks. Collective: yes, every member.
 
         Raises:
             NcclUnavailableError: NCCL has no windows for these devices.
         """
-        made = _POINTER()
+        window = _POINTER()
         self._call(
-            "ncclCommWindowRegister", comm, address, size, ctypes.byref(made), _COLL_SYMMETRIC
+            "ncclCommWindowRegister", comm, address, size, ctypes.byref(window), _COLL_SYMMETRIC
         )
-        if made.value is None:
+        if window.value is None:
             raise NcclUnavailableError("NCCL makes no window of these devices' memory")
-        return made.value
+        return window.value
 
     def window_deregister(self, comm: int, window: int) -> None:
-        """Undo `window_register`, when the device does not use it any more."""
+        """Undo `window_register`, after the device's last use."""
         self._call("ncclCommWindowDeregister", comm, window)
 
     # --- groups of calls -----------------------------------------------------------------
@@ -364,13 +338,13 @@ class NcclLibrary:
         comm: int,
         stream: int,
     ) -> None:
-        """Reduce ``count`` elements into the root's ``output``, which is 0 on other ranks."""
+        """Reduce ``count`` elements into the root's ``output``; 0 on other ranks."""
         self._call("ncclReduce", source, output, count, dtype, op, root, comm, stream)
 
     def reduce_scatter(
         self, source: int, output: int, count: int, dtype: int, op: int, comm: int, stream: int
     ) -> None:
-        """Reduce; rank r gets ``count`` elements of the result, from element ``r * count`` on."""
+        """Reduce; rank r receives ``count`` elements from element ``r * count`` on."""
         self._call("ncclReduceScatter", source, output, count, dtype, op, comm, stream)
 
     def all_gather(
@@ -425,13 +399,10 @@ BYTE = TYPES[torch.uint8]
 
 @dataclass(frozen=True, slots=True)
 class NcclReduction:
-    """A reduction as NCCL does it.
+    """A reduction as NCCL runs it, on NCCL's ``dtype``.
 
-    Attributes:
-        op: NCCL's reduction.
-        dtype: NCCL's number of the dtype to compute with.
-        width: how many values of that dtype an element of the tensor has.
-        wider: the dtype to convert the tensor to first; None: its memory is used as it is.
+    Each element of the tensor has ``width`` values. The tensor is converted to ``wider`` first;
+    None: no conversion.
     """
 
     op: Op
@@ -442,16 +413,16 @@ class NcclReduction:
 
 @cache
 def nccl_reduction(op: ReduceOp, dtype: torch.dtype) -> NcclReduction | None:
-    """How NCCL does ``op`` on ``dtype``; None if it cannot: gather, and reduce with torch."""
+    """Return NCCL's form of ``op`` on ``dtype``; None: gather, and reduce with torch."""
     if dtype is torch.bool:
-        asked = _BOOL_OPS.get(op)
-        return None if asked is None else NcclReduction(asked, BYTE)
-    asked = _OPS.get(op)
-    if asked is None:
+        supported = _BOOL_OPS.get(op)
+        return None if supported is None else NcclReduction(supported, BYTE)
+    supported = _OPS.get(op)
+    if supported is None:
         return None
     if op in (ReduceOp.MIN, ReduceOp.MAX) and dtype.is_floating_point:
         return None
     if dtype.is_complex:
-        return None if op is ReduceOp.PRODUCT else NcclReduction(asked, TYPES[_REAL[dtype]], 2)
+        return None if op is ReduceOp.PRODUCT else NcclReduction(supported, TYPES[_REAL[dtype]], 2)
     wider = _WIDER.get(dtype)
-    return NcclReduction(asked, TYPES[wider or dtype], 1, wider)
+    return NcclReduction(supported, TYPES[wider or dtype], 1, wider)

@@ -1,14 +1,13 @@
 """Run all verbs with NCCL on torch's current stream, and all-reduce through NCCL's windows.
 
-Data is moved as bytes, so every dtype works; `device_comm.cuda.nccl.library` maps reductions
-to NCCL's. What NCCL cannot reduce is exchanged, and reduced by torch in rank order. Parts of
-different sizes are exchanged by grouped sends and receives.
+Data is moved as bytes, so every dtype is moved. Reductions that NCCL lacks are exchanged, and
+reduced by torch in rank order. Parts of different sizes are exchanged by grouped sends and
+receives.
 
-A candidate of selection where NCCL is 2.27 or newer. NCCL takes these kernels if input and result
-lie in windows, at the same places on all ranks, and the devices reach each other over NVLink; they
-take fewer blocks than its others and less time for small tensors. So tensors are copied into a
-window, and back. Input and result have a half each: it is reported that NCCL 2.28, in graphs, gives
-wrong results in place.
+NCCL 2.27 has kernels for windows, if input and result have the same window offsets on all ranks,
+and NVLink connects the devices. They use fewer blocks than other kernels and less time for small
+tensors. So tensors are copied into a window, and back. Input and result have a half each: in place,
+NCCL 2.28 is reported to return wrong results in graphs.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from device_comm.work import Pending
 from device_comm.wrappers import Wrapper
 from shm_broadcast.deadline import Deadline
 
-_MEETING = NcclReduction(Op.MAX, BYTE)
+_BARRIER = NcclReduction(Op.MAX, BYTE)
 """A barrier is an all-reduce of one byte."""
 
 
@@ -38,12 +37,12 @@ class NcclBackend(NcclCore):
     """One rank's end of a group over NCCL. One thread at a time. Make it with `create`.
 
     Calls return when the work is queued on the stream, `barrier` when every rank has called it;
-    all can be captured into a graph. If an operation fails later, misses its deadline, or waits for
-    a lost peer, it is ended on the device, the group is aborted, and the next call raises. Graphs
-    with operations of this backend must be destroyed before it is closed.
+    CUDA graphs may capture all. If an operation fails later, misses its deadline, or waits for a
+    lost peer, it is ended on the device, the group is aborted, and the next call raises. Destroy
+    graphs with operations of this backend before closing it.
 
-    A `send` ends, in stream order, when it is received. Each rank needs a device of its own: NCCL
-    refuses ranks that share one.
+    A `send` ends, in stream order, when it is received. Each rank needs its own device: NCCL
+    rejects ranks that share one.
     """
 
     def start(self, operation: Operation) -> Pending | None:
@@ -51,7 +50,7 @@ class NcclBackend(NcclCore):
         if operation.verb in ("send", "recv"):
             return self._message(operation)
         if operation.verb == "barrier":
-            self._reduce(operation.replace(self._token, self._token, verb="all_reduce"), _MEETING)
+            self._reduce(operation.replace(self._token, self._token, verb="all_reduce"), _BARRIER)
             return self._arrival(operation)
         if operation.verb in REDUCTIONS:
             wire = nccl_reduction(operation.op, operation.source.dtype)
@@ -66,7 +65,7 @@ class NcclBackend(NcclCore):
         return self.after(operation)
 
     def _reduce(self, operation: Operation, wire: NcclReduction) -> None:
-        """Issue a reduction, converting to NCCL's dtype and back if need be."""
+        """Issue a reduction, with conversions to NCCL's dtype and back if necessary."""
         source, output, root = operation.source, operation.output, operation.peer
         given = source if wire.wider is None else source.to(wire.wider)
         taken = output
@@ -75,16 +74,16 @@ class NcclBackend(NcclCore):
             taken = given if in_place else torch.empty_like(output, dtype=wire.wider)
 
         def enqueue(nccl: NcclLibrary, comm: int, stream: int) -> None:
-            there, numbers = (given.data_ptr(), taken.data_ptr()), (wire.dtype, wire.op)
+            addresses, codes = (given.data_ptr(), taken.data_ptr()), (wire.dtype, wire.op)
             count = source.numel() * wire.width
             match operation.verb:
                 case "reduce_scatter":
                     share = output.numel() * wire.width
-                    nccl.reduce_scatter(*there, share, *numbers, comm, stream)
+                    nccl.reduce_scatter(*addresses, share, *codes, comm, stream)
                 case "reduce":
-                    nccl.reduce(*there, count, *numbers, root, comm, stream)
+                    nccl.reduce(*addresses, count, *codes, root, comm, stream)
                 case "all_reduce":
-                    nccl.all_reduce(*there, count, *numbers, comm, stream)
+                    nccl.all_reduce(*addresses, count, *codes, comm, stream)
                 case other:
                     raise NotImplementedError(f"NCCL does not reduce in {other}")
 
@@ -93,10 +92,10 @@ class NcclBackend(NcclCore):
             output.copy_(taken)
 
     def _move(self, operation: Operation) -> None:
-        """Issue an operation that moves data without reducing it."""
+        """Issue an operation without a reduction."""
         source, output, root = operation.source, operation.output, operation.peer
         n = self.world_size
-        nothing: list[Tensor | None] = [None] * n
+        empty: list[Tensor | None] = [None] * n
         match operation.verb:
             case "all_gather":
                 given, taken, size = source.data_ptr(), output.data_ptr(), source.nbytes
@@ -107,28 +106,28 @@ class NcclBackend(NcclCore):
                     ),
                 )
             case "broadcast":
-                at, size = operation.buffer.data_ptr(), operation.buffer.nbytes
+                address, size = operation.buffer.data_ptr(), operation.buffer.nbytes
                 self._issue(
                     operation,
                     lambda nccl, comm, stream: nccl.broadcast(
-                        at, at, size, BYTE, root, comm, stream
+                        address, address, size, BYTE, root, comm, stream
                     ),
                 )
             case "all_gatherv":
-                takes = _cut(output, operation.output_parts(n))
-                self._exchange(operation, [as_bytes(source)] * n, takes)
+                received = _cut(output, operation.output_parts(n))
+                self._exchange(operation, [as_bytes(source)] * n, received)
             case "all_to_all":
-                gives = _cut(source, operation.source_parts(n))
-                self._exchange(operation, gives, _cut(output, operation.output_parts(n)))
+                sent = _cut(source, operation.source_parts(n))
+                self._exchange(operation, sent, _cut(output, operation.output_parts(n)))
             case "gather":
-                to_root = [*nothing]
+                to_root = [*empty]
                 to_root[root] = as_bytes(source)
-                parts = nothing if self.rank != root else as_bytes(output).chunk(n)
+                parts = empty if self.rank != root else as_bytes(output).chunk(n)
                 self._exchange(operation, to_root, parts)
             case "scatter":
-                from_root = [*nothing]
+                from_root = [*empty]
                 from_root[root] = as_bytes(output)
-                parts = nothing if self.rank != root else as_bytes(source).chunk(n)
+                parts = empty if self.rank != root else as_bytes(source).chunk(n)
                 self._exchange(operation, parts, from_root)
             case other:
                 raise NotImplementedError(f"NCCL does not move in {other}")
@@ -136,24 +135,24 @@ class NcclBackend(NcclCore):
     def _exchange(
         self,
         operation: Operation,
-        gives: Sequence[Tensor | None],
-        takes: Sequence[Tensor | None],
+        sent: Sequence[Tensor | None],
+        received: Sequence[Tensor | None],
     ) -> None:
-        """Send ``gives[r]`` to rank r and receive ``takes[r]`` from it, for all r; skip None."""
-        mine, kept = gives[self.rank], takes[self.rank]
-        if mine is not None and kept is not None:
-            kept.copy_(mine)
+        """Exchange ``sent[r]`` and ``received[r]`` with each rank r; skip None."""
+        own_sent, own_received = sent[self.rank], received[self.rank]
+        if own_sent is not None and own_received is not None:
+            own_received.copy_(own_sent)
 
         def enqueue(nccl: NcclLibrary, comm: int, stream: int) -> None:
             try:
                 nccl.group_start()
-                for peer, (give, take) in enumerate(zip(gives, takes, strict=True)):
+                for peer, (outgoing, incoming) in enumerate(zip(sent, received, strict=True)):
                     if peer == self.rank:
                         continue
-                    if give is not None and give.numel():
-                        nccl.send(give.data_ptr(), give.numel(), BYTE, peer, comm, stream)
-                    if take is not None and take.numel():
-                        nccl.recv(take.data_ptr(), take.numel(), BYTE, peer, comm, stream)
+                    if outgoing is not None and outgoing.numel():
+                        nccl.send(outgoing.data_ptr(), outgoing.numel(), BYTE, peer, comm, stream)
+                    if incoming is not None and incoming.numel():
+                        nccl.recv(incoming.data_ptr(), incoming.numel(), BYTE, peer, comm, stream)
             finally:
                 nccl.group_end()
 
@@ -161,7 +160,7 @@ class NcclBackend(NcclCore):
 
 
 def _cut(x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """The parts of ``x`` as bytes; ``sizes`` are their numbers of elements."""
+    """Return the parts of ``x`` as bytes; ``sizes`` are in elements."""
     flat, width = as_bytes(x), x.element_size()
     ends = list(accumulate(size * width for size in sizes))
     return [flat[end - size * width : end] for size, end in zip(sizes, ends, strict=True)]
@@ -173,9 +172,9 @@ _REDUCTIONS: Final = frozenset(
 
 
 def device_bytes(address: int, size: int, device: torch.device) -> Tensor:
-    """A tensor over ``size`` bytes of memory of a device, which it does not keep alive."""
+    """Return a tensor over ``size`` bytes of device memory, which it does not keep alive."""
 
-    class _There:
+    class _Memory:
         __cuda_array_interface__: Any = {  # noqa: RUF012 - read once
             "shape": (size,),
             "typestr": "|u1",
@@ -183,15 +182,11 @@ def device_bytes(address: int, size: int, device: torch.device) -> Tensor:
             "version": 3,
         }
 
-    return torch.as_tensor(_There(), device=device)
+    return torch.as_tensor(_Memory(), device=device)
 
 
 class NcclWindow(Wrapper):
-    """The all-reduce of an `NcclBackend` by way of a window.
-
-    Attributes:
-        limit: the size in bytes of the largest tensor that it takes.
-    """
+    """The all-reduce of an `NcclBackend` through a window, for up to ``limit`` bytes."""
 
     def __init__(
         self,
@@ -200,17 +195,10 @@ class NcclWindow(Wrapper):
         deadline: Deadline,
         view: Callable[[int, int, torch.device], Tensor] = device_bytes,
     ) -> None:
-        """Make the window. Collective: yes, every member.
+        """Register the window; see `NcclCore.register` for errors. Collective: yes, every member.
 
-        Args:
-            nccl: its maker closes it, and with it the window.
-            memory: this rank's, from `allocate`; as large on all ranks.
-            deadline: when all ranks must have come.
-            view: makes a tensor of bytes of an address, a size and the device.
-
-        Raises:
-            NcclUnavailableError: NCCL makes no window of these devices' memory.
-            CoordinatorError: another rank failed, or did not come.
+        The caller closes ``nccl``, which releases the window. ``memory`` is from `allocate`, of the
+        same size on all ranks. ``view`` returns a byte tensor of an address, a size and the device.
         """
         has = replace(nccl.capabilities, verbs=frozenset({"all_reduce"}), reductions=_REDUCTIONS)
         super().__init__(nccl, capabilities=has, closes=False)
@@ -222,16 +210,11 @@ class NcclWindow(Wrapper):
 
     @staticmethod
     def allocate(nccl: NcclBackend, limit: int = LIMIT) -> NcclMemory:
-        """This rank's memory, for tensors of up to ``limit`` bytes. Collective: no.
-
-        Raises:
-            NcclUnavailableError: this NCCL has no windows.
-            NcclError: there is not so much memory.
-        """
+        """Return memory for tensors of up to ``limit`` bytes; see `NcclMemory` for errors."""
         return nccl.allocate(2 * limit)
 
     def start(self, operation: Operation) -> Pending | None:
-        """Copy the tensor into the window, reduce there, and copy the result out."""
+        """Copy the tensor into the window, reduce, and copy the result back."""
 
         def step(given: Tensor, taken: Tensor) -> None:
             self._nccl.start(operation.replace(given, taken))

@@ -1,1 +1,1 @@
-"""The commands that look at running programs from outside."""
+"""Commands that inspect running programs from outside."""

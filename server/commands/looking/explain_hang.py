@@ -1,7 +1,7 @@
-"""Say which processes of a program wait for which, which one holds it up, and at which line.
+"""Show which process blocks a program that hangs, with stacks and waiting processes.
 
-Each process writes the stack of its main thread itself, on a signal that this library has it
-catch. No debugger is needed, and nothing is stopped.
+On a signal, each process writes the stack of its main thread itself. No debugger is needed, and no
+process is stopped.
 """
 
 from __future__ import annotations
@@ -30,25 +30,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(args: argparse.Namespace) -> argparse.Namespace:
-    """Check the options, and return them.
-
-    Raises:
-        ValueError: there is no such process, or it is another user's.
-    """
+    """Check the options, and return them; raise `ValueError` for a wrong pid."""
     check_pid(args.pid)
     return args
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the explanation; 1 if there is no such program, or without a pid not one only."""
+    """Print the explanation; return 1 if no program, or more than one, is found."""
     end_with_reader()
     seen = scan()
-    found = chosen(args.pid, seen)
-    if found is None:
+    selected = chosen(args.pid, seen)
+    if selected is None:
         return 1
     size = screen()
     texts = []
-    for program in found:
+    for program in selected:
         verdict = diagnose(program)
         stacks = stacks_of(verdict.sample[:_MOST_STACKS], Deadline.after(_STACK_SECONDS))
         width = size[0] if size else program_text.UNLIMITED

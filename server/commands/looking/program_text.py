@@ -1,4 +1,4 @@
-"""Choose a program, and show it as text."""
+"""Choose a program, and describe it as text."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from shm_broadcast.inspection.snapshot import (
 from ..terminal import shown
 
 UNLIMITED: Final = 1 << 16
-"""The width of what is no terminal."""
+"""Width without a terminal."""
 
 NO_PROGRAM: Final = (
     "No pool or group of this user runs on this host. "
-    "Ranks that have not met yet say in their logs for whom they wait."
+    "Ranks in a rendezvous log the ranks that they wait for."
 )
 
 _COLUMNS: Final = (
@@ -35,13 +35,13 @@ _COLUMNS: Final = (
 )
 _RIGHT: Final = ("pid", "for", "memory")
 _DROPPED: Final = ("memory", "cores", "place", "pid")
-"""Columns that are left out of a narrow terminal, in this order."""
+"""Columns that a narrow terminal lacks, in order."""
 
 _STATES: Final = {"closed": "left", "idle": "runs", "busy": "runs"}
-"""How the states of `MemberStatus` are shown, where a member waits for nobody."""
+"""Names of `MemberStatus` states, for members that do not wait."""
 
 _CONDITIONS: Final = {"stopped": "stopped", "in the kernel": "kernel"}
-"""What is shown instead where its process does not run."""
+"""Names of states of a process that does not run."""
 
 _NAMED: Final = 4
 _TITLE: Final = 100
@@ -49,7 +49,7 @@ _STACK_LINES: Final = 100
 
 
 def overview(programs: Sequence[Program], width: int = UNLIMITED) -> str:
-    """A line for each program."""
+    """Return a table of programs."""
     rows = [
         {
             "pid": str(each.pid),
@@ -65,7 +65,7 @@ def overview(programs: Sequence[Program], width: int = UNLIMITED) -> str:
 
 
 def program(seen: Program, width: int = UNLIMITED) -> str:
-    """All about a program: its boards, their members and queues, and who holds others up."""
+    """Describe a program: boards, members, queues, and the process that blocks others."""
     lines = [
         _title(seen, width),
         shown(f"{counted(len(seen.pids), 'process')}, {_bytes(seen.shared)} shared", width),
@@ -74,26 +74,26 @@ def program(seen: Program, width: int = UNLIMITED) -> str:
         several = f"board {number}" if len(seen.boards) > 1 else ""
         title = ", ".join(filter(None, (several, board.name)))
         lines += ["", *_board(title, board, width)]
-    told = [line for line in diagnose(seen).sentences if not line.startswith(" ")]
-    return "\n".join([*lines, "", *(line for each in told for line in _wrapped(each, width))])
+    sentences = [line for line in diagnose(seen).sentences if not line.startswith(" ")]
+    return "\n".join([*lines, "", *(line for each in sentences for line in _wrapped(each, width))])
 
 
 def explanation(
     seen: Program, verdict: Diagnosis, stacks: Mapping[str, str], width: int = UNLIMITED
 ) -> str:
-    """The verdict about a program in sentences, then the stacks that tell more."""
+    """Return the diagnosis of a program, then the stacks of its sample."""
     lines = [_title(seen, width), ""]
     lines += [line for each in verdict.sentences for line in _wrapped(each, width)]
-    for party in verdict.sample:
-        if party.name in stacks:
-            told = stacks[party.name].splitlines()
-            if len(told) == 1:
-                lines += ["", f"No stack of {party.who}: {told[0]}."]
+    for process in verdict.sample:
+        if process.name in stacks:
+            stack = stacks[process.name].splitlines()
+            if len(stack) == 1:
+                lines += ["", f"No stack of {process.who}: {stack[0]}."]
                 continue
-            lines += ["", f"The stack of {party.who}, the latest call first:"]
-            lines += [f"  {shown(line, UNLIMITED)}".rstrip() for line in told[:_STACK_LINES]]
-            if len(told) > _STACK_LINES:
-                lines.append(f"  ... and {len(told) - _STACK_LINES} lines more")
+            lines += ["", f"The stack of {process.who}, the latest call first:"]
+            lines += [f"  {shown(line, UNLIMITED)}".rstrip() for line in stack[:_STACK_LINES]]
+            if len(stack) > _STACK_LINES:
+                lines.append(f"  ... and {len(stack) - _STACK_LINES} lines more")
     return "\n".join(lines)
 
 
@@ -102,7 +102,7 @@ def _title(seen: Program, width: int) -> str:
 
 
 def _command(seen: Program) -> str:
-    """Its command line, without the folders of the interpreter and the script: options matter."""
+    """Shorten only the paths of interpreter and script: options matter."""
     words = seen.command.split(" ")
     names = [PurePath(word).name if word.startswith("/") else word for word in words[:2]]
     return " ".join(names + words[2:])
@@ -112,7 +112,7 @@ def _board(title: str, board: BoardSnapshot, width: int) -> list[str]:
     rows = [row for member in board.members for row in _rows(board, member)]
     columns = [c for c in _COLUMNS if any(row[c] for row in rows)]
     if len({member.cores for member in board.members if member.cores}) < 2:
-        columns = [c for c in columns if c != "cores"]  # nobody is bound, or all to the same
+        columns = [c for c in columns if c != "cores"]  # no binding, or the same for all
     for dropped in _DROPPED:
         if _width(columns, rows) > width and dropped in columns:
             columns.remove(dropped)
@@ -198,7 +198,6 @@ def _width(columns: Sequence[str], rows: Sequence[Mapping[str, str]]) -> int:
 
 
 def _wrapped(line: str, width: int) -> list[str]:
-    """A sentence in lines that are not wider than ``width``, where words allow it."""
     indent = "    "
     lines = [shown(line, UNLIMITED)]
     while len(lines[-1]) > width and " " in lines[-1][len(indent) : width].strip():
@@ -227,7 +226,7 @@ def _bytes(number: int) -> str:
 
 
 def check_pid(pid: int | None) -> None:
-    """Raise ValueError unless ``pid`` is a process of this user; None is fine."""
+    """Raise `ValueError` unless ``pid`` is a process of this user, or ``None``."""
     if pid is None:
         return
     try:
@@ -239,22 +238,22 @@ def check_pid(pid: int | None) -> None:
 
 
 def chosen(pid: int | None, seen: Scan) -> list[Program] | None:
-    """The programs of a process, or without one the only program; None, and why on stderr."""
-    found = programs(seen)
+    """Return the programs of ``pid``, or the only program; ``None`` after a message on stderr."""
+    selected = programs(seen)
     if pid is not None:
-        found = of_process(pid, seen, found)
-        if not found:
+        selected = of_process(pid, seen, selected)
+        if not selected:
             say_none_of(pid, seen)
-        return found or None
-    if len(found) == 1:
-        return found
-    pids = ", ".join(str(each.pid) for each in found)
-    told = f"Which one? There are programs with pid {pids}." if found else NO_PROGRAM
-    sys.stderr.write(f"{told}\n")
+        return selected or None
+    if len(selected) == 1:
+        return selected
+    pids = ", ".join(str(each.pid) for each in selected)
+    message = f"Which one? There are programs with pid {pids}." if selected else NO_PROGRAM
+    sys.stderr.write(f"{message}\n")
     return None
 
 
 def say_none_of(pid: int, seen: Scan) -> None:
-    """Say on stderr that a process has nothing to do with this library."""
-    why = "it may not be looked into" if pid in seen.unseen else "it is in no pool or group of ours"
+    """Print to stderr that a process belongs to no program."""
+    why = "it may not be inspected" if pid in seen.unseen else "it is in no pool or group of ours"
     sys.stderr.write(f"pid {pid}: {why}, and has started no process that is\n")

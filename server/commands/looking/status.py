@@ -1,6 +1,6 @@
-"""Show what every process of this user's pools and groups on this host is doing.
+"""Show the state of every process of this user's pools and groups on this host.
 
-Nothing is stopped or waited for, so it works even when everything is stuck.
+No process is stopped or waited for, so the command works while all are stuck.
 """
 
 from __future__ import annotations
@@ -28,13 +28,7 @@ _CLEAR = "\x1b[H\x1b[J"
 
 @dataclass(frozen=True, slots=True)
 class _StatusRecord:
-    """A program as ``--json`` prints it.
-
-    Attributes:
-        program: what was seen.
-        held_up: whether somebody waits who should not have to.
-        sentences: what `explain` says about it.
-    """
+    """Program as ``--json`` prints it; ``held_up``: whether the program hangs."""
 
     program: Program
     held_up: bool
@@ -52,43 +46,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(args: argparse.Namespace) -> argparse.Namespace:
-    """Check the options, and return them.
-
-    Raises:
-        ValueError: there is no such process, or it is another user's.
-    """
+    """Check the options, and return them; raise `ValueError` for a wrong pid."""
     check_pid(args.pid)
     return args
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the status; 1 if the given process has nothing to do with this library."""
+    """Print the status; return 1 if the pid is in no program."""
     end_with_reader()
     while True:
         seen = scan()
-        found = programs(seen)
+        selected = programs(seen)
         if args.pid is not None:
-            found = of_process(args.pid, seen, found)
-            if not found:
+            selected = of_process(args.pid, seen, selected)
+            if not selected:
                 say_none_of(args.pid, seen)
                 return 1
-        _print(args, seen, found)
+        _print(args, seen, selected)
         if not args.watch:
             return 0
         time.sleep(_WATCH_SECONDS)
 
 
-def _print(args: argparse.Namespace, seen: Scan, found: list[Program]) -> None:
+def _print(args: argparse.Namespace, seen: Scan, selected: list[Program]) -> None:
     if args.json:
         unseen = len(seen.unseen)
-        told = [
+        records = [
             _StatusRecord(each, (verdict := diagnose(each)).is_hang, verdict.sentences)
-            for each in found
+            for each in selected
         ]
-        text = msgspec.json.encode({"programs": told, "unseen_processes": unseen}).decode()
+        text = msgspec.json.encode({"programs": records, "unseen_processes": unseen}).decode()
     else:
         size = screen()
-        text = _text(args, seen, found, size[0] if size else program_text.UNLIMITED)
+        text = _text(args, seen, selected, size[0] if size else program_text.UNLIMITED)
         if args.watch and size:
             lines = text.splitlines()[: size[1] - 1]
             text = _CLEAR + "\n".join(lines)
@@ -97,12 +87,12 @@ def _print(args: argparse.Namespace, seen: Scan, found: list[Program]) -> None:
     print(text, flush=True)
 
 
-def _text(args: argparse.Namespace, seen: Scan, found: list[Program], width: int) -> str:
-    if not found:
+def _text(args: argparse.Namespace, seen: Scan, selected: list[Program], width: int) -> str:
+    if not selected:
         unseen = len(seen.unseen)
-        hint = f"\n{unseen} of its processes may not be looked into." if unseen else ""
+        hint = f"\n{unseen} of its processes may not be inspected." if unseen else ""
         return program_text.NO_PROGRAM + hint
-    if len(found) == 1 or args.all or args.pid is not None:
-        return "\n\n".join(program_text.program(each, width) for each in found)
+    if len(selected) == 1 or args.all or args.pid is not None:
+        return "\n\n".join(program_text.program(each, width) for each in selected)
     hint = "`group-coordinator status PID` shows one of them, `--all` each."
-    return f"{program_text.overview(found, width)}\n{hint}"
+    return f"{program_text.overview(selected, width)}\n{hint}"

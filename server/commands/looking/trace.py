@@ -1,8 +1,8 @@
-"""Write down what every process of a pool or group did last: about 2,000 operations each.
+"""Export the last operations of every process of a program: about 2,000 of each process.
 
-Each has its group, number, bytes, begin and end, on one clock, and how it ended. Shared memory
-always keeps them: nothing has to be switched on, and the operations of a killed process stay as
-long as its program runs.
+Each operation has its group, number, bytes, begin, end and outcome, on one clock. The flight
+recorder in shared memory is always on. Operations of a killed process remain while its program
+runs.
 """
 
 from __future__ import annotations
@@ -38,16 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(args: argparse.Namespace) -> argparse.Namespace:
-    """Check the options, and return them.
-
-    Raises:
-        ValueError: there is no such process, it is another user's, nothing is to be written, or not
-            to a file in a folder.
-        OSError: the folder for the dumps cannot be made.
-    """
+    """Check the options, make the folder for dumps, and return the options."""
     check_pid(args.pid)
     if args.output is None and args.flight_recorder is None:
-        raise ValueError("nothing is to be written: give -o FILE or --flight-recorder DIR")
+        raise ValueError("no output: give -o FILE or --flight-recorder DIR")
     if args.output is not None and not args.output.parent.is_dir():
         raise ValueError(f"--output {args.output}: not a file in an existing folder")
     if args.flight_recorder is not None:
@@ -56,12 +50,12 @@ def prepare(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write what is asked for; 1 if there is no such program, or without a pid not one only."""
+    """Write the outputs; return 1 if no program, or more than one, is selected."""
     seen = scan()
-    found = chosen(args.pid, seen)
-    if found is None:
+    selected = chosen(args.pid, seen)
+    if selected is None:
         return 1
-    boards = [board for program in found for board in histories(seen, program)]
+    boards = [board for program in selected for board in histories(seen, program)]
     if args.output is not None:
         trace = json.dumps(chrome_trace(boards, time.monotonic_ns()))
         if args.output == _STANDARD_OUTPUT:
@@ -74,10 +68,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _dump(folder: Path, boards: Sequence[Sequence[MemberHistory]]) -> int:
-    """Write the dumps of each board that has groups, with a folder for each if they are several.
-
-    Returns 1 if there is none.
-    """
     epoch = time.time_ns() - time.monotonic_ns()
     dumps = [dump for board in boards if (dump := flight_dumps(board, epoch))]
     for number, dump in enumerate(dumps, 1):

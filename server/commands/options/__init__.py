@@ -1,1 +1,1 @@
-"""What the commands take, apart from what carries it out: a help text must not load torch."""
+"""Options of commands whose modules import torch: ``--help`` must not."""

@@ -1,5 +1,7 @@
-"""Embed the lines of a text with a tensor- and pipeline-parallel pool of workers, show their
-nearest neighbours, and check the result against sentence-transformers in one process."""
+"""Embed the lines of a text with a tensor- and pipeline-parallel pool of workers.
+
+Show nearest neighbours, and compare the result with sentence-transformers in one process.
+"""
 
 from __future__ import annotations
 

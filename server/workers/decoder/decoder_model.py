@@ -1,7 +1,7 @@
-"""Compute one pipeline stage of a Llama-type decoder, for the tokens of one step.
+"""Compute one pipeline stage of a Llama-type decoder for the tokens of one step.
 
-The tokens of all sequences of a step are concatenated, ``[tokens, hidden]``; only attention
-combines tokens, and only those of the same sequence.
+The tokens of all sequences are concatenated, ``[tokens, hidden]``; only attention combines tokens,
+within a sequence.
 """
 
 from __future__ import annotations
@@ -30,17 +30,11 @@ from .decoder_config import DecoderFolder, LlamaConfig
 
 
 class RotaryTable:
-    """The factors of the rotary embedding, of each place in a sequence.
+    """Factors of the rotary embedding for each position.
 
     Attributes:
         cos: [length, 1, head_size].
-        sin: the same, with the sign that each half of a head needs.
-
-    Args:
-        config: the decoder's sizes.
-        length: of a sequence at most.
-        dtype: of the factors.
-        device: where they lie.
+        sin: the same, with the sign of each half of a head.
     """
 
     def __init__(
@@ -55,7 +49,7 @@ class RotaryTable:
 
 
 class StepArrangement(Protocol):
-    """How the tokens of a step stand, computed once for all layers.
+    """Positions of a step's tokens, computed once for all layers.
 
     Attributes:
         cos, sin: of the rotary embedding, [tokens, 1, head_size].
@@ -65,13 +59,12 @@ class StepArrangement(Protocol):
     sin: torch.Tensor
 
     def attend(self, layer: int, asked: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        """What each token's queries find in its sequence, up to the token itself.
+        """Write keys and values to the cache; return each token's causal attention.
 
         Args:
-            layer: its number in the cache.
-            asked: the query heads of each key head, [tokens, key_heads, queries, head_size].
-            new: the heads' keys and then their values, which are put into the cache;
-                [tokens, 2 * key_heads, head_size].
+            layer: layer in the cache.
+            asked: query heads of each key head, [tokens, key_heads, queries, head_size].
+            new: keys and then values of the heads, [tokens, 2 * key_heads, head_size].
 
         Returns:
             The shape of ``asked``.
@@ -79,18 +72,12 @@ class StepArrangement(Protocol):
 
 
 class RowsArrangement:
-    """Of any step.
+    """Arrangement of any step; the cache must have room for its rows.
 
     Attributes:
-        tokens: their ids, int64 [tokens].
-        ends: the tokens after which another one is drawn, int64 [draws].
+        tokens: token ids, int64 [tokens].
+        ends: indexes of tokens after which a token is drawn, int64 [draws].
         cos, sin: see `StepArrangement`.
-
-    Args:
-        rows: the sequences' parts.
-        config: the decoder's sizes.
-        rotary: of the model.
-        cache: has room for the rows.
     """
 
     def __init__(
@@ -109,7 +96,7 @@ class RowsArrangement:
         places = [place for row in rows for place in range(row.start, row.stop)]
         stops = accumulate(self._counts)
         ends = [stop - 1 for row, stop in zip(rows, stops, strict=True) if row.draw]
-        # A copy to a device waits for the device: so it is one.
+        # One copy, since a copy to a device waits for the device.
         numbers = torch.tensor([*tokens, *slots, *places, *ends], device=device)
         sizes = [len(tokens), len(slots), len(places), len(ends)]
         self.tokens, self._slots, self._places, self.ends = torch.split(numbers, sizes)
@@ -119,31 +106,30 @@ class RowsArrangement:
     def attend(self, layer: int, asked: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         """See `StepArrangement`."""
         self._cache.put(layer, self._slots, self._places, new)
-        # The query heads of a key head are computed as further tokens of it.
+        # The query heads of a key head are computed as further tokens.
         by_row = torch.split(asked.transpose(0, 1).unsqueeze(0), self._counts, dim=2)
         parts = zip(by_row, self._held[layer], self._masks, strict=True)
-        found = [
+        attended = [
             functional.scaled_dot_product_attention(
                 part.flatten(2, 3), keys, values, attn_mask=mask
             )
             for part, (keys, values), mask in parts
         ]
-        got = found[0] if len(found) == 1 else torch.cat(found, dim=2)
-        return torch.unflatten(got[0], 1, (len(asked), -1)).transpose(0, 1)
+        joined = attended[0] if len(attended) == 1 else torch.cat(attended, dim=2)
+        return torch.unflatten(joined[0], 1, (len(asked), -1)).transpose(0, 1)
 
 
 class FixedArrangement:
-    """Of steps in which every row has one token. Its shapes and addresses stay the same, so what is
-    computed with it can be a CUDA graph.
+    """Arrangement of one token per row, with fixed shapes and addresses for CUDA graphs.
 
     Attributes:
-        tokens: their ids, int64 [size].
+        tokens: token ids, int64 [size].
         cos, sin: see `StepArrangement`.
 
     Args:
-        size: rows of a step at most; in the place of those that it lacks, its last one is repeated.
-        reach: tokens of a sequence at most.
-        rotary: of the model.
+        size: maximum rows of a step; the last row fills unused places.
+        reach: maximum tokens of a sequence.
+        rotary: factors of the model.
         cache: has finite numbers everywhere.
     """
 
@@ -158,28 +144,26 @@ class FixedArrangement:
         self._every = torch.arange(reach, device=device)
 
     def fill(self, rows: Sequence[ScheduledSequence]) -> None:
-        """Take the rows of a step."""
+        """Copy the rows of a step to the fixed addresses."""
         lacking = self._numbers.shape[1] - len(rows)
         padded = [*rows, *[rows[-1]] * lacking]
         numbers = [[row.tokens[0] for row in padded], [row.slot for row in padded]]
         self._numbers.copy_(torch.tensor([*numbers, [row.start for row in padded]]))
 
     def prepare(self) -> None:
-        """Compute what follows from the rows, for all layers."""
+        """Compute factors and mask from the rows, for all layers."""
         self.cos, self.sin = self._rotary.cos[self._places], self._rotary.sin[self._places]
-        self._seen = (self._every <= self._places[:, None])[:, None, None]
+        self._mask = (self._every <= self._places[:, None])[:, None, None]
 
     def attend(self, layer: int, asked: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         """See `StepArrangement`."""
         self._cache.put(layer, self._slots, self._places, new)
         keys, values = self._cache.gathered(layer, self._slots, self._reach)
-        return functional.scaled_dot_product_attention(asked, keys, values, attn_mask=self._seen)
+        return functional.scaled_dot_product_attention(asked, keys, values, attn_mask=self._mask)
 
 
 def _causal(row: ScheduledSequence, queries: int, device: torch.device) -> torch.Tensor | None:
-    """Which tokens of its sequence are seen by each of the ``queries`` of every token of a row;
-    ``None``: all, since it has one token.
-    """
+    """Return the mask of each query of each token of a row; ``None``: one token sees all."""
     if len(row.tokens) == 1:
         return None
     every = torch.arange(row.stop, device=device)
@@ -203,7 +187,7 @@ _CHECKPOINT_NAMES = {
 
 
 class DecoderLayer(nn.Module):
-    """One layer, this rank's attention heads and part of the feed-forward network.
+    """Decoder layer, with this rank's attention heads and part of the feed-forward network.
 
     [tokens, hidden] → the same. Collective: yes, every member of ``tp``; two all-reduces.
     """
@@ -225,13 +209,13 @@ class DecoderLayer(nn.Module):
         self.down = RowParallelLinear(inner, size, tp, bias=False)
 
     def prepare(self) -> None:
-        """Merge what `forward` computes as one, once the parameters are there."""
+        """Merge the loaded weights that `forward` uses together."""
         self.attending = MergedColumnParallelLinear((self.query, self.key, self.value))
         self.feeding = MergedColumnParallelLinear((self.gate, self.up))
         del self.query, self.key, self.value, self.gate, self.up
 
     def forward(self, x: torch.Tensor, step: StepArrangement, layer: int) -> torch.Tensor:
-        """``layer``: the number of this layer in the cache."""
+        """Compute the layer; ``layer``: its number in the cache."""
         x = x + self.out(self._attend(self.attending(self.attended_norm(x)), step, layer))
         gate, up = self.feeding(self.fed_norm(x)).chunk(2, dim=1)
         fed: torch.Tensor = self.down(functional.silu(gate) * up)
@@ -248,12 +232,12 @@ class DecoderLayer(nn.Module):
 
 
 class DecoderStage(nn.Module):
-    """What one pipeline stage computes.
+    """Layers of one pipeline stage.
 
     Args:
-        config: the decoder's sizes.
-        layers: the layers of this stage, numbered as in the whole decoder.
-        tp: the group that every layer is cut over.
+        config: sizes of the decoder.
+        layers: layers of this stage, numbered as in the whole decoder.
+        tp: group over which every layer is sharded.
     """
 
     def __init__(self, config: LlamaConfig, layers: range, tp: GroupCoordinator) -> None:
@@ -266,15 +250,14 @@ class DecoderStage(nn.Module):
         self.head = ColumnParallelLinear(size, vocabulary, tp, bias=False) if is_last else None
 
     def forward(self, x: torch.Tensor, step: StepArrangement) -> torch.Tensor:
-        """Run this stage's layers on the tokens of a step.
+        """Compute this stage's layers for the tokens of a step.
 
         Args:
-            x: token ids int64 [tokens] on the first stage; otherwise what the stage before
-                returned.
-            step: how the tokens stand.
+            x: token ids int64 [tokens] on the first stage, otherwise the previous stage's result.
+            step: arrangement of the tokens.
 
         Returns:
-            [tokens, hidden], the same on every rank of the stage.
+            [tokens, hidden], equal on every rank of the stage.
 
         Collective: yes, every member of the tensor-parallel group.
         """
@@ -285,15 +268,15 @@ class DecoderStage(nn.Module):
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the vocabulary's logits, padded; on the last stage. Collective: no.
+        """Return this rank's part of the logits, padded; only on the last stage.
 
         Raises:
-            TypeError: this is not the last stage.
+            TypeError: another stage.
         """
         if self.norm is None or self.head is None:
             raise TypeError("only the last stage has logits")
-        found: torch.Tensor = self.head(self.norm(hidden))
-        return found
+        part: torch.Tensor = self.head(self.norm(hidden))
+        return part
 
 
 def load_decoder(
@@ -304,12 +287,10 @@ def load_decoder(
     report: Callable[[int, int, str], None],
     dtype: torch.dtype,
 ) -> DecoderStage:
-    """Make a stage and read this rank's part of its parameters, as ``dtype``.
+    """Make a stage, and read this rank's part of its parameters as ``dtype``.
 
     Raises:
-        CheckpointError: the weights are not those that the folder's config.json describes.
-
-    Collective: no.
+        CheckpointError: the weights differ from the folder's config.json.
     """
     stage = DecoderStage(folder.config, layers, tp)
     whole = whole_parameters(stage)

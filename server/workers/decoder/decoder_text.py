@@ -1,4 +1,4 @@
-"""Text into tokens and back: prompts, chats by the model's own template, answers as they come."""
+"""Tokenize prompts and chats, and detokenize answers as they arrive."""
 
 from __future__ import annotations
 
@@ -12,21 +12,18 @@ from typing import Any
 from .decoder_config import DecoderFolder, DecoderFolderError
 
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
-"""Tokens of a byte, in vocabularies of words that have them for all other text."""
+"""Token of one byte, in vocabularies with byte fallback."""
 
 
 class ChatError(ValueError):
-    """A chat cannot be put into the model's words; the text says why."""
+    """The model's template rejects a chat; the text has the reason."""
 
 
 class DecoderText:
-    """The tokenizer and the chat template of a model.
-
-    Args:
-        folder: the model's.
+    """Tokenizer and chat template of a model.
 
     Attributes:
-        longest: characters of a token, at most.
+        longest: maximum characters of a token.
 
     Raises:
         ImportError: a package is not installed.
@@ -49,21 +46,17 @@ class DecoderText:
         self._template = _template(folder.path, settings)
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, those among them that the model wants before or behind every one.
-
-        Raises:
-            ValueError: it is not Unicode.
-        """
+        """Tokenize a text, with the model's special tokens; raise `ValueError` unless Unicode."""
         return self._encode(text, add_special_tokens=True)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """The tokens of a chat, up to where the answer begins.
+        """Tokenize a chat, up to the begin of the answer.
 
         Args:
             messages: each with a ``"role"`` and a ``"content"``.
 
         Raises:
-            ChatError: the model has no template, or it refuses these messages.
+            ChatError: the model has no template, or the template rejects these messages.
         """
         if self._template is None:
             raise ChatError("the model has no chat template")
@@ -82,29 +75,29 @@ class DecoderText:
         return self._encode(text, add_special_tokens=False)
 
     def reader(self, stops: Sequence[str] = ()) -> AnswerReader:
-        """What makes text of an answer's tokens; it ends before the first of ``stops``."""
+        """Return a detokenizer for one answer, which ends before the first of ``stops``."""
         return AnswerReader(self._tokenizer, stops)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         try:  # as a batch of one: `encode` keeps the GIL
-            (found,) = self._tokenizer.encode_batch_fast(
+            (encoding,) = self._tokenizer.encode_batch_fast(
                 [text], add_special_tokens=add_special_tokens
             )
         except (TypeError, UnicodeEncodeError) as error:
             raise ValueError(f"the text is not Unicode: {error}") from error
-        ids: list[int] = found.ids
+        ids: list[int] = encoding.ids
         return ids
 
 
 class AnswerReader:
-    """Makes text of tokens one by one; never a part of a character, nor of a stop.
+    """Detokenizes one token at a time; yields no part of a character or of a stop string.
 
     Args:
-        tokenizer: the model's.
-        stops: texts that end the answer, and do not belong to it; none is empty.
+        tokenizer: tokenizer of the model.
+        stops: strings that end the answer and are not part of it; none is empty.
 
     Attributes:
-        stopped: whether one of them has come.
+        stopped: whether a stop string was found.
     """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
@@ -114,7 +107,7 @@ class AnswerReader:
         self._held = ""
 
     def read(self, token: int) -> str:
-        """The text that is certain with one more token; often none."""
+        """Return the text that is final after one more token; often empty."""
         if self.stopped:
             return ""
         text = self._before_stop(self._decoding.step(token))
@@ -124,9 +117,7 @@ class AnswerReader:
         return text
 
     def rest(self) -> str:
-        """The text that was held back, as it could have begun a stop or a character; ask once, when
-        there are no more tokens.
-        """
+        """Return the held-back text; call once, after the last token."""
         if self.stopped:
             return ""
         text = self._before_stop(self._decoding.rest())
@@ -134,29 +125,29 @@ class AnswerReader:
         return text + rest
 
     def _holds_stop(self, ahead: str) -> bool:
-        """Whether a stop ends in what the decoding holds back, which is whole characters by now."""
+        """Return whether a stop string ends in held-back tokens that are whole characters."""
         text = self._held + ahead
         return bool(ahead) and "\ufffd" not in ahead and any(stop in text for stop in self._stops)
 
     def _before_stop(self, new: str) -> str:
-        """What no stop begins in, of what was held back and ``new``."""
+        """Append ``new``; return the text that no stop string can begin in."""
         text = self._held + new
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
+        starts = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if starts:
             self.stopped = True
             self._held = ""
-            return text[: min(found)]
+            return text[: min(starts)]
         keep = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
 
 class _Decoding:
-    """The text of tokens as they come, equal to what the tokenizer makes of all of them.
+    """Decodes tokens incrementally; the result equals decoding all of them at once.
 
-    It decodes the last few tokens. The first of these, whose text was given out, are there for the
-    others: text is decoded in another way at its beginning. What may still change is held back: a
-    part of a character, and tokens of bytes, of which a run is decoded as a whole.
+    Only the last tokens are decoded. The first of these, already returned, give context: text
+    decodes differently at its start. Held back are partial characters, and byte tokens, whose runs
+    decode as a whole.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -165,7 +156,7 @@ class _Decoding:
         self._special = {token for token, how in added.items() if how.special}
         self._tokens: list[int] = []
         self._n_known = 0
-        self._said = ""
+        self._returned = ""
 
     def step(self, token: int) -> str:
         name = self._tokenizer.id_to_token(token)
@@ -175,18 +166,18 @@ class _Decoding:
         text = self._text()
         if _BYTE.fullmatch(name) or text.endswith("\ufffd"):
             return ""
-        new, self._said = text[len(self._said) :], text
+        new, self._returned = text[len(self._returned) :], text
         self._forget()
         return new
 
     def rest(self) -> str:
-        return self._text()[len(self._said) :]
+        return self._text()[len(self._returned) :]
 
     def _forget(self) -> None:
-        """Keep only the tokens that the last text is of, unless they have none by themselves."""
+        """Keep only the last text's tokens, unless they alone decode to nothing."""
         last = self._tokens[self._n_known :]
-        if said := self._tokenizer.decode(last):
-            self._tokens, self._n_known, self._said = last, len(last), said
+        if text := self._tokenizer.decode(last):
+            self._tokens, self._n_known, self._returned = last, len(last), text
 
     def _text(self) -> str:
         text: str = self._tokenizer.decode(self._tokens)
@@ -194,7 +185,6 @@ class _Decoding:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of ``text`` could begin ``stop``."""
     sizes = range(min(len(text), len(stop) - 1), 0, -1)
     return next((size for size in sizes if text.endswith(stop[:size])), 0)
 
@@ -204,21 +194,21 @@ def _settings(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_bytes())
+        settings = json.loads(path.read_bytes())
     except ValueError as error:
         raise DecoderFolderError(f"{path}: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(settings, dict):
         raise DecoderFolderError(f"{path}: not an object")
-    return found
+    return settings
 
 
 def _content(token: Any) -> str:
-    """A special token's text, which some files wrap."""
+    """Return a special token's text, which some files wrap."""
     return str(token["content"] if isinstance(token, dict) else token or "")
 
 
 def _template(folder: Path, settings: Mapping[str, Any]) -> Any:
-    """The chat template; ``None``: there is none. It is the model's code: it runs in a sandbox."""
+    """Return the chat template, or ``None``. It is the model's code: it runs in a sandbox."""
     path = folder / "chat_template.jinja"
     source = path.read_text(encoding="utf-8") if path.is_file() else settings.get("chat_template")
     if isinstance(source, list):  # several, by name
@@ -233,7 +223,7 @@ def _template(folder: Path, settings: Mapping[str, Any]) -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment  # noqa: PLC0415
 
     class Answers(Extension):
-        """Where a model's answers are, which only its training asks."""
+        """Ignore ``{% generation %}``, which only training uses."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -251,7 +241,7 @@ def _template(folder: Path, settings: Mapping[str, Any]) -> Any:
     def tojson(value: Any, ensure_ascii: bool = False, **how: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, **how)
 
-    environment.filters["tojson"] = tojson  # its own writes "<" as "\\u003c"
+    environment.filters["tojson"] = tojson  # jinja2's filter writes "<" as "\\u003c"
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     try:

@@ -1,9 +1,8 @@
-"""Run a decoder on the ranks of a pool: the next tokens of many sequences at once, as CUDA graphs
-where it can.
+"""Run a decoder on the ranks of a pool: the next tokens of many sequences per call.
 
-A graph computes with the shapes and addresses that it was captured with. So there are some, for
-more and more sequences and for longer and longer ones, and a step takes the smallest that it fits.
-Each is captured when it is first needed, by all ranks of a stage, since all make the same steps.
+Steps run as CUDA graphs where possible. A graph has fixed shapes and addresses, so there are
+several, for increasing numbers of sequences and lengths; a step uses the smallest that fits. All
+ranks of a stage capture a graph at its first use, since all make the same steps.
 """
 
 from __future__ import annotations
@@ -35,19 +34,13 @@ if TYPE_CHECKING:
 
 
 _LEAST_REACH = 256
-"""Tokens of a sequence that the smallest graphs take: fewer are not computed noticeably faster."""
+"""Tokens per sequence of the smallest graphs: fewer are not noticeably faster."""
 
 
 class StepGraphs:
-    """The graphs of one stage.
+    """Graphs of one stage; the CPU computes the same steps without graphs.
 
-    On the CPU, where there are none, the same steps are computed one operation after another.
-
-    Args:
-        stage: of the model.
-        tp: the group that computes it.
-        rotary: of the model.
-        cache: forgets all sequences.
+    Clears the cache.
     """
 
     def __init__(
@@ -59,18 +52,18 @@ class StepGraphs:
         self._memory = torch.cuda.graph_pool_handle() if tp.device.type == "cuda" else None
 
     def take(self, rows: Sequence[ScheduledSequence]) -> bool:
-        """Whether a step can be a graph."""
+        """Return whether a step can be a graph: one token per row."""
         return all(len(row.tokens) == 1 for row in rows)
 
     def run(self, rows: Sequence[ScheduledSequence], given: torch.Tensor | None) -> torch.Tensor:
-        """Compute a step that they `take`.
+        """Compute a step for which `take` returned true.
 
         Args:
-            rows: of the step.
-            given: what the stage before returned, [rows, hidden]; ``None`` on the first stage.
+            rows: rows of the step.
+            given: result of the previous stage, [rows, hidden]; ``None`` on the first stage.
 
         Returns:
-            [rows, hidden], the same on every rank of the stage; good until the next step.
+            [rows, hidden], equal on every rank of the stage; valid until the next step.
 
         Collective: yes, every member of the tensor-parallel group.
         """
@@ -83,19 +76,13 @@ class StepGraphs:
         arrangement = FixedArrangement(size, reach, self._rotary, self._cache)
         step = self._steps[size, reach] = _FixedStep(self._stage, arrangement, size, given)
         step.fill(rows, given)
-        hidden = step.compute()  # also loads kernels and makes handles, as a capture must not
+        hidden = step.compute()  # loads kernels and makes handles, which a capture must not do
         if self._memory is not None:
             step.capture(self._tp, self._memory)
         return hidden[: len(rows)]
 
 
 class _FixedStep:
-    """A step whose inputs lie at fixed addresses.
-
-    Args:
-        given: of the first step of this size; see `StepGraphs.run`.
-    """
-
     def __init__(
         self,
         stage: DecoderStage,
@@ -108,21 +95,19 @@ class _FixedStep:
         self.replay = self.compute
 
     def fill(self, rows: Sequence[ScheduledSequence], given: torch.Tensor | None) -> None:
-        """Take the inputs of a step."""
         self._arrangement.fill(rows)
         if self._given is not None and given is not None:
             self._given[: len(given)] = given
             self._given[len(given) :] = given[-1]
 
     def compute(self) -> torch.Tensor:
-        """Compute it, one operation after another."""
         self._arrangement.prepare()
         x = self._arrangement.tokens if self._given is None else self._given
         hidden: torch.Tensor = self._stage(x, self._arrangement)
         return hidden
 
     def capture(self, tp: GroupCoordinator, memory: Any) -> None:
-        """From now on `replay` replays a graph, which takes its memory from a pool of graphs."""
+        """Capture a graph; `replay` replays it from now on."""
         graph = torch.cuda.CUDAGraph()
         with (
             tp.graph_capture() as context,
@@ -138,22 +123,22 @@ class _FixedStep:
 
 
 def _at_least(wanted: int, least: int, most: int) -> int:
-    """The smallest of ``least``, its doubles, and ``most`` that is not below ``wanted``."""
-    found = least
-    while found < wanted:
-        found *= 2
-    return min(found, most)
+    """Return the smallest of ``least``, its doubles, and ``most`` that is at least ``wanted``."""
+    size = least
+    while size < wanted:
+        size *= 2
+    return min(size, most)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What the workers take, which their driver has to keep to.
+    """Limits of the workers for their driver.
 
     Attributes:
-        slots: sequences at once.
-        context: tokens of a sequence at most.
-        stages: of the pipeline.
-        vocabulary: how many token ids there are, from 0.
+        slots: maximum number of sequences.
+        context: maximum tokens of a sequence.
+        stages: pipeline stages.
+        vocabulary: number of token ids, from 0.
         ends: tokens that end an answer.
     """
 
@@ -165,23 +150,23 @@ class EngineLimits:
 
 
 class DecoderWorker:
-    """Computes steps of a Llama-type decoder, and keeps the sequences' keys and values.
-
-    Args:
-        context: who this worker is; from the pool.
-        model: the model's folder.
-        slots: sequences at once.
-        length: tokens of a sequence at most; no more than the model takes.
-        threads: CPU threads of this process for tensor work; ``None`` leaves torch's choice.
-        dtype: of weights and activations: ``"float32"`` or ``"float16"``.
-        graphs: whether steps that take one token of each sequence are CUDA graphs; ``None``: on
-            CUDA devices, unless the ranks' sums go through CPU memory, which graphs cannot do.
-
-    Raises:
-        FileNotFoundError, DecoderFolderError, CheckpointError: the model cannot be run.
-        ValueError: the pool's tp or pp does not fit the model, or an argument is not positive.
+    """Computes steps of a Llama-type decoder, and caches keys and values.
 
     Every method must be called on every rank, in the same order.
+
+    Args:
+        context: from the pool.
+        model: folder of the model.
+        slots: maximum number of sequences.
+        length: maximum tokens of a sequence; capped at the model's maximum.
+        threads: CPU threads of this process; ``None``: torch's default.
+        dtype: of weights and activations: ``"float32"`` or ``"float16"``.
+        graphs: whether steps of one token per sequence are CUDA graphs; ``None``: on CUDA devices,
+            unless all-reduces go through CPU memory, which graphs cannot do.
+
+    Raises:
+        FileNotFoundError, DecoderFolderError, CheckpointError: the model is missing or unsupported.
+        ValueError: the pool's tp or pp does not fit the model, or an argument is not positive.
     """
 
     def __init__(
@@ -220,26 +205,26 @@ class DecoderWorker:
         self._graphs = self._make_graphs()
 
     def restore(self, context: WorkerContext) -> None:
-        """Go on in new groups, with the weights as they are and no sequences. Collective: no."""
+        """Continue in new groups with the same weights and an empty cache."""
         self._groups = context.groups
         self._cache.clear()
         regroup(self._stage, context.groups.tp)
         self._graphs = self._make_graphs()
 
     def limits(self) -> EngineLimits:
-        """What these workers take. Collective: no."""
+        """Return the limits of these workers."""
         return self._limits
 
     @torch.inference_mode()
     def step(self, rows: Sequence[ScheduledSequence]) -> list[int] | None:
-        """Compute the next tokens of some sequences, each in a slot of its own.
+        """Compute the next tokens of sequences, each in its own slot.
 
         Args:
             rows: one or more.
 
         Returns:
-            The tokens drawn, one for each row that draws, on the first rank of the last stage;
-            otherwise ``None``.
+            The drawn tokens, one per row that draws, on the first rank of the last stage, otherwise
+                ``None``.
 
         Raises:
             CacheLostError, ValueError: see `KVCache.extend`; on every rank, before any
@@ -269,11 +254,10 @@ class DecoderWorker:
         if logits is None:
             return None
         tokens = choose(logits[:, : self._config.vocab_size].float(), draws)
-        tp.check()  # a replay raises nothing
+        tp.check()  # a replay of a graph raises nothing
         return tokens
 
     def _make_graphs(self) -> StepGraphs | None:
-        """Those of the present groups, if any are wanted."""
         tp, wanted = self._groups.tp, self._wants_graphs
         if wanted is None and self._device.type == "cuda":
             size = self._config.hidden_size * self._limits.slots * self._rotary.cos.itemsize

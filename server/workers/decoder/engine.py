@@ -1,16 +1,15 @@
 """Batch continuously: the sequences of all requests share every step of the workers.
 
-A lane of the engine writes it, and whoever asked for it reads it, from any thread or event loop.
-
 Each step is one call of the pool, with the next tokens of each sequence: one of an answer, many of
-a prompt. Sequences come and go between steps. There are as many *lanes* as stages in the pipeline;
-each has slots of its own and one step under way, so that no stage is idle while another computes.
+a prompt. Sequences join and end between steps. There is one slot group per pipeline stage, with its
+own thread, slots and one step in flight, so that no stage idles while another computes.
 
-The workers' only state is keys and values. If they are lost and the pool is restarted, each
-sequence starts again with all the tokens it has so far, and continues where it was: readers see a
-pause. This replay is the only retry: steps are called without ``retry=True`` of the pool, as the
-same step, made again, would find no keys and values. The driver draws the random numbers, so no
-token is drawn twice.
+The workers' only state is the cache of keys and values. If workers are lost and the pool restarts,
+each sequence is computed again from its first token and continues; readers see a pause. This replay
+is the only retry: steps are called without ``retry=True``, since fresh workers lack the cache. The
+driver draws the random numbers, so no token is drawn twice.
+
+Any thread or event loop may read a sequence while its slot group's thread appends tokens.
 """
 
 from __future__ import annotations
@@ -42,27 +41,27 @@ if TYPE_CHECKING:
 
 
 class GenerationTimeoutError(CoordinatorError, TimeoutError):
-    """A token did not come in time, the wait for a free slot included; the answer was cancelled."""
+    """A token did not arrive in time, including the wait for a slot; the answer was cancelled."""
 
 
 class GeneratedSequence:
-    """The tokens of one answer as they are made: iterate over it, by ``for`` or ``async for``.
+    """Tokens of one answer as they are generated; iterate with ``for`` or ``async for``.
 
-    Each token is given out once; who iterates again after the end comes to it at once. Leaving the
-    loop before the end does not end the answer: `cancel` does, and ``with`` does so.
+    Each token is yielded once; iterating after the end ends at once. Leaving the loop early does
+    not end the answer: `cancel` and the end of a ``with`` block do.
 
     Args:
         prompt: token ids, one or more.
-        stop: its length with the answer, at most.
-        ends: tokens that end the answer; they are not given out.
-        sampling: how tokens are drawn.
-        timeout: seconds for each token; ``None``, or infinite: as long as the engine lives.
+        stop: maximum length with the answer.
+        ends: tokens that end the answer; they are not yielded.
+        sampling: parameters of sampling.
+        timeout: seconds for each token; ``None`` or infinite: no limit.
 
     Attributes:
-        reason: once it has ended: ``"stop"``, a token that ends it; ``"length"``, no room for more;
+        reason: after the end: ``"stop"`` (a token of ``ends``), ``"length"`` (no room), or
             ``"cancelled"``, also if the workers failed.
-        cancelled: whether nobody wants more of it.
-        cached: how many of its tokens the workers have; the lane's.
+        cancelled: whether `cancel` was called.
+        cached: number of its tokens in the workers' cache; only the slot group's thread uses it.
     """
 
     def __init__(
@@ -82,33 +81,33 @@ class GeneratedSequence:
         self._ends = ends
         self._sampling = sampling
         self._timeout = timeout
-        # `Random` takes -1 for 1. It is not for secrets.
+        # `Random(-1)` equals `Random(1)`, hence the modulo. Not for secrets.
         self._random = random.Random(sampling.seed and sampling.seed % (1 << 64))
         self._number = self._random.random()
-        self._news: queue.SimpleQueue[int | Exception | None] = queue.SimpleQueue()
-        self._ring = _nobody_waits
-        self._told = False
+        self._tokens_out: queue.SimpleQueue[int | Exception | None] = queue.SimpleQueue()
+        self._wake = _no_wake
+        self._ended = False
         call_in_forked_children(self)
 
     def after_fork_in_child(self) -> None:
-        """In a forked child: nothing comes any more, and what has come is the parent's."""
-        self._news = queue.SimpleQueue()
-        self._news.put(GroupClosedError(f"the tokens of an answer: {IN_FORKED_CHILD}"))
+        """Raise in a forked child, where no token arrives; queued tokens are the parent's."""
+        self._tokens_out = queue.SimpleQueue()
+        self._tokens_out.put(GroupClosedError(f"the tokens of an answer: {IN_FORKED_CHILD}"))
 
     @property
     def behind(self) -> int:
-        """How many of its tokens the workers do not have yet."""
+        """Return the number of its tokens that are not in the cache."""
         return len(self._tokens) - self.cached
 
     def row(self, slot: int, most: int) -> ScheduledSequence:
-        """The next ``most`` of these tokens, and whether another one is to be drawn after them."""
+        """Return the next ``most`` uncached tokens, with a draw after the last known token."""
         tokens = self._tokens[self.cached : self.cached + most]
         is_last = self.cached + len(tokens) == len(self._tokens)
         draw = SampleRequest(self._sampling, self._number) if is_last else None
         return ScheduledSequence(self._sequence, slot, self.cached, tokens, draw)
 
     def take(self, token: int) -> None:
-        """Go on with a token that was drawn."""
+        """Append a drawn token."""
         if self.reason is not None:
             return
         if token in self._ends:
@@ -116,52 +115,51 @@ class GeneratedSequence:
             return
         self._tokens.append(token)
         self._number = self._random.random()
-        self._tell(token)
+        self._publish(token)
         if len(self._tokens) >= self._stop:
             self.end("length")
 
     def end(self, how: Reason | Exception) -> None:
-        """Give out no more tokens."""
+        """End the answer."""
         self.reason = self.reason or ("cancelled" if isinstance(how, Exception) else how)
-        if not self._told:
-            self._tell(None if isinstance(how, str) else how)
-            self._told = True  # last: a signal handler may raise before
+        if not self._ended:
+            self._publish(None if isinstance(how, str) else how)
+            self._ended = True  # last: a signal handler may raise earlier
 
     def cancel(self) -> None:
-        """Want no more of it: its slot is free after the present step. Idempotent."""
+        """End the answer: the slot is free after the current step. Idempotent."""
         self.cancelled = True
 
     def __iter__(self) -> Iterator[int]:
-        """Wait for one token after another.
+        """Yield tokens as they arrive.
 
         Raises:
-            GenerationTimeoutError: one did not come in time.
+            GenerationTimeoutError: a token timed out.
             CoordinatorError: the workers failed, or the engine was closed.
         """
         while True:
             try:
-                news = self._news.get(timeout=self._seconds())
+                item = self._tokens_out.get(timeout=self._seconds())
             except queue.Empty:
                 raise self._late() from None
-            if (token := self._given_out(news)) is None:
+            if (token := self._token_of(item)) is None:
                 return
             yield token
 
     async def __aiter__(self) -> AsyncIterator[int]:
-        """As ``__iter__``, for ``async for``."""
-        loop, rung = asyncio.get_running_loop(), asyncio.Event()
-        self._ring = lambda: _ring_in(loop, rung)
+        loop, woken = asyncio.get_running_loop(), asyncio.Event()
+        self._wake = lambda: _wake_loop(loop, woken)
         while True:
             try:
-                news = self._news.get_nowait()
+                item = self._tokens_out.get_nowait()
             except queue.Empty:
                 try:
-                    await asyncio.wait_for(rung.wait(), self._seconds())
+                    await asyncio.wait_for(woken.wait(), self._seconds())
                 except TimeoutError:
                     raise self._late() from None
-                rung.clear()
+                woken.clear()
                 continue
-            if (token := self._given_out(news)) is None:
+            if (token := self._token_of(item)) is None:
                 return
             yield token
 
@@ -171,20 +169,19 @@ class GeneratedSequence:
     def __exit__(self, *_: object) -> None:
         self.cancel()
 
-    def _given_out(self, news: int | Exception | None) -> int | None:
-        """A token; ``None`` at the end. The end stays, for whoever iterates again."""
-        if not isinstance(news, int):
-            self._news.put(news)
-        if isinstance(news, Exception):
-            raise again(news)
-        return news
+    def _token_of(self, item: int | Exception | None) -> int | None:
+        """Return a token, or ``None`` at the end; the end stays queued for later iterations."""
+        if not isinstance(item, int):
+            self._tokens_out.put(item)
+        if isinstance(item, Exception):
+            raise again(item)
+        return item
 
-    def _tell(self, news: int | Exception | None) -> None:
-        self._news.put(news)
-        self._ring()
+    def _publish(self, item: int | Exception | None) -> None:
+        self._tokens_out.put(item)
+        self._wake()
 
     def _seconds(self) -> float:
-        """How long to wait for a token, as Python's own waits take it."""
         return Deadline.after(self._timeout).remaining(threading.TIMEOUT_MAX)
 
     def _late(self) -> GenerationTimeoutError:
@@ -192,43 +189,42 @@ class GeneratedSequence:
         return GenerationTimeoutError(f"no token within {self._timeout:g} s")
 
 
-def _nobody_waits() -> None:
-    """Wake nobody: the queue does."""
+def _no_wake() -> None:
+    """Do nothing: the queue wakes a waiting thread."""
 
 
-def _ring_in(loop: asyncio.AbstractEventLoop, rung: asyncio.Event) -> None:
-    with suppress(RuntimeError):  # the loop was closed: nobody reads on
-        loop.call_soon_threadsafe(rung.set)
+def _wake_loop(loop: asyncio.AbstractEventLoop, woken: asyncio.Event) -> None:
+    with suppress(RuntimeError):  # the loop is closed, so no reader waits
+        loop.call_soon_threadsafe(woken.set)
 
 
-_TRIES = 3
-"""How often the same step may be lost: after that, what is in it is taken for the cause."""
+_MAX_FAILURES = 3
+"""Failures of one step before its sequences are taken for the cause, and ended."""
 
 
 class StepPool(Protocol):
-    """What an engine asks of its workers, which make every step; a `WorkerPool` of `DecoderWorker`
-    is one.
-    """
+    """Pool whose workers compute every step together; a `WorkerPool` of `DecoderWorker`."""
 
     @property
     def failure(self) -> CoordinatorError | None:
-        """What broke it for good."""
+        """Return the error that broke the pool for good."""
 
     def call(self, method: str, *args: Any) -> Any:
         """See `WorkerPool.call`."""
 
 
 class Engine:
-    """Answers prompts, given and returned as token ids. Any thread, or event loop, may ask.
+    """Generates answers to prompts, both as token ids; thread-safe.
 
     Args:
-        pool: of `DecoderWorker`; with ``restart="worker"``, answers go on when a worker is lost.
-        chunk: tokens of a step at most: longer prompts take several, in which others go on.
-        max_waiting: requests that may wait for a slot.
+        pool: pool of `DecoderWorker`; with ``restart="worker"``, answers continue after a lost
+            worker.
+        chunk: maximum tokens of a step; a longer prompt takes several steps.
+        max_waiting: maximum requests that wait for a slot.
 
     Raises:
-        TypeError: ``pool`` is `Replicas`, each of which would have some steps of a sequence.
-        ValueError: a step could not take a token of each sequence.
+        TypeError: ``pool`` is `Replicas`, which spread the steps of a sequence.
+        ValueError: ``chunk`` has no room for one token of each sequence.
         CoordinatorError: the workers failed.
         RuntimeError: no thread can be started.
     """
@@ -250,35 +246,35 @@ class Engine:
         self._chunk = chunk
         self._max_waiting = max_waiting
         self._waiting: deque[GeneratedSequence] = deque()
-        # Taken by itself: a Condition would keep it where a signal handler raises on its way in.
+        # Used directly: a Condition keeps its lock if a signal handler raises in __enter__.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._ended: Exception | None = None
-        n_lanes = min(self.limits.stages, self.limits.slots)
+        n_groups = min(self.limits.stages, self.limits.slots)
         self._slot_groups = [
-            _SlotGroup(range(at, self.limits.slots, n_lanes)) for at in range(n_lanes)
+            _SlotGroup(range(at, self.limits.slots, n_groups)) for at in range(n_groups)
         ]
         self._threads = [
-            threading.Thread(target=self._run, args=(lane,), name="decoder-lane", daemon=True)
-            for lane in self._slot_groups
+            threading.Thread(target=self._run, args=(group,), name="decoder-slots", daemon=True)
+            for group in self._slot_groups
         ]
         try:
             for thread in self._threads:
                 thread.start()
         except RuntimeError:
-            self._end(PoolClosedError("the engine has not started"))  # those that have end
+            self._end(PoolClosedError("the engine has not started"))  # ends started threads
             raise
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for a slot."""
+        """Return the number of requests that wait for a slot."""
         with self._lock:
             return sum(not each.cancelled for each in self._waiting)
 
     @property
     def running(self) -> int:
-        """Requests that have a slot."""
-        return sum(len(lane.taken) for lane in self._slot_groups)
+        """Return the number of requests that have a slot."""
+        return sum(len(group.taken) for group in self._slot_groups)
 
     def submit(
         self,
@@ -289,23 +285,21 @@ class Engine:
         timeout: float | None = None,
         ignore_ends: bool = False,
     ) -> GeneratedSequence:
-        """Ask for an answer.
+        """Start an answer.
 
         Args:
             prompt: token ids.
-            max_tokens: of the answer; ``None``: as many as there is room for. It also ends where
-                the context does.
-            sampling: how tokens are drawn; ``None``: always the most likely.
-            timeout: seconds for each token; ``None``: for ever.
-            ignore_ends: go on after tokens that end an answer.
+            max_tokens: maximum tokens of the answer; ``None``: up to the context's end.
+            sampling: parameters of sampling; ``None``: greedy.
+            timeout: seconds for each token; ``None``: no limit.
+            ignore_ends: continue after tokens that end an answer.
 
         Raises:
-            TypeError: the prompt has something else than ids, or ``timeout`` is no number.
-            ValueError: the prompt is empty, leaves no room for an answer, or has an id outside the
-                vocabulary; or ``max_tokens`` is less than 1, or ``timeout`` than 0.
+            TypeError: the prompt has other items than ids, or ``timeout`` is no number.
+            ValueError: the prompt is empty, too long, or has an id outside the vocabulary;
+                ``max_tokens`` is less than 1, or ``timeout`` less than 0.
             QueueFullError: too many requests wait.
-            PoolClosedError: the engine was closed, or belongs to the process from which this one
-                was forked.
+            PoolClosedError: the engine was closed, or belongs to the parent of this forked process.
             CoordinatorError: the workers have failed for good.
         """
         if os.getpid() != self._owner:
@@ -320,25 +314,26 @@ class Engine:
         tokens = _ids(prompt, limits)
         stop = min(limits.context, len(tokens) + (max_tokens or limits.context))
         ends = frozenset[int]() if ignore_ends else limits.ends
-        made = GeneratedSequence(tokens, stop, ends, sampling or Sampling(), timeout)
+        sequence = GeneratedSequence(tokens, stop, ends, sampling or Sampling(), timeout)
         with self._lock:
             self._check()
             if len(self._waiting) >= self._max_waiting:
                 self._forget_cancelled()
             if len(self._waiting) >= self._max_waiting:
                 raise QueueFullError(1, len(self._waiting), self._max_waiting)
-            self._waiting.append(made)
+            self._waiting.append(sequence)
             self._changed.notify_all()
-            if self._ended is not None:  # a signal handler has closed it meanwhile
+            if self._ended is not None:  # a signal handler has closed the engine
                 self._end(self._ended)
-        return made
+        return sequence
 
     def close(self, timeout: float = 10.0) -> None:
-        """End all answers with `PoolClosedError`, and wait until no step is under way. Idempotent.
-        Does nothing in a process that was forked from the engine's.
+        """End all answers with `PoolClosedError`, and wait for steps in flight. Idempotent.
+
+        Does nothing in a forked child.
 
         Args:
-            timeout: seconds; a step that takes longer goes on.
+            timeout: seconds; a longer step continues.
         """
         if os.getpid() != self._owner:
             return
@@ -356,76 +351,69 @@ class Engine:
         if self._ended is not None:
             raise again(self._ended)
 
-    def _run(self, lane: _SlotGroup) -> None:
-        """Make one step after another; an error in between is told to all who wait for answers."""
+    def _run(self, group: _SlotGroup) -> None:
+        """Make steps; all readers get an error of the engine itself."""
         try:
-            self._make_steps(lane)
-        except Exception as error:  # noqa: BLE001 - readers get it
+            self._make_steps(group)
+        except Exception as error:  # noqa: BLE001 - raised by all readers
             self._end(error)
 
-    def _make_steps(self, lane: _SlotGroup) -> None:
+    def _make_steps(self, group: _SlotGroup) -> None:
         lost = 0
-        while rows := self._next_step(lane):
+        while rows := self._next_step(group):
             try:
-                lane.advance(rows, self._pool.call("step", rows))
-            except Exception as error:  # noqa: BLE001 - readers get it
+                group.advance(rows, self._pool.call("step", rows))
+            except Exception as error:  # noqa: BLE001 - raised by all readers
                 lost += 1
                 if self._pool.failure is not None or not isinstance(error, CoordinatorError):
                     self._end(error)
-                elif lost == _TRIES or not _may_go_on(error):
-                    lane.end(error)
+                elif lost == _MAX_FAILURES or not _is_repeatable(error):
+                    group.end(error)
                     lost = 0
                 else:
-                    lane.begin_anew()
+                    group.replay()
             else:
                 lost = 0
 
-    def _next_step(self, lane: _SlotGroup) -> list[ScheduledSequence]:
-        """What the lane's next step computes, once there is something; empty at the end."""
+    def _next_step(self, group: _SlotGroup) -> list[ScheduledSequence]:
         with self._lock:
             while self._ended is None:
-                lane.drop()
-                while self._waiting and lane.free and self._is_emptiest(lane):
+                group.drop()
+                while self._waiting and group.free and self._is_emptiest(group):
                     first = self._waiting.popleft()
-                    lane.add(first)
-                    lane.drop()
-                if lane.taken:
-                    self._changed.notify_all()  # another lane may be the emptiest now
-                    return lane.rows(self._chunk)
+                    group.add(first)
+                    group.drop()
+                if group.taken:
+                    self._changed.notify_all()  # another group may be the emptiest now
+                    return group.rows(self._chunk)
                 self._changed.wait()
-            lane.drop()
+            group.drop()
             return []
 
     def _forget_cancelled(self) -> None:
-        for each in tuple(self._waiting):  # a signal handler may ask or close meanwhile
+        for each in tuple(self._waiting):  # a signal handler may submit or close meanwhile
             if each.cancelled:
                 each.end("cancelled")
                 with suppress(ValueError):
                     self._waiting.remove(each)
 
-    def _is_emptiest(self, lane: _SlotGroup) -> bool:
-        return len(lane.taken) == min(len(each.taken) for each in self._slot_groups if each.free)
+    def _is_emptiest(self, group: _SlotGroup) -> bool:
+        return len(group.taken) == min(len(each.taken) for each in self._slot_groups if each.free)
 
     def _end(self, error: Exception) -> None:
-        """Take no more requests, and end those that there are."""
         with self._lock:
             if self._ended is None:
                 self._ended = error
             for each in tuple(self._waiting):
                 each.end(self._ended)
             self._waiting.clear()
-            for lane in self._slot_groups:
-                lane.end(self._ended)
+            for group in self._slot_groups:
+                group.end(self._ended)
             self._changed.notify_all()
 
 
 class PromptTooLongError(ValueError):
-    """A prompt leaves no room for an answer.
-
-    Attributes:
-        length: its tokens.
-        limit: tokens of a prompt and its answer.
-    """
+    """A prompt of ``length`` tokens leaves no room for an answer within ``limit`` tokens."""
 
     def __init__(self, length: int, limit: int) -> None:
         self.length = length
@@ -434,17 +422,16 @@ class PromptTooLongError(ValueError):
 
 
 class _SlotGroup:
-    """Some slots, and the generations that have them."""
+    """Slots of one thread, and the sequences that have them."""
 
     def __init__(self, slots: range) -> None:
         self.free = list(slots)
         self.taken: dict[int, GeneratedSequence] = {}
 
-    def add(self, generation: GeneratedSequence) -> None:
-        self.taken[self.free.pop()] = generation
+    def add(self, sequence: GeneratedSequence) -> None:
+        self.taken[self.free.pop()] = sequence
 
     def drop(self) -> None:
-        """Free the slots of what has ended, or nobody wants."""
         for slot, each in list(self.taken.items()):
             if each.cancelled:
                 each.end("cancelled")
@@ -453,9 +440,7 @@ class _SlotGroup:
                 self.free.append(slot)
 
     def rows(self, chunk: int) -> list[ScheduledSequence]:
-        """The next tokens of each sequence; those that need one come before prompts, which come in
-        the order in which they were taken in.
-        """
+        """Return each sequence's next tokens; answers first, then prompts in order of arrival."""
         rows = []
         for slot, each in sorted(self.taken.items(), key=lambda item: item[1].behind > 1):
             if chunk:
@@ -464,23 +449,18 @@ class _SlotGroup:
         return rows
 
     def advance(self, rows: Sequence[ScheduledSequence], drawn: Sequence[int]) -> None:
-        """Go on with what a step has drawn for those rows that draw.
-
-        Raises:
-            ValueError: it drew another number of tokens than there are such rows.
-        """
+        """Append a step's tokens; raise `ValueError` if their number is not that of draws."""
         drawing = sum(row.draw is not None for row in rows)
         if len(drawn) != drawing:
             raise ValueError(f"the workers drew {len(drawn)} tokens for {drawing} sequences")
         tokens = iter(drawn)
         for row in rows:
-            generation = self.taken[row.slot]
-            generation.cached = row.stop
+            sequence = self.taken[row.slot]
+            sequence.cached = row.stop
             if row.draw is not None:
-                generation.take(next(tokens))
+                sequence.take(next(tokens))
 
-    def begin_anew(self) -> None:
-        """The workers have none of the tokens."""
+    def replay(self) -> None:
         for each in self.taken.values():
             each.cached = 0
 
@@ -490,7 +470,6 @@ class _SlotGroup:
 
 
 def _ids(prompt: Iterable[int], limits: EngineLimits) -> list[int]:
-    """The prompt's token ids, checked; see `Engine.submit`."""
     tokens = list(prompt)
     if not tokens:
         raise ValueError("the prompt is empty: it has no token")
@@ -510,6 +489,6 @@ def _id(token: int) -> int:
         raise TypeError(f"a prompt has token ids; got {token!r}") from None
 
 
-def _may_go_on(error: CoordinatorError) -> bool:
-    """Whether the step may be made again: not while the workers may still be in it."""
+def _is_repeatable(error: CoordinatorError) -> bool:
+    """Return whether the step may be repeated: not while workers may still compute it."""
     return isinstance(error, CallStuckError) or not isinstance(error, CallTimeoutError)

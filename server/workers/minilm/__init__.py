@@ -1,6 +1,6 @@
-"""The built-in worker: sentence embeddings of a BERT-type sentence-transformers model.
+"""Built-in worker: sentence embeddings of a BERT-type sentence-transformers model.
 
-Needs the packages safetensors and tokenizers (extra ``demo``) where a model is loaded.
+To load a model needs the packages safetensors and tokenizers (extra ``demo``).
 """
 
 from .minilm_worker import MiniLMWorker, Placed

@@ -1,12 +1,11 @@
 """Compute sentence embeddings on the ranks of a pool with a BERT encoder.
 
-Only attention needs one row per input. For it, inputs of similar length form an `AttentionSpan` and
-are padded to the longest of them, so that there is never more padding than tokens.
+The tokens of a batch are concatenated, ``[tokens, hidden]``. Only attention needs one row per
+input: inputs of similar length form an `AttentionSpan` and are padded to the longest of them, with
+never more padding than tokens.
 
-The tokens of a batch are concatenated, ``[tokens, hidden]``; see `packing`.
-
-Each stage of the pipeline sends a batch to the next one as soon as it has computed its layers.
-Every rank cuts a call into the same batches, so nothing else has to be exchanged.
+Each pipeline stage sends a batch to the next one as soon as it has computed its layers. Every rank
+divides a call into the same batches, so ranks exchange nothing else.
 """
 
 from __future__ import annotations
@@ -46,17 +45,12 @@ if TYPE_CHECKING:
 
 
 _SHORT = 16
-"""Inputs of up to so many tokens form one span: one more span costs more than the padding."""
+"""Inputs of at most this many tokens form one span: another span costs more than padding."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """Some of a call's inputs, the longest first.
-
-    Attributes:
-        rows: which inputs they are.
-        lengths: tokens of each.
-    """
+    """Indexes and token counts of some of a call's inputs, the longest first."""
 
     rows: list[int]
     lengths: list[int]
@@ -64,11 +58,11 @@ class PackedBatch:
 
 @dataclass(frozen=True, slots=True)
 class TokenArrangement:
-    """How the tokens of a batch stand, as the model needs it on its device.
+    """Positions of a batch's tokens, on the model's device.
 
     Attributes:
         lengths: int64 [inputs].
-        positions: int64 [tokens]: where in its input each token stands.
+        positions: int64 [tokens]: index of each token in its input.
         spans: all inputs, in order.
     """
 
@@ -79,13 +73,13 @@ class TokenArrangement:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpan:
-    """Inputs of a batch that are padded to one length, for attention.
+    """Inputs of a batch that are padded to one length for attention.
 
     Attributes:
-        tokens: where their tokens stand in the batch.
-        shape: how many inputs, and the tokens of the longest.
-        places: int64: the row of each token once they are padded; ``None`` if none is padded.
-        mask: bool [inputs, 1, 1, longest]: where a token stands; ``None`` if everywhere.
+        tokens: their tokens in the batch.
+        shape: number of inputs, and tokens of the longest.
+        places: int64: index of each token after padding; ``None`` without padding.
+        mask: bool [inputs, 1, 1, longest]: false for padding; ``None`` without padding.
     """
 
     tokens: slice
@@ -95,7 +89,7 @@ class AttentionSpan:
 
 
 def make_batches(lengths: Sequence[int], max_tokens: int) -> Iterator[PackedBatch]:
-    """Batches of at most ``max_tokens`` tokens, or of one input that has more."""
+    """Yield batches of at most ``max_tokens`` tokens; a longer input is a batch of its own."""
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     rows: list[int] = []
     room = max_tokens
@@ -110,7 +104,7 @@ def make_batches(lengths: Sequence[int], max_tokens: int) -> Iterator[PackedBatc
 
 
 def arrange(lengths: Sequence[int], device: torch.device) -> TokenArrangement:
-    """How the tokens of a batch stand whose inputs have ``lengths`` tokens, the longest first."""
+    """Return the arrangement of a batch; ``lengths``: tokens of its inputs, the longest first."""
     return TokenArrangement(
         torch.tensor(lengths, device=device),
         torch.cat([torch.arange(length) for length in lengths]).to(device),
@@ -161,7 +155,7 @@ _CHECKPOINT_NAMES = {
 
 
 class Embeddings(nn.Module):
-    """Token ids int64 [tokens] → [tokens, hidden], of the parameters' dtype.
+    """Token ids int64 [tokens] → [tokens, hidden], in the parameters' dtype.
 
     Collective: yes, every member of ``tp``.
     """
@@ -175,9 +169,9 @@ class Embeddings(nn.Module):
         self.norm = nn.LayerNorm(size, config.layer_norm_eps, device="meta")
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Word, position and first-segment vectors, summed and normalised.
+        """Return word, position and first-segment vectors, summed and normalised.
 
-        ``positions``: int64 [tokens]: where in its input each token stands.
+        ``positions``: int64 [tokens]: index of each token in its input.
         """
         words: torch.Tensor = self.words(ids)
         words += self.types.weight[0]
@@ -187,7 +181,7 @@ class Embeddings(nn.Module):
 
 
 class Layer(nn.Module):
-    """One encoder layer, this rank's attention heads and part of the intermediate.
+    """Encoder layer, with this rank's attention heads and part of the intermediate.
 
     [tokens, hidden] → the same. Collective: yes, every member of ``tp``.
     """
@@ -206,14 +200,14 @@ class Layer(nn.Module):
         self.down_norm = nn.LayerNorm(size, eps, device="meta")
 
     def prepare(self) -> None:
-        """Merge and lay out what `forward` computes with, once the parameters are there."""
+        """Merge and prepack the loaded weights."""
         self.attending = MergedColumnParallelLinear((self.query, self.key, self.value))
         del self.query, self.key, self.value
         for linear in (self.attending, self.attended, self.up, self.down):
             linear.prepack()
 
     def forward(self, x: torch.Tensor, spans: Sequence[AttentionSpan]) -> torch.Tensor:
-        """``spans``: the parts of the batch within which tokens attend to each other."""
+        """Compute the layer; tokens attend to each other within each of ``spans``."""
         parts = self.attending(x).chunk(3, dim=1)
         heads = [self._attend(span, *(part[span.tokens] for part in parts)) for span in spans]
         attended = heads[0] if len(heads) == 1 else torch.cat(heads)
@@ -224,8 +218,8 @@ class Layer(nn.Module):
     def _attend(self, span: AttentionSpan, *parts: torch.Tensor) -> torch.Tensor:
         """Query, key and value, each [tokens, heads * head_size] → the same shape."""
         query, key, value = (self._rows(span, part) for part in parts)
-        found = functional.scaled_dot_product_attention(query, key, value, attn_mask=span.mask)
-        packed = found.transpose(1, 2).flatten(2).flatten(0, 1)
+        attended = functional.scaled_dot_product_attention(query, key, value, attn_mask=span.mask)
+        packed = attended.transpose(1, 2).flatten(2).flatten(0, 1)
         return packed if span.places is None else packed[span.places]
 
     def _rows(self, span: AttentionSpan, part: torch.Tensor) -> torch.Tensor:
@@ -236,12 +230,12 @@ class Layer(nn.Module):
 
 
 class ModelStage(nn.Module):
-    """What one pipeline stage computes.
+    """Layers of one pipeline stage.
 
     Args:
-        config: the encoder's sizes.
-        layers: the layers of this stage, numbered as in the whole encoder.
-        tp: the group that every layer is cut over.
+        config: sizes of the encoder.
+        layers: layers of this stage, numbered as in the whole encoder.
+        tp: group over which every layer is sharded.
     """
 
     def __init__(self, config: BertConfig, layers: range, tp: GroupCoordinator) -> None:
@@ -250,21 +244,20 @@ class ModelStage(nn.Module):
         self.layers = nn.ModuleDict({str(index): Layer(config, tp) for index in layers})
 
     def prepare(self) -> None:
-        """Make ready to compute, once the parameters are there."""
+        """Merge and prepack the loaded weights of all layers."""
         for module in self.modules():
             if isinstance(module, Layer):
                 module.prepare()
 
     def forward(self, x: torch.Tensor, batch: TokenArrangement) -> torch.Tensor:
-        """Run this stage's part on a batch.
+        """Compute this stage's layers for a batch.
 
         Args:
-            x: token ids int64 [tokens] on the first stage; otherwise what the stage before
-                returned.
-            batch: how its tokens stand.
+            x: token ids int64 [tokens] on the first stage, otherwise the previous stage's result.
+            batch: arrangement of the tokens.
 
         Returns:
-            [tokens, hidden], the same on every rank of the stage.
+            [tokens, hidden], equal on every rank of the stage.
 
         Collective: yes, every member of the tensor-parallel group.
         """
@@ -276,11 +269,10 @@ class ModelStage(nn.Module):
 
 
 def _embedding(rows: int, size: int) -> nn.Embedding:
-    # nn.Embedding(device="meta") would draw random numbers, for which torch imports its compiler:
-    # a second of every worker's start.
+    # nn.Embedding(device="meta") draws random numbers, for which torch imports its compiler: 1 s.
     weight = torch.empty(rows, size, device="meta")
-    made: nn.Embedding = nn.Embedding.from_pretrained(weight)  # type: ignore[no-untyped-call]
-    return made
+    module: nn.Embedding = nn.Embedding.from_pretrained(weight)  # type: ignore[no-untyped-call]
+    return module
 
 
 def load_stage(
@@ -291,12 +283,10 @@ def load_stage(
     report: Callable[[int, int, str], None],
     dtype: torch.dtype,
 ) -> ModelStage:
-    """Make a stage and read this rank's part of its parameters, as ``dtype``.
+    """Make a stage, and read this rank's part of its parameters as ``dtype``.
 
     Raises:
-        CheckpointError: the weights are not those that the folder's config.json describes.
-
-    Collective: no.
+        CheckpointError: the weights differ from the folder's config.json.
     """
     stage = ModelStage(folder.bert, layers, tp)
     whole = whole_parameters(stage)
@@ -313,12 +303,12 @@ def load_stage(
 
 
 def pool(hidden: torch.Tensor, lengths: torch.Tensor, how: str) -> torch.Tensor:
-    """One vector for each input: [tokens, hidden] → [inputs, hidden].
+    """Return one vector per input: [tokens, hidden] → [inputs, hidden].
 
     Args:
-        hidden: the encoder's output.
+        hidden: output of the encoder.
         lengths: tokens of each input, int64 [inputs].
-        how: ``"mean"`` or ``"max"`` over the tokens, or ``"cls"``, the first token's.
+        how: ``"mean"`` or ``"max"`` over the tokens, or ``"cls"``: the first token.
     """
     if how == "cls":
         return hidden[lengths.cumsum(0) - lengths]
@@ -344,16 +334,7 @@ _FUNCTIONS: dict[str, Activation] = {
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Where one worker stands, and what it holds.
-
-    Attributes:
-        rank: in the world.
-        pid: its process id.
-        tp_rank: which part of every layer it has.
-        pp_rank: which stage of the pipeline it is.
-        layers: first layer of its stage, and one past the last.
-        parameter_bytes: what its parameters occupy.
-    """
+    """Placement of one worker; ``layers``: its first layer, and one past the last."""
 
     rank: int
     pid: int
@@ -366,19 +347,19 @@ class Placed:
 class MiniLMWorker:
     """Embeds lists of tokens with a BERT-type sentence-transformers model.
 
+    Every method must be called on every rank, in the same order.
+
     Args:
-        context: who this worker is; from the pool.
-        model: the model's folder.
+        context: from the pool.
+        model: folder of the model.
         batch_tokens: tokens computed at once.
-        threads: CPU threads of this process for tensor work; ``None`` leaves torch's choice,
-            which takes every core for every worker.
+        threads: CPU threads of this process; ``None``: torch's default, every core for every
+            worker.
         dtype: of weights and activations: ``"float32"`` or ``"float16"``.
 
     Raises:
-        FileNotFoundError, ModelFolderError, CheckpointError: the model cannot be run.
+        FileNotFoundError, ModelFolderError, CheckpointError: the model is missing or unsupported.
         ValueError: the pool's tp or pp does not fit the model, or an argument is not positive.
-
-    Every method must be called on every rank, in the same order.
     """
 
     def __init__(
@@ -410,16 +391,19 @@ class MiniLMWorker:
         )
 
     def restore(self, context: WorkerContext) -> None:
-        """Go on in new groups, with the weights as they are. Collective: no."""
+        """Continue in new groups with the same weights."""
         self._groups = context.groups
         regroup(self._stage, context.groups.tp)
 
     @torch.inference_mode()
     def embed(self, tokens: Sequence[np.ndarray]) -> np.ndarray | None:
-        """The embeddings of some lists of token ids, integers [length] each, special ones included.
+        """Return the embeddings of lists of token ids, with special tokens.
+
+        Args:
+            tokens: integers [length] for each input.
 
         Returns:
-            float32 [len(tokens), hidden] on the first rank of the last stage; otherwise ``None``.
+            float32 [len(tokens), hidden] on the first rank of the last stage, otherwise ``None``.
 
         Raises:
             ValueError: a list is empty, too long, or has an id outside the vocabulary; on every
@@ -440,7 +424,7 @@ class MiniLMWorker:
         return vectors if is_output else None
 
     def placed(self) -> Placed:
-        """Where this worker stands. Collective: no."""
+        """Return the placement of this worker."""
         parameters = self._stage.parameters()
         return Placed(
             rank=self._groups.world.rank,
@@ -456,7 +440,6 @@ class MiniLMWorker:
         return functional.normalize(vectors, dim=1) if self._folder.normalize else vectors
 
     def _input(self, batch: PackedBatch, tokens: Sequence[np.ndarray]) -> torch.Tensor:
-        """What this stage computes on: the batch's tokens, or what the stage before has sent."""
         if not self._groups.pp.is_first_rank:
             return recv_activations(self._groups)
         ids = np.concatenate([tokens[row] for row in batch.rows], dtype=np.int64)

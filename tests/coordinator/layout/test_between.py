@@ -145,9 +145,9 @@ def refused(world: GroupCoordinator) -> None:
     x = torch.ones(2)
     meshes = {"source_mesh": FOUR, "target_mesh": FRONT}
     for given, options, message in (
-        (x, {"shape": (4,), **meshes}, "this rank gives"),
-        (None, {"shape": (8,), **meshes}, "this rank gives"),
-        (x, {"shape": (8,), "dtype": torch.int8, **meshes}, "this rank gives"),
+        (x, {"shape": (4,), **meshes}, "this rank passes"),
+        (None, {"shape": (8,), **meshes}, "this rank passes"),
+        (x, {"shape": (8,), "dtype": torch.int8, **meshes}, "this rank passes"),
         (None, {"shape": (8,), "source_mesh": BACK, "target_mesh": FOUR}, "dtype="),
         (x, {"shape": (8,), "source_mesh": SubMesh((0, 9)), "target_mesh": FOUR}, "rank 9"),
     ):

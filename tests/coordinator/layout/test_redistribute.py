@@ -112,7 +112,7 @@ def refused(mesh: Mesh, device_mesh: dt.DeviceMesh) -> None:
     axis = mesh.axes[-1]
     x = torch.ones(2, 2)
     for arguments, options, message in (
-        ((x, S0, R, axis), {}, "shape is needed"),
+        ((x, S0, R, axis), {}, "shape= is required"),
         ((x, S0, R, axis), {"shape": (99, 2)}, "this rank has"),
         ((x, Shard(5), R, axis), {"shape": (4, 2)}, "dimension"),
         ((x, Layout((R, R, R, R)), R, axis), {}, "axes"),

@@ -180,7 +180,7 @@ def what_is_no_file(mesh: Mesh, folder: Path) -> None:
     kinds = {"model.safetensors": "folder", "link": "fifo"}
     for name in found:
         file = there if name == "model.safetensors" else there / name
-        match = f"{name}: a {kinds.get(name, name)} is there"
+        match = f"{name}: is a {kinds.get(name, name)}, not a regular file"
         with pytest.raises(CheckpointError, match=match):
             save_sharded(file, {"x": torch.ones(2)}, {"x": Shard(0)}, axis, shapes={"x": (8,)})
     assert {file.name: file.lstat().st_ino for file in there.iterdir()} == found
@@ -222,7 +222,7 @@ def refused(mesh: Mesh, folder: Path) -> None:
         return
     axis = mesh.axes[0]
     x = {"x": torch.ones(2), "y": torch.ones(2)}
-    with pytest.raises(ValueError, match="shape is needed"):
+    with pytest.raises(ValueError, match="shape= is required"):
         save_sharded(folder / "f", x, {"x": Shard(0)}, axis)
     with pytest.raises(ValueError, match="this rank has"):
         save_sharded(folder / "f", x, {"x": Shard(0)}, axis, shapes={"x": (99,)})

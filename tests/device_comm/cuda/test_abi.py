@@ -102,7 +102,7 @@ def test_groups_that_cannot_be() -> None:
     layout = RegionLayout(2)
     with pytest.raises(ValueError, match="3 regions for 2 ranks"):
         abi.Group((1, 2, 3), 0, 0, layout, 0)
-    with pytest.raises(ValueError, match="rank 2 is none of 2"):
+    with pytest.raises(ValueError, match="rank 2 is not one of 2 ranks"):
         abi.Group((1, 2), 0, 2, layout, 0)
 
 

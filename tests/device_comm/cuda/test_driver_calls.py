@@ -207,7 +207,7 @@ def test_what_a_kernel_has_recorded_is_raised_by_the_next_call(comm: Communicato
     record = abi._RECORD
     fields = (ErrorCode.TIMEOUT, 1, 0, 0, 5)
     record.pack_into(backend._health._control, abi.CONTROL_RECORD, *fields)
-    with pytest.raises(CoordinatorError, match="waited for rank 1 to come to a collective"):
+    with pytest.raises(CoordinatorError, match="waited for rank 1 to begin a collective"):
         backend.start(Operation("all_reduce", torch.ones(4), torch.ones(4), timeout=60.0))
 
 

@@ -108,7 +108,7 @@ def test_a_rank_that_comes_late_is_named(emulation_library: str, store_path: str
     assert all("rank 1" in error for error in errors)
     first = next(error for error in errors if error.startswith("GroupTimeoutError"))
     assert re.search(r"timed out after 3 s, waiting for rank 1 \(pid \d+\), last seen in", first)
-    assert "waited for rank 1 to come to a collective" in first
+    assert "waited for rank 1 to begin a collective" in first
 
 
 def abort_others(rank: int, n: int, library: str, path: str, board: BoardHandle) -> str:

@@ -236,7 +236,7 @@ def test_an_error_in_a_nested_capture_is_known_at_the_end_of_the_outermost(
     emulation_library: str, store_path: str
 ) -> None:
     said = run_ranks(2, nested, str(emulation_library), store_path, NEW_BOARD, "error")
-    assert all("ended its capture by an error" in each for each in said), said
+    assert all("ended its capture with an error" in each for each in said), said
 
 
 def differ(rank: int, n: int, library: str, path: str, board: BoardHandle, how: str) -> str:
@@ -266,7 +266,7 @@ def differ(rank: int, n: int, library: str, path: str, board: BoardHandle, how: 
     [
         ("memory", "rank 1 issued .*, staged where", "rank 0 issued .* where .*, staged"),
         ("count", "rank 1 issued all_reduce of 4000 bytes", "issued nothing where"),
-        ("error", "rank 1 issued ended its capture by an error", "KeyError: 'of mine'"),
+        ("error", "rank 1 issued ended its capture with an error", "KeyError: 'of mine'"),
     ],
 )
 def test_different_captures_are_refused_at_their_end(

@@ -135,5 +135,5 @@ def test_each_row_has_a_block(rows: int, grid: int) -> None:
 
 def test_there_are_no_more_rows_than_go_in_packets() -> None:
     assert rows_in_half(32)
-    with pytest.raises(ValueError, match="4224 bytes do not go in packets; 4096 do"):
+    with pytest.raises(ValueError, match="packets carry at most 4096 bytes, not 4224"):
         rows_in_half(33)

@@ -69,7 +69,7 @@ def test_the_size_decides_how_an_all_reduce_is_done(size: int, kernel: str) -> N
 def test_an_all_reduce_in_packets_is_no_larger_than_their_area() -> None:
     plan = planner(limits=Limits(packets_up_to=64 * KIB))
     assert plan.algorithm(8 * KIB + 4) is Algorithm.ONE_SHOT
-    with pytest.raises(ValueError, match="8196 bytes do not go in packets; 8192 do"):
+    with pytest.raises(ValueError, match="packets carry at most 8192 bytes, not 8196"):
         plan.all_reduce(TO, FROM, 8196, torch.float32, SUM, algorithm=Algorithm.PACKETS)
 
 

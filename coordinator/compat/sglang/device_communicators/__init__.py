@@ -1,1 +1,1 @@
-"""`sglang.srt.distributed.device_communicators`: what of it is not one vendor's transport."""
+"""Provide `sglang.srt.distributed.device_communicators`, without transports of single vendors."""

@@ -1,4 +1,4 @@
-"""SGLang's message queue: vLLM's, which takes all of its calls."""
+"""Provide SGLang's message queue: vLLM's, which has all of its calls."""
 
 from coordinator.compat.vllm.device_communicators.shm_broadcast import Handle, MessageQueue
 

@@ -1,1 +1,1 @@
-"""`vllm.distributed.device_communicators`: what of it is not one vendor's transport."""
+"""Provide `vllm.distributed.device_communicators`, without the transports of single vendors."""

@@ -1,4 +1,4 @@
-"""vLLM's verbs over tensors: `DeviceCommunicatorBase`, and what its groups share with it."""
+"""Provide vLLM's verbs over tensors: `DeviceCommunicatorBase`, and its base `RowVerbs`."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from coordinator.torch_groups import backend_of
 
 @runtime_checkable
 class UsesCommunicationBuffers(Protocol):
-    """A module that prepares buffers once it is known in which group it communicates."""
+    """A module that prepares buffers for a group."""
 
     def prepare_communication_buffers(self, group: GroupAdapter) -> None:
-        """Allocate or register what communicating in ``group`` needs."""
+        """Allocate or register buffers for communication in ``group``."""
 
 
 class RowVerbs(GroupAdapter):
     """Collectives over tensors. Collective: yes, every member, all of them."""
 
     def all_gather(self, input_: Tensor, dim: int = -1) -> Tensor:
-        """Every ``input_``, concatenated; of one member, ``input_`` itself."""
+        """Return every ``input_``, concatenated; of one member, ``input_``."""
         if self.world_size == 1:
             return input_
         return self.group.all_gather(input_, dim)
@@ -41,7 +41,7 @@ class RowVerbs(GroupAdapter):
         return self.group.all_gatherv(input_, dim, sizes)
 
     def reduce_scatter(self, input_: Tensor, dim: int = -1) -> Tensor:
-        """This member's part of the sum; of one member, ``input_`` itself."""
+        """Return this member's part of the sum; of one member, ``input_``."""
         if self.world_size == 1:
             return input_
         return self.group.reduce_scatter(input_, dim)
@@ -59,7 +59,7 @@ class RowVerbs(GroupAdapter):
         dim: int = -1,
         sizes: Sequence[int] | None = None,
     ) -> Tensor:
-        """As `reduce_scatterv`, into ``output``, which is returned."""
+        """As `reduce_scatterv`, into ``output``; return ``output``."""
         return self.group.reduce_scatterv(input_, dim, sizes, out=output)
 
     # --- experts -------------------------------------------------------------------------
@@ -71,7 +71,7 @@ class RowVerbs(GroupAdapter):
         is_sequence_parallel: bool = False,
         extra_tensors: Sequence[Tensor] | None = None,
     ) -> Any:
-        """The rows of all members, before the experts are chosen."""
+        """Return the rows of all members, before the choice of experts."""
         return self._dispatch((hidden_states, router_logits), is_sequence_parallel, extra_tensors)
 
     def dispatch(
@@ -82,12 +82,12 @@ class RowVerbs(GroupAdapter):
         is_sequence_parallel: bool = False,
         extra_tensors: Sequence[Tensor] | None = None,
     ) -> Any:
-        """The rows of all members."""
+        """Return the rows of all members."""
         main = (hidden_states, topk_weights, topk_ids)
         return self._dispatch(main, is_sequence_parallel, extra_tensors)
 
     def combine(self, hidden_states: Tensor, is_sequence_parallel: bool = False) -> Tensor:
-        """The sum of all members' results, for this member's rows."""
+        """Return the sum of all members' results, for this member's rows."""
         return self.group.combine(hidden_states, is_sequence_parallel)
 
     def allocate_combine_input(
@@ -97,20 +97,17 @@ class RowVerbs(GroupAdapter):
         device: torch.device,
         is_sequence_parallel: bool = False,
     ) -> Tensor:
-        """Memory for what goes into `combine`, not initialised. Collective: no."""
+        """Return uninitialised memory for the input of `combine`. Collective: no."""
         return self.group.allocate_combine_input(shape, dtype, device, is_sequence_parallel)
 
     def combine_into_output(
         self, hidden_states: Tensor, output: Tensor, is_sequence_parallel: bool = False
     ) -> Tensor:
-        """As `combine`, into ``output``, which is returned."""
+        """As `combine`, into ``output``; return ``output``."""
         return self.group.combine(hidden_states, is_sequence_parallel, out=output)
 
     def prepare_communication_buffer_for_model(self, model: nn.Module) -> None:
-        """Call `prepare_communication_buffers` once on each module of a model that has it.
-
-        With models of the same structure.
-        """
+        """Call `prepare_communication_buffers` once on each module; models must be alike."""
         for module in model.modules():
             if isinstance(module, UsesCommunicationBuffers):
                 module.prepare_communication_buffers(self)
@@ -119,15 +116,18 @@ class RowVerbs(GroupAdapter):
         self, main: Sequence[Tensor], is_sequence_parallel: bool, extra: Sequence[Tensor] | None
     ) -> tuple[Any, ...]:
         rows = (*main, *(extra or ()))
-        found = self.group.dispatch(*rows, is_sequence_parallel=is_sequence_parallel)
-        return found if extra is None else (*found[: len(main)], list(found[len(main) :]))
+        dispatched = self.group.dispatch(*rows, is_sequence_parallel=is_sequence_parallel)
+        return (
+            dispatched
+            if extra is None
+            else (*dispatched[: len(main)], list(dispatched[len(main) :]))
+        )
 
 
 class DeviceCommunicatorBase(RowVerbs):
-    """The verbs over tensors alone, of a group or of a torch process group.
+    """The verbs over tensors of a group or of a torch process group.
 
-    Attributes:
-        all2all_manager: None: rows go to experts by `all_gatherv` and `reduce_scatterv`.
+    ``all2all_manager`` is None: `all_gatherv` and `reduce_scatterv` route rows to experts.
     """
 
     all2all_manager: None = None
@@ -142,21 +142,21 @@ class DeviceCommunicatorBase(RowVerbs):
         global_world_size: int | None = None,
         use_all2all: bool = False,
     ) -> None:
-        """Wrap torch process groups, which stay yours to destroy, after this.
+        """Wrap torch process groups; the caller destroys them later than this communicator.
 
         Args:
             cpu_group: the members.
-            device: where their tensors are; None: where those of ``device_group`` are.
+            device: the tensors' device; None: that of ``device_group``.
             device_group: the same members; None: ``cpu_group``.
             unique_name: for errors and status.
-            global_ranks: what torch knows of the process group's members.
-            global_world_size: not needed.
-            use_all2all: `dispatch` and `combine` work without.
+            global_ranks: no effect.
+            global_world_size: no effect.
+            use_all2all: no effect: `dispatch` and `combine` always work.
 
         Collective: yes, every member.
 
         Raises:
-            ValueError: the process group's tensors are not on such a device.
+            ValueError: the process group is for another kind of device.
         """
         del global_ranks, global_world_size, use_all2all
         process_group = device_group or cpu_group
@@ -169,8 +169,8 @@ class DeviceCommunicatorBase(RowVerbs):
             unique_name or "communicator",
             local_rank=None if device is None else device.index,
         )
-        self._show(group, lambda: [group.ranks])
+        self._bind(group, lambda: [group.ranks])
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
-        """Fill ``tensor`` with that of ``src``; returns it. Collective: yes, every member."""
+        """Fill ``tensor`` with that of ``src`` and return it. Collective: yes, every member."""
         return super().broadcast(tensor, src)

@@ -1,4 +1,4 @@
-"""vLLM's message queue, over `shm_broadcast.MessageQueue`: any size, deadlines, liveness."""
+"""Provide vLLM's message queue over `shm_broadcast.MessageQueue`: any size, deadlines, liveness."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from coordinator.secret import launcher_secret
 from shm_broadcast.queue.rendezvous import ObjectGroup
 
 SHM_PATH = "/dev/shm"
-"""Where POSIX shared memory has its files. Ours has none: it counts towards memory alone."""
+"""The folder of POSIX shared memory. Queues use none of it, only memory."""
 
 
 def check_shm_free_space(
@@ -25,15 +25,9 @@ def check_shm_free_space(
     *,
     allocation_name: str = "shared-memory allocation",
 ) -> None:
-    """Accept only what fits the file system of shared memory.
+    """Raise RuntimeError if ``required_bytes`` exceed the free space at ``shm_path``.
 
-    Args:
-        required_bytes: how large a file is to be.
-        shm_path: where; nothing is checked where there is no such folder.
-        allocation_name: what the error calls it.
-
-    Raises:
-        RuntimeError: there is too little room.
+    Does nothing if the folder does not exist. ``allocation_name`` is for the error.
     """
     if Path(shm_path).is_dir() and required_bytes > (free := shutil.disk_usage(shm_path).free):
         raise RuntimeError(
@@ -42,46 +36,46 @@ def check_shm_free_space(
 
 
 class Handle(native.QueueHandle, frozen=True):
-    """Names a queue to its readers, also in vLLM's words."""
+    """A queue's handle for its readers, with the attributes of vLLM's."""
 
     @classmethod
     def of(cls, handle: native.QueueHandle) -> Self:
-        """The same queue's."""
+        """Return the handle of the same queue."""
         return cls(*msgspec.structs.astuple(handle))
 
     @property
     def local_reader_ranks(self) -> list[int]:
-        """The readers on the writer's host, as they join."""
+        """Return the ranks by which readers on the writer's host join."""
         return [0] if self.sole_reader and self.reader_ranks else list(self.reader_ranks)
 
     @property
     def buffer_handle(self) -> native.SegmentHandle | None:
-        """The ring that they read; None without such."""
+        """Return the ring of local readers; None without local readers."""
         return self.ring
 
     @property
     def tensor_arena_handle(self) -> None:
-        """None: large tensors lie in the memory that their message names."""
+        """Return None: a message names the memory of its large tensors."""
         return None
 
     @property
     def local_subscribe_addr(self) -> None:
-        """None: large messages go through the ring as well."""
+        """Return None: large messages go through the ring as well."""
         return None
 
     @property
     def local_notify_addr(self) -> None:
-        """None: readers are woken through shared memory."""
+        """Return None: shared memory wakes readers."""
         return None
 
     @property
     def remote_subscribe_addr(self) -> str | None:
-        """Where readers on other hosts connect; None without such."""
+        """Return the address for readers on other hosts; None without such readers."""
         return None if self.remote is None else self.remote.address
 
     @property
     def remote_addr_ipv6(self) -> bool:
-        """Whether that is an IPv6 address."""
+        """Return whether that is an IPv6 address."""
         return "[" in (self.remote_subscribe_addr or "")
 
 
@@ -89,11 +83,11 @@ class MessageQueue:
     """One member's end of a queue from one writer to many readers.
 
     Attributes:
-        queue: ours.
-        handle: what readers join with.
-        n_local_reader: how many readers are on the writer's host.
-        n_remote_reader: how many are not.
-        max_chunk_bytes: what `acquire_write` yields.
+        queue: the wrapped queue.
+        handle: for the readers.
+        n_local_reader: the number of readers on the writer's host.
+        n_remote_reader: the number of readers on other hosts.
+        max_chunk_bytes: the size of the buffer of `acquire_write`.
         shutting_down: whether `shutdown` was called.
     """
 
@@ -107,18 +101,18 @@ class MessageQueue:
         connect_ip: str | None = None,
         enable_shm_tensor_arena: bool = False,
     ) -> None:
-        """A new queue; this process writes. Collective: no.
+        """Create a queue; this process writes.
 
         Args:
-            n_reader: how many readers there are.
-            n_local_reader: how many of them run on this host.
-            local_reader_ranks: what the caller calls them; 0, 1, ... if not given.
-            max_chunk_bytes: with ``max_chunks``, asks for a ring of their product, of which at
-                most 4 MiB are taken. It limits no message's size.
+            n_reader: the number of readers.
+            n_local_reader: the number of readers on this host.
+            local_reader_ranks: the caller's ranks of the local readers; None: 0, 1, ...
+            max_chunk_bytes: with ``max_chunks``, requests a ring of their product, at most 4 MiB.
+                It does not limit a message's size.
             max_chunks: see ``max_chunk_bytes``.
             connect_ip: the address of this host for readers on others. These also need the
                 launcher's secret, from the file that the environment names.
-            enable_shm_tensor_arena: let readers use large tensors where they lie, if all are on
+            enable_shm_tensor_arena: let readers use large tensors without a copy, if all are on
                 this host; they must not write to them.
 
         Raises:
@@ -135,20 +129,20 @@ class MessageQueue:
             secret=launcher_secret() if n_reader > n_local_reader else None,
             zero_copy=enable_shm_tensor_arena and n_reader == n_local_reader,
         )
-        self._show(queue, max_chunk_bytes)
+        self._bind(queue, max_chunk_bytes)
 
     def _own_rank(self) -> int:
-        """What messages call this process."""
+        """Return the rank that names this process in messages."""
         return native.DRIVER_RANK
 
     @classmethod
     def wrap(cls, queue: native.MessageQueue, max_chunk_bytes: int = 4 << 20) -> Self:
-        """One of ours, in vLLM's words."""
-        face = cls.__new__(cls)
-        face._show(queue, max_chunk_bytes)
-        return face
+        """Return an adapter of ``queue``."""
+        adapter = cls.__new__(cls)
+        adapter._bind(queue, max_chunk_bytes)
+        return adapter
 
-    def _show(self, queue: native.MessageQueue, max_chunk_bytes: int) -> None:
+    def _bind(self, queue: native.MessageQueue, max_chunk_bytes: int) -> None:
         self.queue = queue
         self.handle = Handle.of(queue.export_handle())
         self.n_local_reader = len(self.handle.reader_ranks)
@@ -158,12 +152,9 @@ class MessageQueue:
 
     @classmethod
     def create_from_handle(cls, handle: native.QueueHandle, rank: int) -> Self:
-        """Join as reader ``rank``. Collective: no.
+        """Join as reader ``rank``; a sole reader on another host may use any rank.
 
-        The only reader, if it is on another host, may call itself by any rank.
-
-        Raises:
-            ValueError: ``rank`` is no reader of the queue.
+        Raises ValueError if ``rank`` is not a reader of the queue.
         """
         if handle.remote is not None and len(handle.remote.readers) == 1 > len(handle.reader_ranks):
             (rank,) = handle.remote.readers
@@ -181,10 +172,7 @@ class MessageQueue:
         external_writer_handle: native.QueueHandle | None = None,
         blocking: bool = True,
     ) -> Self:
-        """A queue from one rank of a group to all others, or from outside to all of them.
-
-        Collective: yes, every rank of ``pg``.
-        """
+        """Create a queue from one rank, or from outside, to all. Collective: yes."""
         queue = native.MessageQueue.create_from_process_group(
             pg,
             max_chunk_bytes,
@@ -205,17 +193,14 @@ class MessageQueue:
         reader_rank: int = 0,
         blocking: bool = False,
     ) -> tuple[Self, list[Handle]]:
-        """A queue from every rank of a group to one of them; there, the handles of all.
-
-        Collective: yes, every rank of ``pg``.
-        """
+        """Create a queue from every rank to one, which gets all handles. Collective: yes."""
         queue, handles = native.MessageQueue.create_from_process_group_single_reader(
             pg, max_chunk_bytes, max_chunks, reader_rank, blocking, secret=launcher_secret()
         )
         return cls.wrap(queue, max_chunk_bytes), [Handle.of(handle) for handle in handles]
 
     def export_handle(self) -> Handle:
-        """What readers join with."""
+        """Return the handle for readers."""
         return self.handle
 
     def wait_until_ready(self) -> None:
@@ -225,29 +210,23 @@ class MessageQueue:
     def enqueue(self, obj: Any, timeout: float | None = None) -> None:
         """Send a picklable object to every reader.
 
-        Raises:
-            TimeoutError: no room in time; names the readers that are behind.
+        Raises TimeoutError if the ring stays full; it names the readers that are behind.
         """
         self.queue.enqueue(obj, timeout)
 
     def dequeue(self, timeout: float | None = None, indefinite: bool = False) -> Any:
-        """The next object.
+        """Return the next object; without ``timeout`` (seconds) wait for ever.
 
-        Args:
-            timeout: seconds; None waits for ever.
-            indefinite: no effect: nothing is logged meanwhile.
-
-        Raises:
-            TimeoutError: no message in time.
+        ``indefinite`` has no effect: waiting logs nothing. Raises TimeoutError.
         """
         del indefinite
         return self.queue.dequeue(timeout)
 
     @contextmanager
     def acquire_write(self, timeout: float | None = None) -> Iterator[memoryview]:
-        """A buffer of ``max_chunk_bytes``, zeros at first, which is sent when the block ends.
+        """Yield a zeroed buffer of ``max_chunk_bytes``; send it when the block ends.
 
-        Readers take it by `acquire_read`, whole. Nothing is sent if the block raises.
+        Readers get it whole by `acquire_read`. Nothing is sent if the block raises.
         """
         with memoryview(bytearray(self.max_chunk_bytes)) as buffer:
             yield buffer
@@ -257,7 +236,7 @@ class MessageQueue:
     def acquire_read(
         self, timeout: float | None = None, indefinite: bool = False
     ) -> Iterator[memoryview]:
-        """The next message's bytes, not decoded; valid inside the block only."""
+        """Yield the next message's bytes, not decoded; valid inside the block only."""
         del indefinite
         with self.queue.acquire_read(timeout) as view:
             yield view
@@ -267,6 +246,6 @@ class MessageQueue:
         return self.queue.broadcast_object(obj)
 
     def shutdown(self) -> None:
-        """Close this end; a thread of this process that waits here gets an error."""
+        """Close this end; a thread of this process that waits in it gets an error."""
         self.shutting_down = True
         self.queue.shutdown()
