@@ -27,7 +27,6 @@ from shm_broadcast import (
     GroupTimeoutError,
     MemberStatus,
 )
-from shm_broadcast.inspection.diagnosis import Diagnosis
 from shm_broadcast.state.flight_recorder import VerbTotal
 
 from ..calls.dispatcher import Dispatcher
@@ -47,6 +46,7 @@ from ..errors import (
     located,
     with_notes,
 )
+from ..inspection.diagnosis import Diagnosis
 from ..launchers.local import end
 from .limits import translated_limit_errors
 from .links import SharedResources

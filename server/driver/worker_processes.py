@@ -13,8 +13,13 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from shm_broadcast import Deadline, Failure, GroupTimeoutError, QueueHandle
-from shm_broadcast.inspection.diagnosis import Diagnosis, WaitNode, own_diagnoses, wait_graph
-from shm_broadcast.inspection.snapshot import (
+
+from ..control.attentive_clock import PauseAwareClock
+from ..control.channel import RendezvousServer
+from ..control.protocol import Failed, FromWorker, Ready, WorkProgress, rebuild
+from ..errors import WorkerStartError
+from ..inspection.diagnosis import Diagnosis, WaitNode, own_diagnoses, wait_graph
+from ..inspection.snapshot import (
     HostSnapshot,
     Scan,
     merge_hosts,
@@ -22,11 +27,6 @@ from shm_broadcast.inspection.snapshot import (
     programs,
     scan,
 )
-
-from ..control.attentive_clock import PauseAwareClock
-from ..control.channel import RendezvousServer
-from ..control.protocol import Failed, FromWorker, Ready, WorkProgress, rebuild
-from ..errors import WorkerStartError
 from ..launchers.local import LocalWorker, WorkerHandle, end, launch, worker_stacks
 from .supervisor import REASON_SECONDS, Supervisor, WorkerEvents
 

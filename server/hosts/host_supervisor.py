@@ -24,7 +24,6 @@ from msgspec import structs
 from coordinator.daemon_threads import run_in_thread
 from coordinator.remote_boards import decode_heartbeat, encode_heartbeat
 from shm_broadcast import Board, Deadline, GroupTimeoutError, SharedMemoryError, TransportError
-from shm_broadcast.inspection.diagnosis import own_programs
 from shm_broadcast.state.stacks import STACK_SIGNAL
 
 from ..control.channel import ChannelClosedError, RendezvousServer
@@ -34,6 +33,7 @@ from ..driver.binding import Bound, bound_here, worker_threads
 from ..driver.limits import translated_limit_errors
 from ..driver.supervisor import Supervisor, WorkerEvents
 from ..errors import HostError, WorkerStartError
+from ..inspection.diagnosis import own_programs
 from ..launchers.local import LocalWorker, end, launch, worker_stacks
 from .discovery import address_of_head, address_on_route, discover_port
 from .link import (

@@ -35,7 +35,6 @@ from coordinator.launcher import own_address, who_listens
 from shm_broadcast import __version__
 from shm_broadcast.codec import UNDECODABLE
 from shm_broadcast.eventcount import WakeFd
-from shm_broadcast.inspection.snapshot import BoardSnapshot
 from shm_broadcast.net.endpoint import Connection, RemoteEnd, bind_socket
 from shm_broadcast.net.keys import (
     HANDSHAKE_NONCE_BYTES,
@@ -52,6 +51,7 @@ from ..control.protocol import (
     Resume,
     Start,
 )
+from ..inspection.snapshot import BoardSnapshot
 
 if TYPE_CHECKING:
     from .place import Hosts

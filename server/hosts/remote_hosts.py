@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 from coordinator.remote_boards import RemoteBoards, encode_heartbeat
 from shm_broadcast import NEVER, Board, Deadline
 from shm_broadcast.eventcount import WakeFd
-from shm_broadcast.inspection.snapshot import BoardSnapshot, HostSnapshot
 from shm_broadcast.state.stacks import StackFile
 
 from ..control.channel import ChannelClosedError
 from ..control.protocol import FromWorker, Resume, Start
 from ..errors import HostError
+from ..inspection.snapshot import BoardSnapshot, HostSnapshot
 from .discovery import address_of_head, publish_port
 from .link import (
     BeginGeneration,

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from shm_broadcast import MemberStatus
-from shm_broadcast.inspection.snapshot import condition_of
+
+from ..inspection.snapshot import condition_of
 
 if TYPE_CHECKING:
     from coordinator.rank_grid import RankGrid

@@ -597,7 +597,7 @@ MUTANTS = (
         "shm_broadcast/state/board.py",
         "elif self._published is not None:",
         "elif self._closed and self._published is not None:",
-        (f"{_HERE}/test_onlooker.py::test_a_wait_is_said_while_it_lasts",),
+        ("tests/server/test_snapshot.py::test_a_wait_is_said_while_it_lasts",),
     ),
     Mutant(
         "O1 a wait is taken back, however it ends",
@@ -605,8 +605,8 @@ MUTANTS = (
         "            if entry and self._published is not None:",
         "            if entry and self._closed and self._published is not None:",
         (
-            f"{_HERE}/test_onlooker.py::test_a_wait_that_fails_is_taken_back",
-            f"{_HERE}/test_onlooker.py::test_a_wait_is_said_while_it_lasts",
+            "tests/server/test_snapshot.py::test_a_wait_that_fails_is_taken_back",
+            "tests/server/test_snapshot.py::test_a_wait_is_said_while_it_lasts",
         ),
     ),
     Mutant(
@@ -621,42 +621,46 @@ MUTANTS = (
         "shm_broadcast/state/stacks.py",
         "if catches(os.getpid(), STACK_SIGNAL) and not _written_to:",
         "if os.getpid() < 0:",
-        (f"{_HERE}/test_onlooker.py::test_a_program_keeps_the_signal_that_it_uses_itself",),
+        ("tests/server/test_snapshot.py::test_a_program_keeps_the_signal_that_it_uses_itself",),
     ),
     Mutant(
         "O2 a signal is sent only to who catches it",
-        "shm_broadcast/inspection/diagnosis.py",
+        "server/inspection/diagnosis.py",
         "if catches(pid, STACK_SIGNAL):",
         "if pid:",
-        (f"{_HERE}/test_onlooker.py::test_who_does_not_catch_the_signal_does_not_get_it",),
+        ("tests/server/test_snapshot.py::test_who_does_not_catch_the_signal_does_not_get_it",),
     ),
     Mutant(
         "O2 a busy process survives that its stack is read",
         "shm_broadcast/state/stacks.py",
         "file=descriptor, all_threads=False",
         "file=descriptor, all_threads=True",
-        (f"{_HERE}/test_onlooker.py::test_a_busy_process_may_be_asked_again_and_again",),
+        ("tests/server/test_snapshot.py::test_a_busy_process_may_be_asked_again_and_again",),
     ),
     Mutant(
         "O3 who waits for nobody is to blame",
-        "shm_broadcast/inspection/diagnosis.py",
+        "server/inspection/diagnosis.py",
         "if each.waited_by and not each.waits_for",
         "if each.waited_by",
-        (f"{_HERE}/test_blame.py::test_a_chain_leads_to_its_end",),
+        ("tests/server/test_diagnosis.py::test_a_chain_leads_to_its_end",),
     ),
     Mutant(
         "O3 who waits for a process that cannot go on is not to blame",
-        "shm_broadcast/inspection/diagnosis.py",
+        "server/inspection/diagnosis.py",
         "and not nodes[name].problem",
         "and name",
-        (f"{_HERE}/test_blame.py::test_who_reads_from_a_peer_that_cannot_go_on_is_not_to_blame",),
+        (
+            "tests/server/test_diagnosis.py::test_who_reads_from_a_peer_that_cannot_go_on_is_not_to_blame",
+        ),
     ),
     Mutant(
         "O3 workers are called by their pools",
-        "shm_broadcast/inspection/diagnosis.py",
+        "server/inspection/diagnosis.py",
         "named = board.is_pool and pools.count(board.name) == 1",
         "named = False",
-        (f"{_HERE}/test_blame.py::test_workers_of_several_pools_are_called_by_their_pools",),
+        (
+            "tests/server/test_diagnosis.py::test_workers_of_several_pools_are_called_by_their_pools",
+        ),
     ),
     Mutant(
         "O3 what other hosts see is asked for",
@@ -671,23 +675,23 @@ MUTANTS = (
         "(ran is None or ran - self._ran > _WRITING_NS)",
         "True",
         (
-            "tests/shm_broadcast/test_onlooker.py"
+            "tests/server/test_snapshot.py"
             "::test_a_stack_is_whole_when_its_process_has_run_and_written_no_more",
         ),
     ),
     Mutant(
         "O3 a process on another host is no other one of the same pid",
-        "shm_broadcast/inspection/diagnosis.py",
+        "server/inspection/diagnosis.py",
         "process = member.status.host, member.status.pid",
         'process = "", member.status.pid',
         (f"{_OTHER_HOSTS}_may_have_the_pid_of_one_here",),
     ),
     Mutant(
         "O4 what is not finished is left out",
-        "shm_broadcast/inspection/snapshot.py",
+        "server/inspection/snapshot.py",
         "whole = n_members > 0 and size <= len(copy.memory)",
         "whole = n_members > 0",
-        (f"{_HERE}/test_onlooker.py::test_a_board_that_is_not_finished_is_left_out",),
+        ("tests/server/test_snapshot.py::test_a_board_that_is_not_finished_is_left_out",),
     ),
     Mutant(
         "O5 what a member did is kept until it is overwritten, and not longer",
@@ -767,7 +771,7 @@ MUTANTS = (
     Mutant(
         "E1 who waits for a member that begins anew is told",
         "coordinator/rendezvous.py",
-        "self._mark(before, Failure(me, PeerLostError.__name__, why, me))",
+        "self._mark(before, Failure(own_rank, PeerLostError.__name__, why, own_rank))",
         "pass",
         (f"{_EXCHANGE}::test_who_waits_for_a_killed_one_is_told_once_it_has_begun_anew",),
     ),

@@ -23,7 +23,7 @@ import pytest
 
 from benchmarks.vllm_models import random_qwen2, smollm2
 from benchmarks.vllm_served import LAYOUTS, Served, environment
-from shm_broadcast.inspection.snapshot import of_process, programs, scan
+from server.inspection.snapshot import of_process, programs, scan
 from tests.patience import NAMED_WITHIN, STALL_SECONDS, until
 from tests.plugins.vllm_offline import CASES, PROMPTS
 

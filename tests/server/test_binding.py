@@ -20,10 +20,10 @@ from server.driver.binding import (
     written,
 )
 from server.errors import WorkerLostError, WorkerStartError
+from server.inspection.snapshot import of_process, programs, scan
 from server.pool import WorkerPool
 from server.replicas import Replicas
 from shm_broadcast.cpu import Core, listed
-from shm_broadcast.inspection.snapshot import of_process, programs, scan
 from tests.netns import two_hosts
 from tests.patience import PATIENCE_SECONDS
 from tests.ranks import run_ranks

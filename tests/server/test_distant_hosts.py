@@ -29,9 +29,9 @@ from server.hosts.link import (
 )
 from server.hosts.place import Hosts
 from server.hosts.remote_hosts import RemoteHosts
+from server.inspection.snapshot import BoardSnapshot
 from server.pool import WorkerPool
 from shm_broadcast import NEVER, Deadline
-from shm_broadcast.inspection.snapshot import BoardSnapshot
 from shm_broadcast.state.stacks import StackFile
 from tests.patience import PATIENCE_SECONDS
 from tests.server.workers import Worker

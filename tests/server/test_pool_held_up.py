@@ -16,10 +16,10 @@ from server.config import PoolConfig
 from server.driver.worker_processes import blocked_by
 from server.errors import CallTimeoutError, WorkerLostError, WorkerStartError
 from server.hosts.remote_hosts import RemoteWorker
+from server.inspection.diagnosis import own_diagnoses
 from server.launchers.local import LocalWorker
 from server.pool import WorkerPool
 from shm_broadcast import MessageQueue
-from shm_broadcast.inspection.diagnosis import own_diagnoses
 from tests.patience import PATIENCE_SECONDS, until
 from tests.server.workers import Gate, Restored, Worker
 

@@ -26,9 +26,9 @@ from server.errors import (
     WorkerLostError,
     WorkerStartError,
 )
+from server.inspection.snapshot import of_process, programs, scan
 from server.pool import WorkerPool
 from server.replicas import Replicas
-from shm_broadcast.inspection.snapshot import of_process, programs, scan
 from tests.patience import PATIENCE_SECONDS, STALL_SECONDS, until
 from tests.server.workers import Gate, OneIsLate, Unlucky, Worker, pids_of
 

@@ -15,11 +15,11 @@ import pytest
 from server.cli import main
 from server.commands.looking import program_text
 from server.config import PoolConfig
+from server.inspection.snapshot import BoardSnapshot, MemberSnapshot, Program
 from server.launchers import boot
 from server.pool import WorkerPool
 from shm_broadcast import DRIVER_RANK, Board, MessageQueue
 from shm_broadcast.errors import Failure, MemberStatus
-from shm_broadcast.inspection.snapshot import BoardSnapshot, MemberSnapshot, Program
 from shm_broadcast.state import stacks
 from shm_broadcast.state.status import Wait
 from tests.commands import run_code, run_to_end, waiting

@@ -1,4 +1,4 @@
-"""`trace`: what it writes of pools and groups, dead ranks included, and what torch makes of it."""
+"""`trace`: what it writes of pools and groups, dead ranks included."""
 
 from __future__ import annotations
 
@@ -7,26 +7,22 @@ import os
 import signal
 from dataclasses import replace
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from server import WorkerLostError
 from server.cli import main
+from server.inspection.snapshot import MemberSnapshot
+from server.inspection.trace import MemberHistory, chrome_trace
 from server.pool import WorkerPool
 from shm_broadcast import Board
 from shm_broadcast.errors import DRIVER_RANK, MemberStatus
-from shm_broadcast.inspection import trace
-from shm_broadcast.inspection.snapshot import MemberSnapshot
-from shm_broadcast.inspection.trace import MemberHistory, chrome_trace, flight_dumps
 from shm_broadcast.state.flight_recorder import OperationRecord
-from shm_broadcast.state.status import Membership
 from tests.commands import run_code, run_to_end, waiting
 from tests.pages.blocks import block_of
 from tests.patience import PATIENCE_SECONDS, until
-from tests.programs import Program, run_module
-from tests.server.scenes import ENTRY, playing, shown, told
+from tests.server.scenes import ENTRY, shown
 from tests.server.workers import Worker
 
 if TYPE_CHECKING:
@@ -134,64 +130,6 @@ def test_a_worker_that_was_killed_in_an_all_reduce(tmp_path: Path) -> None:
         assert documented["args"].items() >= same.items()
 
 
-def analysed(pid: int, folder: Path) -> str:
-    """What torch's analyser says about a program."""
-    shown("trace", pid, "--flight-recorder", folder)
-    program = Program(run_module, "torch.distributed.flight_recorder.fr_trace", ".", str(folder))
-    stdout, stderr = program.communicate()
-    assert program.returncode == 0, stderr
-    return stdout + stderr
-
-
-def test_torch_names_the_rank_that_stays_away(tmp_path: Path) -> None:
-    with playing("sleeping", 3, tmp_path) as pids:
-        told(pids[0], f"Rank 1 (pid {pids[1]}) holds up others", "Rank 0", "Rank 2")
-        said = analysed(pids[0], tmp_path / "dumps")
-    assert sorted(each.name for each in (tmp_path / "dumps").iterdir()) == [
-        "rank_0",
-        "rank_1",
-        "rank_2",
-    ]
-    _, _, documented = block_of("docs/debugging.md", "fr_trace").partition("fr_trace dumps\n")
-    assert "missing ranks: {1}" in documented
-    assert [line for line in documented.splitlines() if line not in said] == []
-
-
-def test_torch_names_the_rank_in_another_collective(tmp_path: Path) -> None:
-    with playing("divergent", 2, tmp_path) as pids:
-        told(pids[0], "DivergenceError", "all_reduce SUM float32[4]", "all_gather float32[4]")
-        said = analysed(pids[0], tmp_path / "dumps")
-    assert "Culprit rank 1; Error type: COLLECTIVE_TYPE_MISMATCH" in said
-    assert "'all_reduce' does not match found collective type: 'all_gather'" in said
-
-
-def test_torch_names_both_of_two_receives_that_cross(tmp_path: Path) -> None:
-    with playing("crossed", 2, tmp_path) as pids:
-        told(pids[0], "wait for each other", "All of them receive, and none has sent.")
-        said = analysed(pids[0], tmp_path / "dumps")
-    assert "collective: gloo:recv 0<-1" in said
-    assert "collective: gloo:recv 1<-0" in said
-    assert "missing ranks: {0}" in said
-    assert "missing ranks: {1}" in said
-
-
-def test_torch_finds_nothing_wrong_where_nothing_is(tmp_path: Path) -> None:
-    """Although each rank has forgotten other operations."""
-    with playing("busy", 2, tmp_path) as pids:
-
-        def done() -> bool:
-            operations, _ = traced(pids[0], tmp_path / "trace.json")
-            last = {each["pid"]: each for each in operations}
-            return [last[pid]["args"].get("number") for pid in pids] == [1500] * 2 and all(
-                each["args"]["outcome"] == "done" for each in last.values()
-            )
-
-        until(done)
-        said = analysed(pids[0], tmp_path / "dumps")
-    assert "Not all ranks" not in said
-    assert "errors" not in said
-
-
 # --- what is refused -------------------------------------------------------------------------
 
 
@@ -199,7 +137,7 @@ def test_something_has_to_be_written(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit) as left:
         main(["trace"])
     assert left.value.code == 2
-    assert "give -o FILE or --flight-recorder DIR" in capsys.readouterr().err
+    assert "no output: give -o FILE" in capsys.readouterr().err
 
 
 def test_a_file_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -214,23 +152,11 @@ def test_a_file_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFix
     assert "Is a directory" in error
 
 
-@pytest.mark.parametrize(
-    ("code", "why"),
-    [
-        (
-            "from shm_broadcast import Board; it = Board.create(1, 0); it.record_begin('load')",
-            "no group whose members are all on this host",
-        ),
-        ("pass", "it is in no pool or group of ours"),
-    ],
-)
-def test_where_there_is_nothing_to_dump(code: str, why: str, tmp_path: Path) -> None:
-    kept = f"{code}\nprint(flush=True); input()"
-    with waiting(kept) as other:
-        dumps = ("--flight-recorder", tmp_path / "dumps")
-        done = run_to_end(*ENTRY, "trace", str(other), *dumps, status=1)
-    assert why in done.stderr
-    assert list((tmp_path / "dumps").iterdir()) == []
+def test_a_process_without_boards_has_no_trace(tmp_path: Path) -> None:
+    with waiting("print(flush=True); input()") as other:
+        done = run_to_end(*ENTRY, "trace", str(other), "-o", tmp_path / "trace", status=1)
+    assert "it is in no pool or group of ours" in done.stderr
+    assert not (tmp_path / "trace").exists()
 
 
 def test_nothing_slow_is_imported(tmp_path: Path) -> None:
@@ -253,13 +179,9 @@ def past(verb: str, begin: int, end: int | None = None, **about: Any) -> Operati
     return OperationRecord(verb=verb, begin=begin, end=end, **told)
 
 
-def member(rank: int, *did: OperationRecord, groups: tuple[Membership, ...] = ()) -> MemberHistory:
+def member(rank: int, *did: OperationRecord) -> MemberHistory:
     seen = MemberSnapshot(MemberStatus(rank, 100 + rank, "busy"), "", "running", 0, (), None)
-    return MemberHistory(seen, groups, did)
-
-
-def pair(rank: int, *did: OperationRecord, size: int = 2) -> MemberHistory:
-    return member(rank, *did, groups=(Membership("tp", rank, size, 0),))
+    return MemberHistory(seen, did)
 
 
 def test_operations_that_overlap_get_tracks_of_their_own() -> None:
@@ -284,70 +206,3 @@ def test_workers_of_several_pools_are_called_by_their_pools(pools: tuple[str, ..
     names = [each["args"]["name"] for each in events if each["name"] == "process_name"]
     called = ["rank 0 of thinker", "rank 1 of talker"] if len(pools) > 1 else ["rank 0"]
     assert names == [*called, "the driver", "rank 7"]
-
-
-def test_a_dump_begins_where_all_remember() -> None:
-    first = [past("all_reduce", n, n + 1, number=n, sequence=n) for n in range(5, 9)]
-    second = [past("all_reduce", n, n + 1, number=n, sequence=n) for n in range(7, 10)]
-    dumps = flight_dumps([pair(0, *first), pair(1, *second)], 1000)
-    assert [each["collective_seq_id"] for each in dumps[0]["entries"]] == [7, 8]
-    assert [each["collective_seq_id"] for each in dumps[1]["entries"]] == [7, 8, 9]
-    assert [each["record_id"] for each in dumps[1]["entries"]] == [0, 1, 2]
-    assert dumps[0]["entries"][0]["time_created_ns"] == 1007
-    assert dumps[0]["pg_config"] == {"tp": {"name": "tp", "desc": "tp", "ranks": "[0, 1]"}}
-
-
-def test_a_dump_forgets_an_earlier_group_of_the_name() -> None:
-    did = [past("all_reduce", n, n + 1, number=n, sequence=n) for n in (1, 2, 3)]
-    again = [past("barrier", 10 + n, 11 + n, number=n, sequence=9 + n) for n in (1, 2)]
-    dumps = flight_dumps([pair(0, *did, *again), pair(1, *again)], 0)
-    names = [[e["profiling_name"] for e in dumps[rank]["entries"]] for rank in (0, 1)]
-    assert names == [["gloo:barrier"] * 2] * 2
-
-
-def test_a_group_with_members_elsewhere_has_no_dump() -> None:
-    did = past("all_reduce", 1, 2)
-    assert flight_dumps([pair(0, did, size=3), pair(1, did, size=3)], 0) == {}
-
-
-@pytest.mark.parametrize(
-    ("verb", "peer", "given", "got"),
-    [
-        ("all_reduce", None, 4, 4),
-        ("all_gather", None, 4, 8),
-        ("reduce_scatter", None, 4, 2),
-        ("gather", 0, 4, 8),
-        ("gather", 1, 4, 0),
-        ("scatter", 0, 4, 2),
-        ("scatter", 1, 0, 4),
-        ("all_gatherv", None, 0, 0),
-    ],
-)
-def test_the_sizes_in_a_dump(verb: str, peer: int | None, given: int, got: int) -> None:
-    dumps = flight_dumps([pair(0, past(verb, 1, 2, peer=peer)), pair(1)], 0)
-    (entry,) = dumps[0]["entries"]
-    assert (entry["input_sizes"], entry["output_sizes"]) == ([[given]], [[got]])
-    assert entry["state"] == "completed"
-
-
-def test_transfers_of_both_directions_are_told_apart() -> None:
-    did = [past("send", 1, 2, peer=1), past("recv", 3, 4, peer=1, sequence=2)]
-    theirs = [past("recv", 1, 2, peer=0), past("send", 3, 4, peer=0, sequence=2)]
-    dumps = flight_dumps([pair(0, *did), pair(1, *theirs)], 0)
-    told = [
-        [(e["profiling_name"], e["p2p_seq_id"], e["process_group"]) for e in dumps[r]["entries"]]
-        for r in (0, 1)
-    ]
-    group = ("tp 0:1", "tp 0:1")
-    assert told[0] == [("gloo:send 0->1", 2, group), ("gloo:recv 0<-1", 3, group)]
-    assert told[1] == [("gloo:recv 1<-0", 2, group), ("gloo:send 1->0", 3, group)]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "elements"), [("float8_e4m3fn", 1024), ("bfloat16", 512), ("bool", 1024)]
-)
-def test_elements_are_counted_by_the_bits_that_a_dtype_is_named_for(
-    dtype: str, elements: int
-) -> None:
-    past: Any = SimpleNamespace(dtype=dtype, size=1024, verb="all_reduce")
-    assert trace._counts(past, 2, root=False) == (elements, elements)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from server.inspection.snapshot import of_process, programs, scan
+from server.inspection.trace import histories
 from shm_broadcast import Board, Deadline, MessageQueue, layout
 from shm_broadcast._native import Words
 from shm_broadcast.errors import (
@@ -23,8 +25,6 @@ from shm_broadcast.errors import (
     MemberStatus,
     PeerLostError,
 )
-from shm_broadcast.inspection.snapshot import of_process, programs, scan
-from shm_broadcast.inspection.trace import histories
 from shm_broadcast.state.flight_recorder import outcome_of, read_history
 from shm_broadcast.state.status import Membership, read_groups
 from tests.forked import in_a_child

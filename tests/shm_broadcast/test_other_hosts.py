@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shm_broadcast import DRIVER_RANK
-from shm_broadcast.errors import MemberStatus
-from shm_broadcast.inspection.diagnosis import Diagnosis, diagnose
-from shm_broadcast.inspection.snapshot import (
+from server.inspection.diagnosis import Diagnosis, diagnose
+from server.inspection.snapshot import (
     BoardSnapshot,
     HostSnapshot,
     MemberSnapshot,
     Program,
     merge_hosts,
 )
+from shm_broadcast import DRIVER_RANK
+from shm_broadcast.errors import MemberStatus
 from shm_broadcast.state.status import Wait
 
 ABSENT = MemberSnapshot(MemberStatus(0, 0, "absent"), "", "", 0, (), None)

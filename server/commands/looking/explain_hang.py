@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shm_broadcast.deadline import Deadline
-from shm_broadcast.inspection.diagnosis import diagnose, stacks_of
-from shm_broadcast.inspection.snapshot import scan
 
+from ...inspection.diagnosis import diagnose, stacks_of
+from ...inspection.snapshot import scan
 from ..terminal import end_with_reader, screen
 from . import program_text
 from .program_text import check_pid, chosen

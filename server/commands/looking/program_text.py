@@ -9,8 +9,9 @@ from pathlib import PurePath
 from typing import Final
 
 from shm_broadcast.errors import counted, name_of
-from shm_broadcast.inspection.diagnosis import Diagnosis, diagnose
-from shm_broadcast.inspection.snapshot import (
+
+from ...inspection.diagnosis import Diagnosis, diagnose
+from ...inspection.snapshot import (
     BoardSnapshot,
     MemberSnapshot,
     Program,
@@ -19,7 +20,6 @@ from shm_broadcast.inspection.snapshot import (
     of_process,
     programs,
 )
-
 from ..terminal import shown
 
 UNLIMITED: Final = 1 << 16

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from shm_broadcast.inspection.diagnosis import diagnose
-from shm_broadcast.inspection.snapshot import Program, Scan, of_process, programs, scan
-
+from ...inspection.diagnosis import diagnose
+from ...inspection.snapshot import Program, Scan, of_process, programs, scan
 from ..terminal import end_with_reader, screen
 from . import program_text
 from .program_text import check_pid, say_none_of

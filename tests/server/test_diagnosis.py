@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from shm_broadcast import DRIVER_RANK
-from shm_broadcast.errors import Failure, MemberStatus
-from shm_broadcast.inspection.diagnosis import Diagnosis, diagnose
-from shm_broadcast.inspection.snapshot import (
+from server.inspection.diagnosis import Diagnosis, diagnose
+from server.inspection.snapshot import (
     BoardSnapshot,
     MemberSnapshot,
     Program,
     QueueSnapshot,
     ReaderSnapshot,
 )
+from shm_broadcast import DRIVER_RANK
+from shm_broadcast.errors import Failure, MemberStatus
 from shm_broadcast.state.status import Membership, Wait
 
 

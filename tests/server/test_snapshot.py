@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from server.inspection.diagnosis import WaitNode, stacks_of
+from server.inspection.snapshot import BoardSnapshot, of_process, programs, scan
 from shm_broadcast import DRIVER_RANK, Board, Deadline, GroupTimeoutError, MessageQueue, layout
-from shm_broadcast.inspection.diagnosis import WaitNode, stacks_of
-from shm_broadcast.inspection.snapshot import BoardSnapshot, of_process, programs, scan
 from shm_broadcast.segment import Segment
 from shm_broadcast.state import stacks
 from shm_broadcast.state.stacks import (

@@ -20,7 +20,10 @@ from shm_broadcast import layout
 from shm_broadcast.atomics import text_of
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import DRIVER_RANK, MemberStatus, counted, name_of
-from shm_broadcast.inspection.snapshot import (
+from shm_broadcast.state.stacks import STACK_SIGNAL, StackFile, catches, read_stacks
+from shm_broadcast.state.status import Membership, Wait
+
+from .snapshot import (
     BoardSnapshot,
     HostSnapshot,
     MemberSnapshot,
@@ -31,8 +34,6 @@ from shm_broadcast.inspection.snapshot import (
     programs,
     scan,
 )
-from shm_broadcast.state.stacks import STACK_SIGNAL, StackFile, catches, read_stacks
-from shm_broadcast.state.status import Membership, Wait
 
 _DRIVER: Final = name_of(DRIVER_RANK)
 _READS: Final = layout.DID_NAMES[layout.DID_DEQUEUE :]
