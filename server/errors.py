@@ -6,22 +6,22 @@
     ├── StreamLostError                     a stream began before the pool was restarted
     ├── RestartLimitError                   the pool broke too often to be restarted again
     ├── DivergenceError
-    │   └── CallDivergedError               ranks did not do the same in a call; names them
+    │   └── CallDivergedError               ranks began different operations in a call; names them
     ├── WorkerLostError (ConnectionError)   a worker's process ended; names rank, pid and signal
-    ├── HostError                           a host of the pool did not come, or was lost; names it
-    ├── DescriptorLimitError (OSError)      too few files may be open; says how many are needed
-    ├── ProcessLimitError (OSError)         too few processes and threads may be started
-    ├── WorkerStartError                    a worker did not come up; the pool does not exist
+    ├── HostError                           a host did not connect, or was lost; names it
+    ├── DescriptorLimitError (OSError)      the limit of open files is too low; has the need
+    ├── ProcessLimitError (OSError)         the limit of processes and threads is too low
+    ├── WorkerStartError                    a worker did not start; the pool does not exist
     ├── GroupTimeoutError (TimeoutError)
-    │   └── CallTimeoutError                a call's time passed; carries the stacks of the late
+    │   └── CallTimeoutError                a call timed out; carries the stacks of the late ranks
     │       └── CallStuckError              no call was answered for long, and the pool broke
     ├── GroupClosedError
     │   └── PoolClosedError                 the pool was shut down
     └── QueueFullError                      too many items wait already; try again later
 
-A failure breaks the pool unless every rank has answered and no group operation was left half done:
-in each group all members began the same operations, and received what was sent. A pool that is not
-restarted raises that failure again from every later call, with a note that says so.
+A failure breaks the pool unless every rank has answered and no group operation is incomplete: in
+each group all members began the same operations, and received all messages. A pool that is not
+restarted raises that failure again from every later call, with a note.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class WorkerError(CoordinatorError):
 
     Attributes:
         rank: the worker's global rank.
-        method: what was called.
+        method: the name of the method.
         kind: the name of the exception's class, with its module unless it is built in.
         message: the exception's text.
-        traceback: the traceback as the worker saw it; ``""`` where there is none.
+        traceback: the worker's traceback; may be ``""``.
     """
 
     def __init__(self, rank: int, method: str, kind: str, message: str, traceback: str) -> None:
@@ -69,10 +69,10 @@ class WorkerError(CoordinatorError):
 class CallRefusedError(CoordinatorError):
     """A worker's method raises it to refuse a call while no other rank waits for this rank.
 
-    The method must first tell the ranks that would wait. A pipeline stage, for example, sends a
+    First, the method must notify ranks that would wait. A pipeline stage, for example, sends a
     notice to the next stage instead of its result; that stage forwards it, and raises this error
-    too. The caller gets the exception that it was raised from (``raise CallRefusedError from
-    error``). The pool goes on, as after every failure that leaves no group operation half done.
+    too. The caller gets its ``__cause__`` (``raise CallRefusedError from error``). The pool stays
+    usable, as after every failure that leaves no group operation incomplete.
 
     Attributes:
         rank: the global rank that refused, if this rank only forwards its notice; else ``None``.
@@ -86,14 +86,14 @@ class CallRefusedError(CoordinatorError):
 class CallDivergedError(DivergenceError):
     """Ranks began different group operations in a call: its results and all later ones are invalid.
 
-    If a process has ended in one of these operations, ``__cause__`` is its `WorkerLostError`.
+    If a process ended in such an operation, ``__cause__`` is its `WorkerLostError`.
 
     Attributes:
         number: the call's number, counted from 1.
         method: the method that was called.
         group: the name of the group in which two ranks differ.
         ranks: the global ranks of the two.
-        did: what each of them began in the group, as text.
+        did: the operation that each of them began in the group, as text.
     """
 
     def __init__(
@@ -122,9 +122,9 @@ class WorkerLostError(CoordinatorError, ConnectionError):
     Attributes:
         rank: the worker's global rank.
         pid: its process id.
-        end: how it ended, such as ``"killed by SIGKILL"`` or ``"exit status 3"``.
-        stack: its Python stacks when it crashed, where the interpreter could still write them; or
-            the traceback of what ended it between calls.
+        end: the kind of end, such as ``"killed by SIGKILL"`` or ``"exit status 3"``.
+        stack: its Python stacks at a crash, if the interpreter could write them; or the traceback
+            of an exception between calls.
     """
 
     def __init__(self, rank: int, pid: int, end: str, stack: str = "") -> None:
@@ -141,9 +141,9 @@ class WorkerStartError(CoordinatorError):
     """A worker did not start, so the pool was not made; all its processes have ended.
 
     Attributes:
-        rank: the first worker that failed; if workers were late, one that others wait for.
-        reason: what happened to it.
-        traceback: its traceback or stack; ``""`` where there is none.
+        rank: the first worker that failed; of late workers, one that blocks others.
+        reason: the failure, as text.
+        traceback: the worker's traceback or stack; may be ``""``.
     """
 
     def __init__(self, rank: int, reason: str, traceback: str = "") -> None:
@@ -156,16 +156,17 @@ class WorkerStartError(CoordinatorError):
 
 
 class CallTimeoutError(GroupTimeoutError):
-    """A call was not answered in time. The pool is intact; the late workers go on with the call.
+    """A call timed out. The pool is intact; the late workers continue the call.
 
-    Its notes show the stacks of those that hold up others; if none of them has a stack here, all.
+    Its notes show the stacks of the ranks that block others, or all stacks if none of these
+    ranks has one.
 
     Attributes:
         method: the method that was called.
         stacks: the Python stack of each worker that had not answered, by rank.
-        held_up_by: the ranks that other ranks wait for and that wait for nobody, such as one whose
-            process is stopped or that does not take part in a collective; or those that wait for
-            each other. Empty if none is seen.
+        blocked_by: the ranks that block other ranks and wait for no rank themselves, such as a
+            stopped process or a rank that does not call a collective; or ranks that wait for
+            each other. Empty if none was detected.
     """
 
     def __init__(
@@ -190,8 +191,9 @@ class CallTimeoutError(GroupTimeoutError):
 
 
 class CallStuckError(CallTimeoutError):
-    """The workers have not answered their oldest call for ``stuck_after`` seconds. Unlike after a
-    `CallTimeoutError`, they do not go on: the pool breaks, and is restarted if it was told to.
+    """The workers did not answer their oldest call for ``stuck_after`` seconds.
+
+    Unlike after a `CallTimeoutError`, the pool breaks; it restarts with ``restart=``.
     """
 
 
@@ -208,12 +210,12 @@ class StreamLostError(CoordinatorError):
 
 
 class HostError(CoordinatorError):
-    """A host of a pool over several did not come, was refused, or is lost.
+    """A host of a pool over several did not connect, was refused, or is lost.
 
     Attributes:
         node: its number; on a host that has lost the head, its own.
-        reason: what happened.
-        absent: whether it has not come in time.
+        reason: the failure, as text.
+        absent: whether it did not connect in time.
     """
 
     def __init__(self, node: int, reason: str, *, absent: bool = False) -> None:
@@ -227,8 +229,8 @@ class DescriptorLimitError(CoordinatorError, OSError):
     """A pool or a service needs more open files than this process may have. ``errno`` is EMFILE.
 
     Attributes:
-        limit: how many it may have: RLIMIT_NOFILE, ``ulimit -n``.
-        needed: about how many it needs, including those that the process uses otherwise.
+        limit: RLIMIT_NOFILE, ``ulimit -n``.
+        needed: an estimate of the need, including all other files of the process.
     """
 
     def __init__(self, limit: int, needed: int) -> None:
@@ -245,8 +247,8 @@ class ProcessLimitError(CoordinatorError, OSError):
     """A pool could start no further process or thread. ``errno`` is EAGAIN.
 
     Attributes:
-        limit: how many its user may have: RLIMIT_NPROC, ``ulimit -u``; -1: any number. A control
-            group may have fewer.
+        limit: RLIMIT_NPROC of the user, ``ulimit -u``; -1: no limit. A control group may have a
+            lower one.
     """
 
     def __init__(self, limit: int) -> None:
@@ -254,19 +256,18 @@ class ProcessLimitError(CoordinatorError, OSError):
         user = "any number" if limit < 0 else str(limit)
         super().__init__(
             f"no further process or thread can be started: this user may have {user} of them "
-            "(RLIMIT_NPROC, ulimit -u), and this container what its pids.max says"
+            "(RLIMIT_NPROC, ulimit -u), and its container has a limit of its own (pids.max)"
         )
         self.errno = errno.EAGAIN
 
 
 class RestartLimitError(CoordinatorError):
-    """A pool has broken, and was restarted as often as it may be. ``__cause__`` broke it last.
+    """A pool broke after its last permitted restart. ``__cause__`` is the last failure.
 
     Attributes:
-        restarts: how many restarts there were within ``window``, or in a row without an answered
-            call.
+        restarts: the restarts within ``window``, or consecutive ones without an answered call.
         window: seconds.
-        failure: the text of what broke it last.
+        failure: the text of the last failure.
     """
 
     def __init__(self, restarts: int, window: float, failure: str) -> None:
@@ -300,9 +301,9 @@ class PoolClosedError(GroupClosedError):
 
 
 def again(error: E, note: str = "") -> E:
-    """A copy of ``error`` to raise once more: raising one object again makes its traceback grow.
+    """Return a copy of ``error`` without traceback, to raise once more.
 
-    The copy has no traceback: who keeps it does not keep what was used where it was raised.
+    Raising the same object again would extend its traceback, which keeps frames alive.
 
     Args:
         error: the error; returned itself if it is not a `CoordinatorError`.
@@ -322,7 +323,7 @@ def again(error: E, note: str = "") -> E:
 
 
 def free_frames(error: BaseException) -> None:
-    """Free what was used where an error, and what led to it, was raised; the places stay known."""
+    """Clear the local variables of all frames in an error's tracebacks, causes included."""
     chain = [error]
     for each in chain:
         clear_frames(each.__traceback__)
@@ -331,9 +332,9 @@ def free_frames(error: BaseException) -> None:
 
 
 def located(error: E, pool: str) -> E:
-    """``error``, whose text begins with the name of its pool; ``""``: unchanged.
+    """Prefix the text of ``error`` with the name of its pool, and return it.
 
-    An error that is not a `CoordinatorError` is returned unchanged.
+    An empty name, or an error that is no `CoordinatorError`, changes nothing.
     """
     where = f"{pool}: "
     if pool and isinstance(error, CoordinatorError) and where not in str(error):
@@ -342,5 +343,5 @@ def located(error: E, pool: str) -> E:
 
 
 def with_notes(error: BaseException) -> str:
-    """The error's text and its notes, which hold stacks and tracebacks of workers."""
+    """Return the error's text and its notes, which hold stacks and tracebacks of workers."""
     return "\n".join([str(error), *getattr(error, "__notes__", ())])

@@ -1,4 +1,4 @@
-"""The worker pool: runs a class of yours on every rank of a grid: tensor, pipeline, data parallel.
+"""Run a worker class on every rank of a grid: tensor, pipeline and data parallel.
 
     class Adder:
         def __init__(self, context: WorkerContext, start: int) -> None:
@@ -13,22 +13,21 @@
 Each worker is a process; calls and replies go through shared memory.
 
 Guarantees
-- Every rank gets the same calls in the same order.
+- Every rank receives the same calls in the same order.
 - No call uses another call's data. If ranks begin different group operations in a call, the call
   fails with an error that names two of them, and the pool breaks before the next answer.
 - A worker's exception reaches the caller with its traceback at once, even while other ranks wait
-  for that rank. The pool goes on if all ranks then answer and no group operation is left half done;
-  otherwise it breaks with that failure.
+  for that rank. The pool stays usable if all ranks then answer and no group operation is
+  incomplete; otherwise it breaks with that failure.
 - When a worker's process ends, the pool breaks within a second, with an error that names it.
-- A broken pool fails all its calls with the first failure, and ends its processes by itself.
-- With ``restart=``, a pool replaces what broke instead. A call belongs to the generation of workers
-  for which it was accepted: when that ends, calls that are queued or with the workers fail, or are
-  made again if they may be (``retry=True``). Calls that are made meanwhile wait for the next one.
-- When the driver ends, for whatever reason, the workers and all that they have started end too.
-- A signal handler may raise at any moment of a call, ask for the status, or shut the pool down. If
-  it raises, the call goes on without its caller, and no later call gets its answer; a reply for
-  another thread that was just being received may be lost, and that call then fails. A handler must
-  not make calls itself.
+- A broken pool fails all its calls with the first failure, and ends its processes.
+- With ``restart=``, a pool replaces its workers instead. A call belongs to one generation. When
+  that generation ends, its calls fail, or run again with ``retry=True``. New calls wait for the
+  next generation.
+- When the driver ends, for any reason, the workers and all their descendants end too.
+- A signal handler may raise in a call, ask for the status, or shut the pool down; it must not
+  make calls. If it raises, the call continues without its caller, and no later call gets its
+  answer. A reply being received for another thread may be lost: that thread's call then fails.
 """
 
 from __future__ import annotations
@@ -61,14 +60,14 @@ if TYPE_CHECKING:
     from .launchers.ray_actors import RayCluster
 
 _EXIT_SECONDS = 2.0
-"""How long workers have to leave when the interpreter exits, or a ``with`` block raises."""
+"""Time for workers to exit when the interpreter exits, or a ``with`` block raises."""
 
 
 class WorkerPool:
-    """Starts a worker on every rank of a grid, and calls their methods. Any thread may call.
+    """A worker on every rank of a grid. All methods may be called in any thread.
 
-    Rank layout: your own axes, then dp, pp, pcp and tp, which varies fastest; without others
-    ``rank = (dp_rank * pp + pp_rank) * tp + tp_rank``.
+    Rank layout: ``axes``, then dp, pp, pcp and tp, which varies fastest; without ``axes`` and
+    pcp, ``rank = (dp_rank * pp + pp_rank) * tp + tp_rank``.
     """
 
     def __init__(
@@ -97,46 +96,46 @@ class WorkerPool:
         """Start the workers, and return when all are ready.
 
         Args:
-            worker: a class at the top level of a module, or ``"package.module:Class"``. It is built
-                on every rank as ``worker(context, **worker_kwargs)``; see
-                `worker.WorkerContext`.
+            worker: a class at the top level of a module, or ``"package.module:Class"``. Every rank
+                builds it as ``worker(context, **worker_kwargs)``; see `worker.WorkerContext`.
             tp: ranks that share each layer (tensor parallel).
             pp: stages of the pipeline (pipeline parallel).
             dp: replicas of the model (data parallel). Every call runs on all replicas, so `call`
                 and `submit`, which return one result, need ``dp=1``; `collective_rpc` returns all.
             pcp: ranks that share a prompt (prefill context parallel).
             dcp: ranks that share contexts (decode context parallel); divides tp x pcp.
-            axes: your own axes with their sizes, outermost first, as for `coordinator.init`: their
+            axes: further axes with their sizes, outermost first, as for `coordinator.init`: their
                 groups are ``context.groups.axes``.
             worker_kwargs: keyword arguments for the class; picklable.
             device: ``"cpu"``, ``"cuda"`` (the GPUs in turn), one GPU for all, ``"cuda:0"``, or a
                 device for each rank.
             share_gpu: whether several ranks may share one GPU. Without NVIDIA's MPS they take
-                turns of some milliseconds there.
-            launcher: what has started the pool. ``"local"``: this process alone; all workers are
-                processes of this host. ``"hosts"``: one process on each of several hosts; this one
-                is the head, and the others call `hosts.host_supervisor.serve_host`. Each host runs
-                as many workers, in the order of the ranks. ``"torchrun"``: likewise, and torchrun
-                says who is who. ``"ray"``: Ray starts them, and this process runs no workers.
-            hosts: which hosts there are, or the Ray cluster. ``None``: what the launcher's
-                environment says; see `hosts.place.Hosts`, `launchers.ray_actors.RayCluster`.
-            start_timeout: seconds for all workers to be ready; ``None``: for ever.
+                turns of some milliseconds.
+            launcher: how processes start. ``"local"``: this process starts all workers on this
+                host. ``"hosts"``: one process runs on each host; this one is the head, and the
+                others call `hosts.host_supervisor.serve_host`. Each host runs the same number of
+                workers, in rank order. ``"torchrun"``: likewise, with torchrun's environment.
+                ``"ray"``: Ray starts all workers; this process runs none.
+            hosts: the hosts, or the Ray cluster. ``None``: from the launcher's environment; see
+                `hosts.place.Hosts`, `launchers.ray_actors.RayCluster`.
+            start_timeout: seconds for all workers to be ready; ``None``: no limit.
             on_progress: called with ``(rank, done, total, what)`` when a worker reports progress:
-                in this thread until the workers are ready, afterwards in the one that watches
-                them, which notices no worker's end until it returns.
-            restart: what happens when the pool breaks, because a worker's process ends, a call is
-                stuck, or a failure has left a group operation half done. ``"never"``: it takes no
-                more calls. ``"worker"``: workers that have ended, or do not leave what they do
-                within `PoolConfig.leave_seconds`, are replaced. The others stay: their
-                ``restore(context)`` is called with new groups, or, if they have no such method,
-                the class is made anew in the same process. ``"pool"``: all workers are replaced.
+                in this thread until the workers are ready, afterwards in the supervisor thread,
+                which detects no worker's end until it returns.
+            restart: the reaction when the pool breaks: a worker's process ends, a call is stuck, or
+                a failure leaves a group operation incomplete. ``"never"``: it takes no more calls.
+                ``"worker"``: replace workers that have ended, or do not return from their method
+                within `PoolConfig.leave_seconds`. The others stay: ``restore(context)`` is called
+                with new groups; without such a method, the class is built again in the same
+                process. ``"pool"``: replace all workers.
             max_restarts: restarts within ``window``, or consecutive failed ones, before the
-                pool ends with `RestartLimitError`. ``None``: 5. Only for a pool that is restarted.
-            window: seconds; ``None``: 60. Likewise.
+                pool ends with `RestartLimitError`. ``None``: 5. Only with ``restart``.
+            window: seconds; ``None``: 60. Only with ``restart``.
             stuck_after: seconds after which the pool breaks if its oldest call is not answered; at
-                most a quarter more. So does a start in which a worker is stopped, or waits in a
-                group for one that has started. Longer than any call should take. ``None``:
-                `PoolConfig.call_seconds` if the pool is restarted, else never. ``math.inf``: never.
+                most a quarter more. The same limit ends a start in which a worker is stopped, or
+                waits in a group for a worker that is ready. Longer than any call should take.
+                ``None``: `PoolConfig.call_seconds` if the pool is restarted, else never.
+                ``math.inf``: never.
             config: further settings.
 
         Raises:
@@ -146,12 +145,12 @@ class WorkerPool:
             WorkerStartError: a worker's ``__init__`` raised, its process ended, or it was not ready
                 in time. All processes of the pool have ended.
             SharedMemoryError: too little memory is free.
-            DescriptorLimitError: too few files may be open (``ulimit -n``).
+            DescriptorLimitError: the limit of open files is too low (``ulimit -n``).
             ProcessLimitError: no further process or thread can be started.
-            HostError: a host did not come in ``start_timeout``, or has other versions; or the
-                head's name leads to no address.
+            HostError: a host did not connect within ``start_timeout``, or has other versions; or
+                the head's name has no address.
             SecretError: several hosts, and no secret that only they have.
-            OSError: the head's address is none of this host's, or its port is in use.
+            OSError: the head's address is not an address of this host, or its port is in use.
         """
         check_may_make_pool()
         check_has_system_threads()
@@ -175,8 +174,8 @@ class WorkerPool:
         )
         if self._plan.config.fork and self._plan.ranks_of(0):
             FORK_SERVERS.prepare(worker_environment(self._plan.threads), self._plan.config.preload)
-        # Imported while the fork server loads torch; and workers, whose main module may import
-        # this one, do without.
+        # Imported while the fork server loads torch. Not at the top: a worker's main module may
+        # import this one.
         from .driver.crew import PoolDriver  # noqa: PLC0415
 
         self._driver = PoolDriver(self._plan)
@@ -186,12 +185,12 @@ class WorkerPool:
 
     @property
     def n_workers(self) -> int:
-        """The number of ranks."""
+        """Return the number of ranks."""
         return self._plan.n_workers
 
     @property
     def grid(self) -> RankGrid:
-        """The ranks by their axes."""
+        """Return the ranks by their axes."""
         return self._plan.grid
 
     def collective_rpc(
@@ -204,20 +203,18 @@ class WorkerPool:
         unique_reply_rank: int | None = None,
         retry: bool = False,
     ) -> Any:
-        """Call ``method`` on every rank and wait until all have answered.
+        """Call ``method`` on every rank and wait for all answers.
 
         Args:
             method: the name of a method of the worker.
             timeout: seconds from now. ``None``: `PoolConfig.call_seconds`, counted from now or from
-                the last call that was answered, whichever is later. ``math.inf``: for ever.
-            args: positional arguments; picklable.
-            kwargs: keyword arguments; picklable.
-            unique_reply_rank: the only rank whose result is wanted; the others' are not sent.
-            retry: whether the call is made again if the pool is restarted before it is answered,
-                queued or not; the workers get it three times at most. The next generation holds
-                nothing that earlier calls have left, except what ``restore`` keeps or rebuilds. So
-                this is safe where workers are right for the call when they are fresh or were
-                rebuilt by ``restore``, and where a call may run twice.
+                the last answered call, whichever is later. ``math.inf``: no limit.
+            args, kwargs: arguments of the method; picklable.
+            unique_reply_rank: the only rank that sends its result.
+            retry: whether the call, queued or sent, runs again if the pool is restarted before it
+                is answered; workers receive it at most three times. The next generation has no
+                state of earlier calls, except what ``restore`` keeps or rebuilds. The call must be
+                correct on such workers, and may run twice.
 
         Returns:
             A list of the results by rank, or the result of ``unique_reply_rank``.
@@ -229,9 +226,9 @@ class WorkerPool:
             CallStuckError: no call was answered for ``stuck_after`` seconds.
             RestartLimitError: the pool broke once more than it may be restarted.
             CallTimeoutError: not all ranks have answered in time; has the late ranks and their
-                stacks. The workers go on with the call, and the pool stays usable.
+                stacks. The workers continue the call, and the pool stays usable.
             PoolClosedError: the pool was shut down.
-            ValueError: there is no rank ``unique_reply_rank``, or ``method`` begins with "_".
+            ValueError: rank ``unique_reply_rank`` does not exist, or ``method`` begins with "_".
             TypeError: an argument has the wrong type, or one of ``method`` cannot be pickled.
         """
         if isinstance(args, (str, bytes)) or not isinstance(args, Iterable):
@@ -254,14 +251,14 @@ class WorkerPool:
         retry: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Call ``method`` on every rank; return the result of the first rank of the last stage.
+        """Call ``method`` on every rank; return the result of the last stage's first rank.
 
-        Otherwise as `collective_rpc`. ``timeout`` and ``retry`` are the call's: keyword arguments
-        of these names can be passed to the method by `collective_rpc` only.
+        Otherwise like `collective_rpc`. ``timeout`` and ``retry`` are the call's own; a method's
+        keyword arguments of these names need `collective_rpc`.
 
         Raises:
             ValueError: the pool has ``dp`` greater than 1.
-            Exception: what `collective_rpc` raises.
+            Exception: each error of `collective_rpc`.
         """
         rank = self._output_rank
         return self._driver.call(self._pending(method, args, kwargs, rank, timeout, retry=retry))
@@ -275,17 +272,17 @@ class WorkerPool:
         retry: bool = False,
         **kwargs: Any,
     ) -> Future[Any]:
-        """As `call`, without waiting: the call is queued, and sent to the workers in order.
+        """Queue a `call` and return its future; calls are sent in order.
 
         Returns:
             The future of the result. It fails with `CallTimeoutError` after ``timeout`` seconds,
-            counted as for `collective_rpc`. Its own ``result(timeout)`` raises `CallTimeoutError`
-            as well, but the call goes on then. It can be cancelled until the call is sent: at most
-            `PoolConfig.in_flight` calls are with the workers at once. Its callbacks run in a thread
-            of the pool and must not wait for the pool.
+            counted as for `collective_rpc`. Its ``result(timeout)`` also raises `CallTimeoutError`,
+            but does not end the call. It can be cancelled until the call is sent; at most
+            `PoolConfig.in_flight` calls are sent and unanswered. Its callbacks run in a thread of
+            the pool and must not wait for the pool.
 
         Raises:
-            CoordinatorError: what broke the pool, or `PoolClosedError`.
+            CoordinatorError: the failure that broke the pool, or `PoolClosedError`.
         """
         rank = self._output_rank
         return self._driver.submit(self._pending(method, args, kwargs, rank, timeout, retry=retry))
@@ -299,13 +296,14 @@ class WorkerPool:
         retry: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """As `submit`, awaited. A task that is cancelled meanwhile cancels the call: one that is
-        queued is not made, and the workers hear of one that they have (`WorkerContext.cancelled`).
+        """Await a `submit`. Cancelling the task cancels the call.
+
+        A queued call is not sent; the workers of a sent call see `WorkerContext.cancelled`.
 
         Raises:
-            RuntimeError: no loop of asyncio runs here, as under trio, where `call` can be made in a
-                thread. Nothing was sent.
-            Exception: what `call` raises.
+            RuntimeError: no asyncio loop is running, as under trio; use `call` in a thread instead.
+                Nothing was sent.
+            Exception: each error of `call`.
         """
         return await awaited(
             lambda: self.submit(method, *args, timeout=timeout, retry=retry, **kwargs)
@@ -314,33 +312,31 @@ class WorkerPool:
     def stream(
         self, method: str, /, *args: Any, timeout: float | None = None, **kwargs: Any
     ) -> CallStream:
-        """Iterate over what a generator yields: ``method`` is a generator function of the worker.
+        """Iterate over the items of ``method``, a generator function of the worker.
 
-        Every rank runs the generator, and the items are those of the first rank of the last stage.
-        The generator must yield the same number of times on all ranks. It begins with the first
-        item asked for; the workers compute one item ahead, and no more. Other calls and streams go
-        on in between. Leave the stream by ``with``, its `close`, or by dropping it: the generator
-        is closed on all ranks. Only one thread at a time may ask for an item.
+        Every rank runs the generator, and must yield the same number of times. The items are those
+        of the last stage's first rank. The generator starts with the first request for an item; the
+        workers compute at most one item ahead. Other calls and streams may interleave. ``with``,
+        `close` or dropping the stream closes the generator on all ranks. Only one thread at a time
+        may request an item.
 
         Args:
             method: the name of a method of the worker.
-            args: positional arguments; picklable.
+            args, kwargs: arguments of the method; picklable.
             timeout: seconds for each item, counted as for `collective_rpc`.
-            kwargs: keyword arguments; picklable.
 
         Raises:
             ValueError: the pool has ``dp`` greater than 1, or ``method`` begins with "_".
-            Each item: what `call` raises, also that the pool was shut down; CallDivergedError if
-                the generator ends on some ranks only; StreamLostError if the pool was restarted.
+            Each item: the errors of `call`, also `PoolClosedError`; CallDivergedError if the
+                generator ends on some ranks only; StreamLostError if the pool was restarted.
         """
         rank = self._output_rank
 
         def step(stream: int, first: bool) -> Future[Any]:
-            given = (args, kwargs) if first else ((), {})
-            # New workers have no generator that could not be closed again.
-            closes = stream < 0
+            arguments = (args, kwargs) if first else ((), {})
+            closes = stream < 0  # safe to repeat: new workers have no open generator
             pending = self._pending(
-                method, *given, rank, timeout, stream, begins=first, retry=closes
+                method, *arguments, rank, timeout, stream, begins=first, retry=closes
             )
             return self._driver.submit(pending)
 
@@ -350,52 +346,46 @@ class WorkerPool:
     async def astream(
         self, method: str, /, *args: Any, timeout: float | None = None, **kwargs: Any
     ) -> AsyncGenerator[Any, None]:
-        """As `stream`, for ``async for``. Leave it by ``aclose``, or by dropping it."""
+        """Iterate over a `stream` by ``async for``. ``aclose`` or dropping it closes the stream."""
         with self.stream(method, *args, timeout=timeout, **kwargs) as stream:
-            while stream.take(found := await awaited(stream.ask)):
-                yield found[0]
+            while stream.take(items := await awaited(stream.ask)):
+                yield items[0]
 
     @property
     def failure(self) -> CoordinatorError | None:
-        """What broke the pool for good, or `PoolClosedError`, as in a process that was forked from
-        the pool's; ``None`` while it takes calls.
+        """Return the error that ended the pool; ``None`` while it takes calls.
+
+        `PoolClosedError` after `shutdown`, and in a process forked from the pool's.
         """
-        return self._not_here("failure") or self._driver.tracker.state.ended
+        return self._fork_error("failure") or self._driver.tracker.state.ended
 
     @property
     def restarting(self) -> CoordinatorError | None:
-        """What broke the pool, while it is restarted for that; ``None`` while its workers work.
-
-        It takes calls meanwhile, which wait.
-        """
+        """Return the failure during a restart, in which calls wait; ``None`` otherwise."""
         return self._driver.tracker.state.restarting
 
     @property
     def last_failure(self) -> tuple[float, CoordinatorError] | None:
-        """When the pool broke last, in seconds since the epoch, and why; ``None`` if it never did.
-
-        A pool that was restarted since keeps it.
-        """
+        """Return the last failure and its time, in seconds since the epoch, restarted or not."""
         return self._driver.tracker.state.last_failure
 
     @property
     def load(self) -> int:
-        """How many calls wait or are with the workers, at this moment."""
+        """Return the number of calls that are queued or sent, at this moment."""
         return self._driver.tracker.queued.size
 
     @property
     def restarts(self) -> int:
-        """How often the pool was restarted."""
+        """Return the number of restarts."""
         return self._driver.tracker.state.restarts
 
     @property
     def generation(self) -> int:
-        """The number of the workers' generation: 1, and higher after each restart."""
+        """Return the number of the workers' generation: 1, and higher after each restart."""
         return self._driver.tracker.state.generation
 
     def status(self) -> list[MemberStatus]:
-        """What every worker was last seen doing, in calls and the pool's groups, by rank. Does not
-        wait for the workers.
+        """Return every worker's state in calls and groups, by rank, without waiting for them.
 
         Raises:
             PoolClosedError: the pool was shut down.
@@ -404,8 +394,9 @@ class WorkerPool:
         return self._driver.status()
 
     def totals(self) -> dict[int, tuple[VerbTotal, ...]]:
-        """What all operations and messages of each worker in the pool's groups came to, by rank,
-        also those of workers that were replaced. Of workers on other hosts nothing is known.
+        """Return each rank's sums over operations and messages in the pool's groups.
+
+        Replaced workers are included, workers on other hosts are not.
 
         Raises:
             PoolClosedError: the pool was shut down.
@@ -414,25 +405,24 @@ class WorkerPool:
         return self._driver.totals()
 
     def hang_report(self) -> list[str]:
-        """Say who holds up whom on all hosts, as ``group-coordinator explain`` does of one host.
+        """Return sentences that name each blocked worker and its blocker, on all hosts.
 
-        Takes some milliseconds; where another host does not answer, `PoolConfig.stack_seconds`.
-
-        Returns:
-            Sentences; none if nobody is held up, or the pool was shut down.
+        Like ``group-coordinator explain``, which covers one host. Takes some milliseconds, or
+        `PoolConfig.stack_seconds` if another host does not answer. Empty if no worker is blocked,
+        or the pool was shut down.
         """
         self._check_owner("hang_report")
         return self._driver.hang_report()
 
     def shutdown(self, timeout: float | None = 10.0) -> None:
-        """End the workers and wait until no process of the pool is left. Idempotent.
+        """End the workers and wait for all processes of the pool. Idempotent.
 
-        Calls that were accepted have half of ``timeout`` to finish; then they fail with
-        `PoolClosedError`. Does nothing in a process that was forked from the pool's.
+        Accepted calls have half of ``timeout`` to finish; then they fail with `PoolClosedError`.
+        A process that was forked from the pool's does nothing.
 
         Args:
-            timeout: seconds; workers that have not left by then are terminated, and killed after
-                `PoolConfig.kill_seconds` more. ``None``: for ever.
+            timeout: seconds; workers that still run are then terminated, and killed after
+                `PoolConfig.kill_seconds` more. ``None``: no limit.
 
         Raises:
             ValueError, TypeError: ``timeout`` is not a duration. Nothing has happened.
@@ -459,30 +449,30 @@ class WorkerPool:
         move: Callable[[list[PendingCall]], list[PendingCall]],
         opened: Callable[[], None],
     ) -> None:
-        """For `replicas.Replicas`: when the pool breaks, let other pools of its shape have calls.
+        """Let `replicas.Replicas` move waiting calls to other pools when this pool breaks.
 
         Args:
-            move: called with the calls that wait. Moves those that may be made again by `adopt` of
-                other pools, and returns those that stay.
+            move: called with the waiting calls. Moves those with ``retry`` by other pools' `adopt`;
+                returns the calls that stay.
             opened: called when the pool has been restarted.
         """
-        ledger = self._driver.tracker
-        ledger.move, ledger.opened = move, opened
+        tracker = self._driver.tracker
+        tracker.move, tracker.opened = move, opened
 
     def move_on(self) -> None:
-        """For `replicas.Replicas`: have ``move`` called with the calls that wait for a restart."""
+        """Have ``move`` of `hand_over` called with the calls that wait for a restart."""
         self._driver.tracker.move_on()
 
     def adopt(self, call: PendingCall) -> None:
-        """Take over a call of another pool; see `hand_over`.
+        """Accept a call of another pool; see `hand_over`.
 
         Raises:
-            CoordinatorError: what broke the pool for good.
+            CoordinatorError: the failure that ended the pool.
         """
         self._driver.submit(call)
 
     def is_own(self, thread: threading.Thread) -> bool:
-        """For `replicas.Replicas`: whether ``thread`` is the pool's, and so cannot shut it down."""
+        """Return whether ``thread`` belongs to the pool, and so cannot shut it down."""
         return self._driver.is_own(thread)
 
     def _stop(self, timeout: float | None, finish: bool) -> None:
@@ -493,16 +483,14 @@ class WorkerPool:
 
     @property
     def _output_rank(self) -> int:
-        """The rank whose result `call` and `submit` return."""
         if (dp := self.grid.sizes["dp"]) > 1:
             raise ValueError(
-                f"call and submit give one result, but each of dp={dp} replicas "
+                f"call and submit return one result, but each of dp={dp} replicas "
                 "computes one: use collective_rpc, or Replicas"
             )
         return self._plan.output_rank
 
-    def _not_here(self, what: str) -> PoolClosedError | None:
-        """The error of a process that was forked from the pool's; ``None`` in the pool's own."""
+    def _fork_error(self, what: str) -> PoolClosedError | None:
         if os.getpid() == self._owner:
             return None
         return PoolClosedError(
@@ -510,7 +498,7 @@ class WorkerPool:
         )
 
     def _check_owner(self, what: str) -> None:
-        error = self._not_here(what)
+        error = self._fork_error(what)
         if error is not None:
             raise error
 
@@ -543,11 +531,11 @@ class WorkerPool:
             raise ValueError(f"method {method!r} is private to the worker")
 
 
-def _stop_at_exit(crew: PoolDriver, owner: int) -> None:
+def _stop_at_exit(driver: PoolDriver, owner: int) -> None:
     if os.getpid() != owner:
         return
-    if crew.is_own(threading.current_thread()):
-        # The garbage collector found the pool in the middle of whatever that thread does.
-        threading.Thread(target=crew.stop, args=(_EXIT_SECONDS, False), name="pool-end").start()
+    if driver.is_own(threading.current_thread()):
+        # The garbage collector ran in a thread that cannot wait for itself.
+        threading.Thread(target=driver.stop, args=(_EXIT_SECONDS, False), name="pool-end").start()
     else:
-        crew.stop(_EXIT_SECONDS, finish=False)
+        driver.stop(_EXIT_SECONDS, finish=False)

@@ -1,12 +1,11 @@
-"""Replicas: several pools with the same model, which fail independently, behind one interface.
+"""Several pools with the same model, which fail independently, behind one interface.
 
     with Replicas(Embedder, dp=2, tp=2, restart="worker") as replicas:
         replicas.call("embed", tokens, retry=True)
 
-Each call is computed by one replica: the one with the fewest calls at that moment, among those
-whose workers are running. All replicas belong to this process, so the counts are never out of date.
-When a replica breaks, its calls fail, or go to the others if they may be made again
-(``retry=True``). It gets calls again once it was restarted.
+One replica runs each call: the one with the fewest calls at that moment, among those whose workers
+are running. When a replica breaks, its calls fail, or run on another replica with ``retry=True``.
+After its restart it receives calls again.
 """
 
 from __future__ import annotations
@@ -39,7 +38,9 @@ _log = logging.getLogger(__name__)
 
 
 class Replicas:
-    """Starts ``dp`` pools of ``tp`` x ``pp`` workers, and distributes calls. Any thread may call.
+    """``dp`` pools of ``tp`` x ``pp`` workers, among which calls are distributed.
+
+    All methods may be called in any thread.
 
     Attributes:
         pools: the replicas.
@@ -66,32 +67,24 @@ class Replicas:
         stuck_after: float | None = None,
         config: PoolConfig | None = None,
     ) -> None:
-        """Start all replicas, at the same time, and return when all are ready.
+        """Start all replicas concurrently, and return when all are ready.
+
+        Arguments are those of `pool.WorkerPool`, for each replica, except as follows.
 
         Args:
-            worker: as for `pool.WorkerPool`; so are the others, for each replica, but for these.
-            dp: how many replicas.
-            tp, pp, pcp, dcp, axes: the grid of a replica.
-            worker_kwargs: keyword arguments for the class.
+            dp: the number of replicas.
             device: as for `pool.WorkerPool`; a GPU for each rank of all replicas.
-            share_gpu: whether several ranks may share one GPU.
-            start_timeout: seconds for all workers to be ready; ``None``: for ever.
-            on_progress: called with ``(rank, done, total, what)``; ranks are counted through,
-                replica by replica.
-            restart: what happens when a replica breaks. ``"never"``: the others go on without it.
-            max_restarts: restarts of a replica within ``window`` before it is given up; ``None``:
-                5. Only for replicas that are restarted.
-            window: seconds; ``None``: 60. Likewise.
-            stuck_after: seconds after which a replica breaks if its oldest call is not answered;
-                ``None``: as for `pool.WorkerPool`.
-            config: further settings, for each replica; ``bind`` is of all ranks of all replicas,
-                and ``name`` is ``replica`` with its number.
+            on_progress: called with ``(rank, done, total, what)``; ranks are numbered through all
+                replicas.
+            restart: the reaction when a replica breaks. ``"never"``: the others run without it.
+            config: ``bind`` lists all ranks of all replicas; ``name`` is set: ``replica`` and the
+                replica's number.
 
         Raises:
             ValueError, TypeError: an argument is out of range, or cannot be sent to the workers.
             WorkerStartError: a worker of any replica did not start. All processes have ended.
             SharedMemoryError: too little memory is free.
-            DescriptorLimitError: too few files may be open (``ulimit -n``).
+            DescriptorLimitError: the limit of open files is too low (``ulimit -n``).
             ProcessLimitError: no further process or thread can be started.
         """
         dp = integer("dp", dp)
@@ -134,7 +127,7 @@ class Replicas:
             for number in range(dp):
                 with translated_limit_errors(0, None):
                     future = submit_in_thread(partial(start, number), f"start-replica-{number}")
-                undo.callback(_give_up, future)
+                undo.callback(_shut_down_when_started, future)
                 starting.append(future)
             wait(starting)
             self.pools = [future.result() for future in starting]
@@ -145,49 +138,49 @@ class Replicas:
 
     @property
     def n_workers(self) -> int:
-        """The number of ranks of all replicas."""
+        """Return the number of ranks of all replicas."""
         return sum(pool.n_workers for pool in self.pools)
 
     @property
     def grid(self) -> RankGrid:
-        """The ranks of all replicas by their axes."""
+        """Return the ranks of all replicas by their axes."""
         within = {name: size for name, size in self.pools[0].grid.axes if name != "dp"}
         return RankGrid.of({"dp": len(self.pools), **within})
 
     def call(self, method: str, /, *args: Any, **options: Any) -> Any:
-        """Call ``method`` on one replica; return the result of the first rank of its last stage.
+        """Call ``method`` on one replica; return the result of its last stage's first rank.
 
-        Arguments and errors are those of `pool.WorkerPool.call`; what breaks the replica is raised
-        unless the call may be made again (``retry=True``), and a replica is left to make it.
+        Arguments and errors are those of `pool.WorkerPool.call`. If the replica breaks,
+        its failure is raised, unless the call has ``retry=True`` and another replica can run it.
         """
         return self.submit(method, *args, **options).result()
 
     def submit(self, method: str, /, *args: Any, **options: Any) -> Future[Any]:
-        """As `call`, without waiting; see `pool.WorkerPool.submit`.
+        """Queue a `call` and return its future; see `pool.WorkerPool.submit`.
 
         Raises:
-            CoordinatorError: what broke the last replica, or `PoolClosedError`.
+            CoordinatorError: the failure that broke the last replica, or `PoolClosedError`.
         """
         return self._on_one(lambda pool: pool.submit(method, *args, **options))
 
     async def acall(self, method: str, /, *args: Any, **options: Any) -> Any:
-        """As `submit`, awaited; see `pool.WorkerPool.acall`."""
+        """Await a `submit`; see `pool.WorkerPool.acall`."""
         return await awaited(lambda: self.submit(method, *args, **options))
 
     def stream(self, method: str, /, *args: Any, **options: Any) -> CallStream:
-        """Iterate over what a generator of one replica yields; see `pool.WorkerPool.stream`.
+        """Iterate over a generator's items on one replica; see `pool.WorkerPool.stream`.
 
-        A stream stays with its replica, and ends when that one breaks.
+        A stream stays with its replica, and ends when that replica breaks.
         """
         return self._on_one(lambda pool: pool.stream(method, *args, **options))
 
     def astream(self, method: str, /, *args: Any, **options: Any) -> AsyncGenerator[Any, None]:
-        """As `stream`, for ``async for``; see `pool.WorkerPool.astream`."""
+        """Iterate over a `stream` by ``async for``; see `pool.WorkerPool.astream`."""
         return self._on_one(lambda pool: pool.astream(method, *args, **options))
 
     @property
     def failure(self) -> CoordinatorError | None:
-        """What broke the last replica, or `PoolClosedError`; ``None`` while one takes calls."""
+        """Return the last failure or `PoolClosedError`; ``None`` while a replica takes calls."""
         failures = [pool.failure for pool in self.pools]
         if None in failures:
             return None
@@ -195,27 +188,27 @@ class Replicas:
 
     @property
     def restarting(self) -> CoordinatorError | None:
-        """What broke a replica that is restarted; ``None`` while the workers of any work."""
+        """Return the failure of a replica in a restart; ``None`` while another one runs."""
         if self._working():
             return None
         return next((pool.restarting for pool in self.pools if pool.restarting), None)
 
     @property
     def restarts(self) -> int:
-        """How often replicas were restarted."""
+        """Return the number of restarts of all replicas."""
         return sum(pool.restarts for pool in self.pools)
 
     @property
     def last_failure(self) -> tuple[float, CoordinatorError] | None:
-        """When a replica broke last, in seconds since the epoch, and why; ``None`` if none did."""
+        """Return the last failure of any replica and its time, in seconds since the epoch."""
         failures = [pool.last_failure for pool in self.pools]
         known = [failure for failure in failures if failure is not None]
         return max(known, key=lambda failure: failure[0], default=None)
 
     def status(self) -> list[MemberStatus]:
-        """What every worker was last seen doing; ranks are counted through all replicas.
+        """Return every worker's state; ranks are numbered through all replicas.
 
-        Errors, logs and workers' output name the replica, and count ranks within it.
+        Errors, logs and workers' output name the replica, and use ranks within it.
 
         Raises:
             PoolClosedError: the replicas were shut down.
@@ -224,7 +217,7 @@ class Replicas:
         return [replace(status, rank=rank) for rank, status in enumerate(each)]
 
     def totals(self) -> dict[int, tuple[VerbTotal, ...]]:
-        """What the operations of each worker came to; see `pool.WorkerPool.totals`.
+        """Return each worker's sums over operations; see `pool.WorkerPool.totals`.
 
         Raises:
             PoolClosedError: the replicas were shut down.
@@ -233,19 +226,20 @@ class Replicas:
         return dict(enumerate(each))
 
     def hang_report(self) -> list[str]:
-        """Say who holds up whom in all replicas; see `pool.WorkerPool.hang_report`."""
-        # What one says is of this whole process, so of all that run.
+        """Return sentences on all blocked workers; see `pool.WorkerPool.hang_report`."""
+        # One report covers this whole process, and so all replicas.
         return next(filter(None, (pool.hang_report() for pool in self.pools)), [])
 
     def shutdown(self, timeout: float | None = 10.0) -> None:
         """End all replicas; see `pool.WorkerPool.shutdown`. Idempotent.
 
         Args:
-            timeout: seconds for all of them together; ``None``: for ever.
+            timeout: seconds for all of them together; ``None``: no limit.
 
         Raises:
             ValueError, TypeError: ``timeout`` is not a duration. Nothing has happened.
-            RuntimeError: a thread of theirs calls, as in a future's callback. Nothing has happened.
+            RuntimeError: a thread of a replica calls, as in a future's callback. Nothing has
+                happened.
         """
         deadline = Deadline.after(timeout)
         if any(pool.is_own(threading.current_thread()) for pool in self.pools):
@@ -267,9 +261,9 @@ class Replicas:
         return [pool for pool in self.pools if pool.failure is None and pool.restarting is None]
 
     def _on_one(self, begin: Callable[[WorkerPool], T]) -> T:
-        """Begin something on the replica with the fewest calls; on another if that one has ended.
+        """Call ``begin`` with the least loaded replica; with another one if that has ended.
 
-        Of several that have equally few, the next in turn.
+        Equally loaded replicas take turns.
         """
         while True:
             pools = self._working() or [pool for pool in self.pools if pool.failure is None]
@@ -289,15 +283,19 @@ class Replicas:
                 return begun
 
     def _move(self, broken: WorkerPool, calls: list[PendingCall]) -> list[PendingCall]:
-        """Give calls of a replica that broke to others; returns those that stay there.
+        """Move calls of a broken replica to others; return those that stay.
 
-        Those that may be made again stay if no other works, and this one is restarted.
+        Calls with ``retry`` stay if no other replica runs, and this one is being restarted.
         """
         failure = broken.failure
-        if failure is not None:  # nobody may hear of it, as the others answer the calls
-            left, of = [pool.failure for pool in self.pools].count(None), len(self.pools)
-            told = "replica %d takes no more calls, %d of %d go on: %s"
-            _log.error(told, self.pools.index(broken), left, of, with_notes(failure))
+        if failure is not None:  # no call may raise it, as the others answer the calls
+            _log.error(
+                "replica %d takes no more calls, %d of %d go on: %s",
+                self.pools.index(broken),
+                [pool.failure for pool in self.pools].count(None),
+                len(self.pools),
+                with_notes(failure),
+            )
         staying = []
         for call in calls:
             may_move = call.retry and not call.stream
@@ -311,15 +309,13 @@ class Replicas:
         return staying
 
     def _gather(self, opened: WorkerPool) -> None:
-        """Have a replica that was restarted answer what waits for others that are not yet."""
+        """Move calls that wait for other replicas' restarts to ``opened``."""
         for pool in self.pools:
             if pool is not opened:
                 pool.move_on()
 
 
-def _give_up(starting: Future[WorkerPool]) -> None:
-    """Have a replica ended that has started, or once it has."""
-
+def _shut_down_when_started(starting: Future[WorkerPool]) -> None:
     def end(started: Future[WorkerPool]) -> None:
         if started.exception() is None:
             started.result().shutdown(0.0)

@@ -1,10 +1,8 @@
-"""OpenTelemetry spans, where it is installed: of requests, of batches, of calls in each worker.
+"""OpenTelemetry spans of requests, of batches, and of calls in each worker.
 
-The caller's trace context travels with each call, in W3C's form, so a worker's span is a child of
-the span in which the call was made. A process records nothing until OpenTelemetry has a provider
-there: the caller's own, or that of `record`. If the package is not installed, no context is
-carried. The package is imported only if the program already uses it, or a request brings a trace
-context.
+Each call carries the caller's trace context (W3C), so a worker's span is a child of the caller's.
+A process records spans only with a provider: the program's own, or that of `record`. OpenTelemetry
+is optional, and imported only if the program has imported it, or a request has a trace context.
 """
 
 from __future__ import annotations
@@ -26,8 +24,6 @@ Carrier: TypeAlias = "dict[str, str]"
 
 
 class _Api(NamedTuple):
-    """What is used of OpenTelemetry's API."""
-
     context: Any
     trace: Any
     use_span: Callable[..., AbstractContextManager[Any]]
@@ -37,7 +33,6 @@ class _Api(NamedTuple):
 
 @cache
 def _api() -> _Api | None:
-    """Import it; ``None`` where it is not installed."""
     try:
         from opentelemetry import context, trace  # noqa: PLC0415
         from opentelemetry.trace.propagation import tracecontext  # noqa: PLC0415
@@ -49,14 +44,14 @@ def _api() -> _Api | None:
 
 
 def _api_in_use() -> _Api | None:
-    """As `_api`, if anybody has imported it: else there is no span, and nobody records one."""
+    # If the program has not imported it, it records no span.
     return _api() if sys.modules.get("opentelemetry.trace") else None
 
 
 def carried() -> Carrier | None:
-    """The context of the present span; ``None`` if there is none."""
+    """Return the context of the current span; ``None`` if there is none."""
     api = _api_in_use()
-    # A context with nothing in it, which is the rule, is told sooner than one without a span.
+    # An empty context is the common case, and faster to detect than one without a span.
     if api is None or not api.context.get_current():
         return None
     if not api.trace.get_current_span().get_span_context().is_valid:
@@ -67,8 +62,10 @@ def carried() -> Carrier | None:
 
 
 def begin_request(name: str, headers: Mapping[str, str]) -> Span | None:
-    """The span of a request that has come: a child of the one that its headers name; ``None``
-    where OpenTelemetry is missing, or neither used nor asked for. It ends with `end_request`.
+    """Start the span of a request, a child of the span in its headers.
+
+    ``None`` if OpenTelemetry is missing, or neither imported nor in the headers. Finish it with
+    `end_request`.
     """
     api = _api() if "traceparent" in headers else _api_in_use()
     if api is None:
@@ -79,7 +76,7 @@ def begin_request(name: str, headers: Mapping[str, str]) -> Span | None:
 
 
 def within(span: Span | None) -> AbstractContextManager[Any]:
-    """What begins inside is a child of ``span``."""
+    """Make ``span`` the parent of spans started in the block."""
     api = None if span is None else _api()
     if api is None:
         return nullcontext()
@@ -87,7 +84,7 @@ def within(span: Span | None) -> AbstractContextManager[Any]:
 
 
 def end_request(span: Span | None, status: int) -> None:
-    """End the span of a request, which was answered with an HTTP status."""
+    """End the span of a request with its HTTP status."""
     api = None if span is None else _api()
     if span is not None and api is not None:
         span.set_attribute("http.response.status_code", status)
@@ -99,12 +96,12 @@ def end_request(span: Span | None, status: int) -> None:
 def of_batch(
     name: str, carriers: Sequence[Carrier], attributes: Mapping[str, int]
 ) -> AbstractContextManager[Any]:
-    """The span of what is computed for several requests: a child of the first, linked to all.
+    """Start the span of a batch: a child of the first request's, linked to all.
 
     Args:
-        name: the span's.
-        carriers: the requests' contexts; without any, nothing is recorded.
-        attributes: the span's.
+        name: the span's name.
+        carriers: the requests' contexts; empty: nothing is recorded.
+        attributes: the span's attributes.
     """
     api = _api() if carriers else None
     if api is None:
@@ -118,13 +115,13 @@ def of_batch(
 def of_call(
     method: str, carrier: Carrier, rank: int, generation: int
 ) -> AbstractContextManager[Any]:
-    """The span of a call in a worker."""
+    """Start the span of a call in a worker."""
     api = _api()
     if api is None:
         return nullcontext()
-    about = {"group_coordinator.rank": rank, "group_coordinator.generation": generation}
+    attributes = {"group_coordinator.rank": rank, "group_coordinator.generation": generation}
     return api.tracer.start_as_current_span(
-        method, api.propagator.extract(carrier), attributes=about
+        method, api.propagator.extract(carrier), attributes=attributes
     )
 
 
@@ -133,24 +130,24 @@ def check_exporter(name: str) -> None:
 
     Raises:
         ImportError: the SDK is not installed.
-        ValueError: there is no such exporter; says which there are.
+        ValueError: the exporter is not installed; lists those that are.
     """
     if _api() is None or find_spec("opentelemetry.sdk") is None:
         raise ImportError("install the extra 'otel': no opentelemetry.sdk")
-    there = sorted({each.name for each in _exporters()})
-    if name not in there:
+    installed = sorted({each.name for each in _exporters()})
+    if name not in installed:
         raise ValueError(
-            f"no exporter of spans is called {name!r}; installed are {', '.join(there)}"
+            f"no exporter of spans is called {name!r}; installed are {', '.join(installed)}"
         )
 
 
 def record(exporter: str, **about: str | int) -> None:
     """Record this process's spans, unless it has a provider already.
 
-    What OpenTelemetry's own environment variables say holds: the endpoint, the sampler.
+    OpenTelemetry's environment variables apply, as for the endpoint and the sampler.
 
     Args:
-        exporter: ``"console"``, or the name of one that is installed, as ``"otlp"``.
+        exporter: ``"console"``, or the name of an installed exporter, such as ``"otlp"``.
         about: attributes of the process, beside its service's name.
     """
     from opentelemetry import trace  # noqa: PLC0415

@@ -232,7 +232,7 @@ class MessageTransport:
         self._timeout = cpu.timeout
         self._outgoing = Sender(self.routes, numbered=wire.numbers)
         self._turns: dict[int, OrderedReceive] = {}
-        # Of each member, who receives from it; of what is no member, which is refused later.
+        # A turn for each sender. Ranks that are no members get one as well, and are refused later.
         turns = {rank: Turn() for rank in range(cpu.world_size)}
         self._receiving = defaultdict(Turn, turns)
         self._others = [rank for rank in range(cpu.world_size) if rank != cpu.rank]

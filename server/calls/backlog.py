@@ -1,8 +1,7 @@
-"""Keep the calls of a pool in order, and decide which ones are late.
+"""Queue a pool's calls, number those in flight, and decide which ones are late.
 
-A call without its own timeout is not late while the calls before it are being answered.
-
-Plain bookkeeping: no locks, and no knowledge of what an answer means.
+A call without its own timeout is not late while calls before it are being answered. No locks: the
+tracker holds its lock.
 """
 
 from __future__ import annotations
@@ -24,16 +23,15 @@ if TYPE_CHECKING:
 class CallTimer:
     """Times one call at a time. Not thread-safe.
 
-    It is meant for the oldest call under way: ranks answer calls in order, so one that has not
-    answered a later call may still be busy with an earlier one, and is not late. A time during
-    which all processes were stopped, as in a paused container, counts as a quarter of ``seconds``
-    at most.
+    Time only the oldest call in flight: ranks answer in order, so a later call may wait for an
+    earlier one. A pause of all processes, as of a container, counts as at most a quarter of
+    ``seconds``.
 
     Attributes:
-        call: the call that is timed; ``None`` if none is.
+        call: the timed call, if any.
 
     Args:
-        seconds: how long it may take.
+        seconds: the limit.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -43,7 +41,7 @@ class CallTimer:
         self._until = math.inf
 
     def watch(self, call: PendingCall | None) -> bool:
-        """Time ``call``, from now on if it is another one than before; whether it is."""
+        """Time ``call`` from now on, if it is another call; return whether it is."""
         if call is self.call:
             return False
         self._until = math.inf if call is None else self._clock.read() + self._seconds
@@ -51,26 +49,26 @@ class CallTimer:
         return call is not None
 
     def forget(self, call: PendingCall) -> None:
-        """Time ``call`` no more, which is over: its arguments may be large."""
+        """Drop ``call``, which is over: its arguments may be large."""
         if self.call is call:
             self.watch(None)
 
     def passed(self) -> PendingCall | None:
-        """The call, if its time has passed; each one only once."""
+        """Return the call after its time; each one once."""
         if self._until > self._clock.read():
             return None
         self._until = math.inf
         return self.call
 
     def next_look(self) -> float:
-        """Seconds until `passed` has to be called again; ``inf`` if no call is timed."""
+        """Return seconds until the next call of `passed`; ``inf`` if no call is timed."""
         if self._until == math.inf:
             return math.inf
         return min(self._until - self._clock.read(), self._seconds / 4)
 
 
 class CallDeadlines:
-    """Tells when calls are late. Not thread-safe.
+    """Detects late calls. Not thread-safe.
 
     Args:
         call_seconds: calls are late when none was answered for so long.
@@ -83,40 +81,34 @@ class CallDeadlines:
         self._looks_at = math.inf
 
     def answered(self, call: PendingCall) -> None:
-        """Note that every rank has answered ``call``, just now."""
+        """Record that every rank has answered ``call``, now."""
         self._answered_at = time.monotonic()
         self._watched.pop(call, None)
 
     def resumed(self) -> None:
-        """Note that calls can be answered again, from now on."""
+        """Record that calls can be answered from now on."""
         self._answered_at = time.monotonic()
 
     def due(self, call: PendingCall) -> Deadline:
-        """When ``call`` becomes late, if no call is answered before that."""
+        """Return the time at which ``call`` becomes late, if no call is answered before."""
         if call.timeout is not None:
             return Deadline(call.since + call.timeout, call.timeout)
         since = max(call.since, self._answered_at)
         return Deadline(since + self._call_seconds, self._call_seconds)
 
     def watch(self, call: PendingCall) -> bool:
-        """Have `look` report ``call`` when it is late.
-
-        Returns:
-            Whether `look` must be called earlier than it asked for last.
-        """
+        """Have `look` report ``call`` when it is late; return whether `look` is due earlier."""
         at = self.due(call).at
         if at < math.inf:
             self._watched[call] = None
         return at < self._looks_at
 
     def forget(self, call: PendingCall) -> None:
-        """Have `look` not report ``call`` any more."""
+        """Stop watching ``call``."""
         self._watched.pop(call, None)
 
     def look(self) -> tuple[list[PendingCall], float]:
-        """The watched calls that are late now, each reported once; and the seconds until it has to
-        be called again.
-        """
+        """Return watched calls that are late, each once, and the seconds until the next look."""
         waiting = [call for call in self._watched if not call.done]
         late = [call for call in waiting if self.due(call).expired]
         self._watched = dict.fromkeys(waiting)
@@ -127,16 +119,17 @@ class CallDeadlines:
 
 
 class CallQueue:
-    """Calls under way by number, and queued calls, which have no number. Not thread-safe, but a
-    signal handler may call anything of it between two steps of anything else.
+    """Calls in flight by number, and queued calls, without number. Not thread-safe.
+
+    A signal handler may call any method between two steps of any other.
 
     Attributes:
-        last: the number of the call that began last; 0 if none did.
-        last_settled: the method of the latest call of this generation that all ranks have answered;
-            ``""`` if none.
+        last: the number of the last call that was sent; 0: none.
+        last_settled: the method of the last call of this generation that all ranks have answered;
+            ``""``: none.
 
     Args:
-        in_flight: how many calls may be under way at once.
+        in_flight: most calls in flight.
     """
 
     def __init__(self, in_flight: int) -> None:
@@ -149,58 +142,58 @@ class CallQueue:
 
     @property
     def size(self) -> int:
-        """How many calls are under way or queued."""
+        """Return the number of calls in flight or queued."""
         return len(self._under_way) + len(self._queued)
 
     @property
     def busy(self) -> bool:
-        """Whether a call is under way."""
+        """Return whether a call is in flight."""
         return bool(self._under_way)
 
     @property
     def empty(self) -> bool:
-        """Whether no call is under way or queued."""
+        """Return whether no call is in flight or queued."""
         return not self._under_way and not self._queued
 
     @property
     def open(self) -> bool:
-        """Whether a new call could be sent now, without overtaking a queued one."""
+        """Return whether a new call can be sent without overtaking a queued one."""
         return not self._queued and self._has_room
 
     @property
     def sendable(self) -> bool:
-        """Whether the first queued call could be sent now; what makes room always can."""
+        """Return whether the first queued call can be sent; a no-op call always can."""
         return bool(self._queued) and (self._has_room or self._queued[0].is_void)
 
     @property
     def oldest(self) -> PendingCall | None:
-        """The call that has been under way longest; ``None`` if none is."""
+        """Return the oldest call in flight, if any."""
         for call in self._under_way.values():
             return call
         return None
 
     def oldest_of(self, rank: int) -> PendingCall | None:
-        """The call under way that ``rank`` has to answer next; ``None`` if it has answered all."""
+        """Return the call in flight that ``rank`` has to answer next, if any."""
         for call in tuple(self._under_way.values()):
             if rank in call.waiting:
                 return call
         return None
 
     def find(self, number: int) -> PendingCall | None:
-        """The call with this number, if it is under way."""
+        """Return the call with this number, if it is in flight."""
         return self._under_way.get(number)
 
     def told(self) -> str:
-        """The calls under way, by number and method, as text for an error message."""
+        """Return the numbers and methods of the calls in flight, for an error's text."""
         calls = self._under_way.values()
         return "under way: " + ", ".join(f"call {call.number} ({call.method})" for call in calls)
 
     def enqueue(self, call: PendingCall) -> None:
-        """Queue a call behind all others."""
+        """Append a call to the queue."""
         self._queued.append(call)
 
     def withdraw(self, call: PendingCall) -> None:
-        """Remove a call from the queue, if it is there."""
+        """Remove a call from the queue, if it is queued."""
         if call in self._queued:
             self._queued.remove(call)
 
@@ -209,49 +202,44 @@ class CallQueue:
         return self._queued.popleft()
 
     def begin(self, call: PendingCall) -> None:
-        """Give a call its number, which no other ever gets, and count it as under way."""
+        """Number a call, uniquely, and count it as in flight."""
         self.last += 1
         call.number = self.last
         self._under_way[call.number] = call
 
     def unsent(self, call: PendingCall) -> None:
-        """Note that ``call``, which was begun, reached no worker."""
+        """Revert `begin`: no worker has received ``call``."""
         del self._under_way[call.number]
         call.number = 0
 
     def follow_up(self, call: PendingCall) -> None:
-        """Queue a void call, of as many ranks as ``call``, before all others; one is enough."""
+        """Queue a no-op call for the ranks of ``call`` before all others, unless one is first."""
         if not (self._queued and self._queued[0].is_void):
             self._queued.appendleft(call.void())
 
     @property
     def answered(self) -> list[PendingCall]:
-        """The calls under way that every rank has answered."""
+        """Return the calls in flight that every rank has answered."""
         return [call for call in tuple(self._under_way.values()) if call.settled]
 
     @property
     def settling(self) -> list[PendingCall]:
-        """The calls that have left those under way and for which `settled` was not called."""
+        """Return the calls after `settle` or `lose`, for which `settled` was not called."""
         return list(self._settling)
 
     def settle(self, call: PendingCall) -> None:
-        """Note that every rank has answered ``call``: it leaves the calls under way."""
+        """Remove a call, which every rank has answered, from those in flight."""
         if not call.is_void:
             self.last_settled = call.method
         self._settling[call] = None
-        self._under_way.pop(call.number, None)  # or has left: a signal handler has called the pool
+        self._under_way.pop(call.number, None)  # a signal handler may have removed it
 
     def settled(self, call: PendingCall) -> None:
-        """Note that all has been done that is due after `settle` or `lose`. Any thread may call."""
+        """Record that a call's actions after `settle` or `lose` are done. Any thread may call."""
         self._settling.pop(call, None)
 
     def lose(self, error: BaseException, *, again: bool) -> None:
-        """Fail all calls because of ``error``, and queue those that are to be made again.
-
-        Args:
-            error: what broke the pool.
-            again: whether any is.
-        """
+        """Fail all calls because of ``error``; if ``again``, queue those that may run again."""
         queued: deque[PendingCall] = deque()
         for call in (*self._under_way.values(), *self._queued):
             if again and call.take_back():
@@ -259,11 +247,11 @@ class CallQueue:
             else:
                 call.lose(error)
                 self._settling[call] = None
-        # Both at once: a signal handler raises before it, and this is done again, or after it.
+        # In one assignment: a signal handler raises before it, and `lose` is repeated, or after it.
         self._under_way, self._queued = {}, queued
 
     def withdraw_all(self) -> list[PendingCall]:
-        """Empty the queue; returns what was in it, in order, without void calls."""
+        """Empty the queue; return its calls in order, without no-ops."""
         calls = [call for call in self._queued if not call.is_void]
         self._queued.clear()
         return calls

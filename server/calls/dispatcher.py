@@ -1,20 +1,17 @@
-"""Sends a pool's calls to the workers and takes their replies; the ledger decides what to do.
+"""Send a pool's calls to the workers and receive their replies; the tracker decides on both.
 
-Each generation of workers has its own dispatcher. A call that outlives it, because it is made
-again, is waited for through its future.
+Each generation of workers has its own dispatcher. A call that runs again in a later generation is
+waited for through its future.
 
-One thread at a time listens for replies, and takes the replies to all calls. A caller that waits
-for its own call listens itself if no other thread does: switching to another thread would cost more
-than the reply takes. When it stops while calls are still under way, the collector thread takes
-over.
+One thread at a time listens: it receives the replies to all calls. A caller that waits for its call
+listens itself if no other thread does: a thread switch would take longer than the reply. When it
+stops while calls are in flight, the collector thread takes over. A caller sends its call itself if
+it can be sent at once; the sender thread sends queued calls. A thread owns the right to send or to
+listen only within a block, so a signal handler that raises there releases it.
 
-A caller whose call can be sent at once sends it itself; queued calls are sent by the sender thread.
-There is one turn to send and one to listen. A thread holds the turn only within a block, so a
-signal handler that raises there releases it.
-
-A thread that listens never sends. Sending waits while the queue to the workers is full. The queue
-empties only when workers take their next calls, and a worker whose reply queue is full does not
-before its replies are taken. If the listening thread waited to send, nobody would take them.
+A listening thread never sends. A send blocks while the queue to the workers is full, and a worker
+with a full reply queue receives no calls until its replies are dequeued: a listener that blocked in
+a send would deadlock.
 """
 
 from __future__ import annotations
@@ -50,30 +47,28 @@ if TYPE_CHECKING:
 
 _ENDS = (GroupAbortedError, GroupClosedError, PeerLostError)
 _LOOK_SECONDS = 1e-3
-"""How long to spin for a reply before sleeping, while calls take no longer than about that.
+"""Longest spin for a reply before sleeping, while calls take about that or less.
 
-A worker that sleeps takes 0.2 ms to wake up and answer. If this process sleeps meanwhile, its own
-wake-up takes another 0.1 ms.
+A sleeping worker needs 0.2 ms to wake up and answer; a sleeping driver adds 0.1 ms.
 """
 _TURN_SECONDS = 0.1
-"""How long a thread of the pool waits for its turn before it checks whether the generation is over.
+"""Time that a pool's thread waits to send or listen before it checks for the generation's end.
 
 A signal handler that shuts the pool down waits for these threads, and may have interrupted the
-thread that has the turn.
+owner.
 """
 _REASON_SECONDS = 2.0
-"""How long to wait for the supervisor's report when the queues have ended; it knows the cause."""
+"""Time to wait for the supervisor's report, which has the cause, when the queues have ended."""
 
 
 class Dispatcher:
-    """Moves calls and replies between the ledger and the queues. Any thread may call.
+    """Moves calls and replies between the tracker and the queues. Any thread may call.
 
     Attributes:
         threads: the sender and the collector; they end after `release` and the queues' shutdown.
 
     Args:
-        ledger: the book of the pool's calls.
-        generation: the generation of workers.
+        ledger: the pool's calls.
         board: the pool's board; its last member is this process.
         calls: the queue to all workers.
         replies: the queue from each worker, by rank.
@@ -106,13 +101,13 @@ class Dispatcher:
             thread.start()
 
     def send(self, call: PendingCall, deadline: Deadline) -> None:
-        """Send ``call``, or queue it if calls are before it or too many are under way.
+        """Send ``call``, or queue it behind others or if too many are in flight.
 
         Raises:
-            GroupTimeoutError: the queue to the workers was full until the deadline; no worker gets
-                the call.
-            TypeError, or whatever the arguments' own code raises: they cannot be pickled.
-            What broke the pool.
+            GroupTimeoutError: the queue to the workers was full until the deadline; no worker
+                receives the call.
+            CoordinatorError: the failure that broke the pool.
+            TypeError: the arguments cannot be pickled; also any exception of their own code.
         """
         with self._sending as mine:
             if self._tracker.accept(call, self._generation, may_send=mine):
@@ -122,10 +117,10 @@ class Dispatcher:
         """Wait until a call that was passed to `send` is done.
 
         Raises:
-            GroupTimeoutError: the deadline passed; the call goes on.
+            GroupTimeoutError: the deadline expired; the call continues.
         """
-        # A future's callback, or a signal handler, may run in the thread that listens and wait for
-        # a call of its own: it then listens there.
+        # A future's callback or a signal handler, run by the listening thread, may wait for a call:
+        # it listens itself.
         if self._listening.is_owned():
             self._listen(lambda: call.done, deadline)
         else:
@@ -138,17 +133,15 @@ class Dispatcher:
         self._needs_collector.put(None)
 
     def _run(self, work: Callable[[], None]) -> None:
-        """Do a thread's work; the generation is over if it fails: nobody else would do it."""
         try:
             work()
-        except BaseException as error:  # noqa: BLE001 - whatever code of messages raises
+        except BaseException as error:  # noqa: BLE001 - also of users' code in messages
             name = threading.current_thread().name
             failure = CoordinatorError(f"the thread {name} has failed: {error!r}")
             failure.__cause__ = error
             self._tracker.break_off(failure, self._generation)
 
     def _listen_in_turn(self, call: PendingCall, deadline: Deadline) -> None:
-        """Listen until ``call`` is done, if no other thread listens."""
         try:
             with self._listening as mine:
                 if mine:
@@ -157,7 +150,6 @@ class Dispatcher:
             self._wake_collector()
 
     def _wait_for_other_listener(self, call: PendingCall, deadline: Deadline) -> None:
-        """Wait for a call's result, which another thread takes."""
         if not self._tracker.wait_until_done(call, deadline.remaining()):
             raise GroupTimeoutError(call.method, deadline.timeout)
 
@@ -175,8 +167,8 @@ class Dispatcher:
             self._tracker.unsent(call)
             raise
         except (TypeError, RecursionError) as error:
-            why = error.__cause__ or error
-            raise TypeError(f"the arguments of {call.method} cannot be sent: {why}") from error
+            reason = error.__cause__ or error
+            raise TypeError(f"the arguments of {call.method} cannot be sent: {reason}") from error
 
     def _send_queued(self) -> None:
         while self._tracker.wait_to_send(self._generation):
@@ -195,10 +187,10 @@ class Dispatcher:
 
     def _collect(self) -> None:
         while not self._tracker.state.over(self._generation):
-            # Emptied before it listens: what is put in while it listens causes another round.
+            # Emptied before listening: an item put meanwhile causes another round.
             self._needs_collector.get()
             self._listen_until_idle()
-            # A caller that came just before the end does not listen: this thread still did.
+            # A caller may have found this thread listening just before it stopped.
             self._wake_collector()
 
     def _listen_until_idle(self) -> None:
@@ -213,21 +205,19 @@ class Dispatcher:
             self._needs_collector.put(None)
 
     def _listen(self, until: Callable[[], bool], deadline: Deadline) -> None:
-        """Take replies until ``until()``, or until the generation is over; the caller holds
-        ``_listening``.
+        """Receive replies until ``until()`` or the generation's end; caller owns `_listening`.
 
         Raises:
-            GroupTimeoutError: the deadline passed.
+            GroupTimeoutError: the deadline expired.
         """
 
-        def something() -> bool:
+        def is_ready() -> bool:
             return until() or any(queue.readable() for queue in self._replies)
 
         number, since = 0, 0
         while not until():
             # Spin on one queue only, of a rank that the oldest call waits for: the spin is a C call
-            # without the GIL. Replies of other ranks wait in their queues meanwhile, until they are
-            # awaited themselves or the window is over.
+            # without the GIL. Other ranks' replies wait in their queues until the window is over.
             oldest, rank = self._tracker.awaited
             if oldest != number:
                 deadline.check("call")  # `wait` below checks it as well
@@ -239,7 +229,7 @@ class Dispatcher:
                     self._take_reply(rank, replies, deadline)
                     continue
                 self._board.wait(
-                    *(something, deadline, "call", tuple),
+                    *(is_ready, deadline, "call", tuple),
                     spin=0,
                     shown=lambda: self._tracker.late_ranks,
                     lookout=self._spin.lookout(since, replies.readable) if oldest else None,
@@ -253,7 +243,7 @@ class Dispatcher:
         self._observe_wait(number, since)
 
     def _observe_wait(self, number: int, since: int) -> None:
-        """Learn from the wait for call ``number``, which began at ``since`` (ns)."""
+        """Adapt the spin to the wait for call ``number``, which began at ``since`` (ns)."""
         if number:
             self._spin.observe(time.monotonic_ns() - since)
 
@@ -268,11 +258,10 @@ class Dispatcher:
     def _end_with_reason(self, error: CoordinatorError, deadline: Deadline) -> None:
         """Break the pool because the queues raised ``error``, unless the supervisor does it first.
 
-        The queues only know that the group was aborted or a process is gone. The supervisor hears
-        why, by the worker's exit status or its report, and its error is the better one.
+        The supervisor has the worker's exit status or report, and so the more precise error.
 
         Raises:
-            GroupTimeoutError: the deadline passed; the collector waits instead.
+            GroupTimeoutError: the deadline expired; the collector waits instead.
         """
         while not self._tracker.wait_until_over(
             self._generation, deadline.remaining(at_most=_REASON_SECONDS)

@@ -1,38 +1,31 @@
-"""Keep the state of a pool's calls: which are queued, which are in flight, what replies mean.
+"""Track a pool's calls: queued, in flight, answered, failed.
 
-Actions are collected under the ledger's lock, and run after it was released.
-
-Plain bookkeeping, guarded by the ledger's lock; reading needs no lock. A failure is noted by
-assignments with no call between them. Python runs signal handlers only after calls, so when one
-raises, the failure is noted completely or not at all, and one that ends the pool takes effect.
-
-No processes and no queues here: the dispatcher sends the calls that the ledger tells it to, and
-reports the replies.
+The dispatcher sends calls as the tracker decides, and reports their replies.
 
 Guarantees
-- Calls are sent in the order in which they were accepted, by one thread at a time.
-- No two calls have the same number, so no reply is taken for another call's.
-- At most ``in_flight`` calls are under way; a call is under way until every rank has answered it.
-- A signal handler may raise in the main thread: then it is unknown whether its call was sent, or
-  which replies were taken. A void call follows, and calls that are not answered before it are lost;
-  for calls that all ranks had answered, pending actions are run then. No other thread is
-  interrupted, so the main thread only notes why the pool breaks; the thread that calls `tick`
-  breaks it.
-- A result is handed out only when all ranks have answered that call and every earlier one, and did
-  the same in each: they began the same collectives, and all messages were received. If they did
-  not, an operation is left half done that the next call would meet, so the pool breaks.
-- A rank that has failed a call is told to go on when every rank has answered that call, under the
-  same condition. The pool breaks if that takes longer than ``settle_seconds``, counted from when
-  all earlier calls were answered.
+- Calls are sent in the order of their acceptance, by one thread at a time.
+- No two calls have the same number, so each reply belongs to one call.
+- At most ``in_flight`` calls are in flight; a call is in flight until every rank has answered it.
+- A result is returned only when all ranks have answered that call and every earlier one, and began
+  the same collectives and received all messages in each. Otherwise an incomplete operation would
+  match the next call's, so the pool breaks.
+- A rank that has failed a call resumes when every rank has answered that call, under the same
+  condition. The pool breaks if that takes longer than ``settle_seconds``, counted from the answers
+  to all earlier calls.
 - A call belongs to the generation of workers for which it was accepted. The first failure that
   breaks the pool fails all its calls, queued ones too, and is raised from every later one. If the
-  pool is restarted, calls that may be made again, and later ones, wait for the next generation.
-- The error of a call that may be made again waits for the answers to the calls before it: one of
-  these may be the cause, and breaks the pool then.
+  pool is restarted, calls with ``retry``, and later ones, wait for the next generation.
+- The error of a call with ``retry`` waits for the answers to the calls before it: one of these may
+  be the cause, which then breaks the pool.
 
-Locking: one lock guards all state. Hooks and futures' callbacks are collected as "actions" under
-the lock and run after it was released: they write to sockets, wake threads and run users' code,
-which may call the pool again and would wait for this very lock.
+Signal handlers: a handler may raise in the main thread, which leaves unknown whether its call was
+sent, and which replies were dequeued. A no-op call follows; calls unanswered when it returns are
+lost, and pending actions of answered calls are run. Python runs handlers only after calls, so a
+failure is recorded by assignments with no call between them: completely or not at all. The main
+thread only records why the pool breaks; the thread that calls `tick` breaks it.
+
+Locking: one lock guards all writes; reading needs no lock. Callbacks and futures are collected as
+"actions" under the lock and run after its release: they may call the pool again.
 """
 
 from __future__ import annotations
@@ -63,17 +56,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CallTrackerCallbacks:
-    """What a ledger asks its owner to do. Called by any thread, without the ledger's lock.
+    """The owner's functions, called by any thread, without the tracker's lock.
 
     Attributes:
-        resume: ``(rank, number)``: tell the rank, which has failed call ``number``, to go on.
-        wake: wake the thread that listens for replies: a call ended without a reply.
-        clock: call `CallTracker.tick` now: it has to look earlier than it said last, or to break
-        the
-            pool.
+        resume: ``(rank, number)``: resume the rank that has failed call ``number``.
+        wake: wake the thread that waits for replies: a call ended without a reply.
+        clock: call `CallTracker.tick` now.
         broke: ``(error)``: the pool broke; called once in each generation.
-        late: ``(calls)``: these calls are late: call `CallTracker.expire`. Each call once.
-        stuck: ``(call)``: this call has been the oldest one for too long. Each call once.
+        late: ``(calls)``: call `CallTracker.expire` for each. Called once for each call.
+        stuck: ``(call)``: the oldest call exceeds ``stuck_seconds``. Called once for each call.
     """
 
     resume: Callable[[int, int], None]
@@ -88,20 +79,20 @@ def run_all(actions: Actions) -> None:
     """Run the actions in order.
 
     Raises:
-        BaseException: in the main thread, what a signal handler, or an action, raises; the rest is
-            not done then. In other threads that is logged.
+        BaseException: in the main thread, an action's or a signal handler's exception, which skips
+            the other actions. Other threads log it and continue.
     """
     for action in actions:
         try:
             action()
         except BaseException:
-            if in_main_thread():  # maybe a signal handler's
+            if in_main_thread():  # it may be a signal handler's exception
                 raise
-            _log.exception("what a user of the pool wants to be called has raised")
+            _log.exception("a callback of the pool's user raised")
 
 
 def in_main_thread() -> bool:
-    """Whether this is the thread that signal handlers interrupt."""
+    """Return whether this is the thread that signal handlers interrupt."""
     return threading.current_thread() is threading.main_thread()
 
 
@@ -116,16 +107,11 @@ class PoolState:
     """The state of a pool. Not thread-safe.
 
     Attributes:
-        generation: the number of the generation that works, or worked last; 0 before the first.
-        restarts: how often there was a new generation in the place of a broken one.
-        last_failure: when the pool broke last, in seconds since the epoch, and why.
-        ended: what broke the pool for good, or `PoolClosedError`; ``None`` while it takes calls.
-        works: whether calls may go to the workers.
-        breaking: a failure whose consequences for the calls are still to be drawn.
-
-    Args:
-        name: the pool's, for its errors; ``""``: none.
-        restartable: whether it is restarted when it has broken, or ended.
+        generation: the number of the current or last generation; 0 before the first.
+        last_failure: the time of the last failure, in seconds since the epoch, and the failure.
+        ended: the failure that ended the pool, or `PoolClosedError`; ``None`` while it takes calls.
+        works: whether calls may be sent to the workers.
+        breaking: a failure that `CallTracker` has not applied to the calls yet.
     """
 
     def __init__(self, name: str, restartable: bool) -> None:
@@ -140,48 +126,48 @@ class PoolState:
 
     @property
     def restarting(self) -> CoordinatorError | None:
-        """What broke the pool, while it is restarted because of that."""
+        """Return the failure during a restart; ``None`` otherwise."""
         if self.works or self.ended is not None or self.last_failure is None:
             return None
         return self.last_failure[1]
 
     @property
     def closed(self) -> bool:
-        """Whether the pool was closed, and had not broken before."""
+        """Return whether the pool was closed, and had not broken before."""
         return isinstance(self.ended, PoolClosedError)
 
     def over(self, generation: int) -> bool:
-        """Whether the workers of ``generation`` take no more calls."""
+        """Return whether the workers of ``generation`` take no more calls."""
         return not self.works or generation != self.generation
 
     def check(self) -> None:
-        """Raise the error that broke the pool, or `PoolClosedError`; nothing while it is usable."""
+        """Raise the failure that ended the pool, or `PoolClosedError`, if any."""
         if self.ended is not None:
             raise again(self.ended, "" if self.closed else _BROKEN)
 
     def open(self, generation: int) -> None:
-        """Begin a generation, whose number is higher than those before."""
+        """Start a generation, with a higher number than those before."""
         restarted = self.generation > 0
         self.generation = generation
         self.works = True
-        # Whoever sees the restart counted must not find the pool restarting any more.
+        # Last: a reader of the new count must not read `restarting`.
         self.restarts += restarted
 
     def break_off(self, error: CoordinatorError) -> None:
-        """Note what broke the generation that works."""
+        """Record the failure of the current generation."""
         self._fail(error, ends=not self._restartable)
 
     def end(self, error: CoordinatorError) -> None:
-        """Note what ended the pool for good."""
+        """Record the error that ends the pool."""
         self._fail(error, ends=True)
 
     def let_go(self) -> None:
-        """Keep no memory of where the failure came from, once no thread is there any more."""
+        """Free the failure's frames; no thread uses them any more."""
         if self.last_failure is not None:
             free_frames(self.last_failure[1])
 
     def _fail(self, error: CoordinatorError, *, ends: bool) -> None:
-        error = located(again(error), self._name)  # the pool keeps it
+        error = located(again(error), self._name)  # a copy, which the pool keeps
         closed = isinstance(error, PoolClosedError)
         last = self.last_failure if closed else (time.time(), error)
         ended = error if ends else None
@@ -195,25 +181,23 @@ _LOOK_SECONDS = 1e-3
 class CallTracker:
     """The calls of one pool. Any thread may use it.
 
-    Calls wait until `open` is called: when the workers are there, and again after each restart.
+    Calls wait until `open` is called: at first, and after each restart.
 
     Attributes:
-        state: whether the pool takes calls, and why not. To be read.
-        queued: the calls that are queued or under way. To be read.
-        move: called when the pool breaks, and by `move_on`, with the calls that wait: those that it
-            does not return are another ledger's from then on. ``None``: all stay.
+        state: whether the pool takes calls, or its failure. Read-only.
+        queued: the calls that are queued or in flight. Read-only.
+        move: called with the waiting calls when the pool breaks, and by `move_on`; returns those
+            that stay. The others belong to another tracker. ``None``: all stay.
         opened: called when the pool has been restarted.
-        reason_due: whether a worker may still say why the board was aborted: until then, reports
-            that only tell that it was do not break the pool. Called under the lock.
+        reason_due: returns whether a worker may still report why the board was aborted; until then
+            secondary failures do not break the pool. Called under the lock.
 
     Args:
-        in_flight: how many calls may be under way at once.
         call_seconds: calls are late when none was answered for so long.
-        settle_seconds: how long the other ranks have to answer a call that one of them has failed.
-        name: the pool's, for its errors; ``""``: none.
-        stuck_seconds: how long a call may be the oldest one, before it counts as stuck.
-        restartable: whether the owner restarts the pool when it has broken, or calls `end`.
-        hooks: the owner's functions.
+        settle_seconds: time for the other ranks to answer a call that one rank has failed.
+        name: the pool's name for its errors; ``""``: none.
+        stuck_seconds: time after which the oldest call counts as stuck.
+        restartable: whether the owner restarts the pool after a failure, or calls `end`.
     """
 
     def __init__(
@@ -246,41 +230,33 @@ class CallTracker:
 
     @property
     def awaited(self) -> tuple[int, int]:
-        """The number of the oldest call under way, and a rank that has not answered it.
-
-        0, 0 if no call is under way.
-        """
+        """Return the oldest call in flight, and a rank that must answer it; 0, 0 if none."""
         with self._lock:
             oldest = self.queued.oldest
             return (0, 0) if oldest is None else (oldest.number, min(oldest.waiting, default=0))
 
     @property
     def late_ranks(self) -> list[int]:
-        """The ranks that have not answered the oldest call under way; none if there is no call."""
+        """Return the ranks that have not answered the oldest call in flight, if any."""
         with self._lock:
             oldest = self.queued.oldest
             return [] if oldest is None else sorted(oldest.waiting)
 
     def idle(self, rank: int) -> str | None:
-        """The method of the last call, if ``rank`` has answered all; ``None`` while it has not.
-
-        ``""`` if there was no call yet.
-        """
+        """Return the last call's method if ``rank`` has answered all calls; ``""``: no call yet."""
         with self._lock:
             busy = self.queued.oldest_of(rank) is not None
             return None if busy else self.queued.last_settled
 
     def oldest_of(self, rank: int) -> PendingCall | None:
-        """The oldest call under way that ``rank`` has not answered; ``None`` if there is none."""
+        """Return the oldest call in flight that ``rank`` has not answered, if any."""
         with self._lock:
             return self.queued.oldest_of(rank)
 
     def open(self, generation: int, mark: Callable[[int], object]) -> None:
-        """Let calls go to the workers of a new generation.
+        """Allow calls to the workers of a new generation.
 
-        Args:
-            generation: its number, higher than those before.
-            mark: called with the number of a call, which they have, and nobody waits for.
+        ``mark`` is called with the number of a call in flight that has lost its caller.
         """
         with self._lock:
             opens = self.state.ended is None
@@ -301,7 +277,7 @@ class CallTracker:
             )
 
     def wait_until_idle(self, timeout: float) -> bool:
-        """Wait until no call is queued or under way; False after ``timeout`` seconds."""
+        """Wait until no call is queued or in flight; False after ``timeout`` seconds."""
         with self._lock:
             return self._idle.wait_for(
                 lambda: self.queued.empty, min(timeout, threading.TIMEOUT_MAX)
@@ -310,8 +286,8 @@ class CallTracker:
     def wait_until(self, true: Callable[[], bool], deadline: Deadline) -> bool:
         """Wait until ``true()``, which needs other threads; False at the deadline.
 
-        A signal handler that ends the pool may have interrupted what holds the lock, and those
-        threads may need it: it is free meanwhile.
+        Releases the lock meanwhile: those threads may need it, and a signal handler that ends the
+        pool may run inside a block that holds it.
         """
         with self._lock:
             while not true():
@@ -321,16 +297,15 @@ class CallTracker:
             return True
 
     def accept(self, call: PendingCall, generation: int, *, may_send: bool = True) -> bool:
-        """Take a call in. If it returns True, the caller must send the call now, to the workers of
-        ``generation``, or call `unsent` or `abandon`; otherwise the call is queued.
+        """Accept a call; True: the caller must send it now, else it is queued.
+
+        After True, the caller sends it to the workers of ``generation``, or calls `unsent` or
+        `abandon`. Raises as `PoolState.check`.
 
         Args:
             call: the call.
-            generation: to which workers the caller can send.
-            may_send: whether the caller may send now: no other thread does.
-
-        Raises:
-            What broke the pool, or `PoolClosedError`.
+            generation: the generation to which the caller can send.
+            may_send: whether no other thread is sending.
         """
         with self._lock:
             self.state.check()
@@ -342,11 +317,7 @@ class CallTracker:
             return True
 
     def queue(self, call: PendingCall) -> None:
-        """Queue a call for the thread that calls `next_to_send`; `tick` reports it if it is late.
-
-        Raises:
-            What broke the pool, or `PoolClosedError`.
-        """
+        """Queue a call for `next_to_send`, or raise as `PoolState.check`."""
         with self._lock:
             self.state.check()
             self.queued.enqueue(call)
@@ -356,7 +327,7 @@ class CallTracker:
             self._hooks.clock()
 
     def wait_until_done(self, call: PendingCall, timeout: float) -> bool:
-        """Wait until ``call``, which was taken in, is done; False after ``timeout`` seconds.
+        """Wait until an accepted call is done; False after ``timeout`` seconds.
 
         Only the thread that made the call may wait for it, until this returns True.
         """
@@ -371,8 +342,9 @@ class CallTracker:
             return not self.state.over(generation)
 
     def next_to_send(self, generation: int) -> PendingCall | None:
-        """The next queued call; the caller must send it, or call `abandon`. ``None`` if there is
-        none, or none can be sent. One thread sends at a time.
+        """Return the next queued call that can be sent, or ``None``; one thread sends at a time.
+
+        The caller must send it, or call `abandon`.
         """
         with self._lock:
             while self.queued.sendable and not self.state.over(generation):
@@ -380,14 +352,14 @@ class CallTracker:
                 if call.begin():
                     self.queued.begin(call)
                     return call
-                # Nobody waits for it: take the next one.
+                # Cancelled or done.
                 self._lateness.forget(call)
                 if self.queued.empty:
                     self._idle.notify_all()
             return None
 
     def unsent(self, call: PendingCall) -> None:
-        """Note that ``call`` was not sent, no worker gets it, and its caller knows."""
+        """Record that no worker receives ``call``, and that its caller raises an error."""
         with self._lock:
             if self.queued.find(call.number) is call:
                 self.queued.unsent(call)
@@ -396,13 +368,11 @@ class CallTracker:
                 self._notify_waiters()
 
     def abandon(self, call: PendingCall, error: BaseException | None = None) -> None:
-        """Note that its caller does not wait for ``call`` any more, and that it may not have been
-        sent, or replies to it and to others may be lost: all that is not answered by the time when
-        a void call is.
+        """Abandon a call whose send or receive was interrupted.
 
-        Args:
-            call: the call; one that is queued is not sent any more.
-            error: what its future gets, if it has one.
+        A no-op call is queued behind it; calls still unanswered when that returns are lost.
+
+        ``error`` becomes the exception of its future.
         """
         with self._lock:
             self.give_up(call)
@@ -416,17 +386,17 @@ class CallTracker:
         run_all(actions)
 
     def due(self, call: PendingCall) -> Deadline:
-        """Until when to wait for a call, as of now; later, once other calls were answered."""
+        """Return the current deadline of a call; each answer to another call may extend it."""
         with self._lock:
             return self._lateness.due(call)
 
     def late(self, call: PendingCall) -> list[int]:
-        """The ranks that have not answered a call; none if it was not sent."""
+        """Return the ranks that have not answered a call; none if it was not sent."""
         with self._lock:
             return sorted(call.waiting) if call.number else []
 
     def give_up(self, call: PendingCall) -> None:
-        """Take ``call`` off the queue if it is still there. One that was sent goes on."""
+        """Remove ``call`` from the queue if it was not sent."""
         with self._lock:
             self.queued.withdraw(call)
             self._lateness.forget(call)
@@ -434,20 +404,20 @@ class CallTracker:
                 self._idle.notify_all()
 
     def cancel(self, call: PendingCall) -> None:
-        """Tell the workers that nobody waits for ``call``, if it is under way."""
+        """Set the workers' cancellation flag of ``call``, if it is in flight."""
         with self._lock:
             if self.queued.find(call.number) is call:
                 self._mark(call.number)
 
     def expire(self, call: PendingCall, error: CallTimeoutError) -> None:
-        """Fail ``call`` because it is late, unless its result is known."""
+        """Fail ``call`` because it is late, unless it is done."""
         with self._lock:
             call.error = call.error or error
             action = call.finish(self._name)
         action()
 
     def replied(self, rank: int, reply: Reply) -> None:
-        """Take in the reply of ``rank``."""
+        """Handle the reply of ``rank``."""
         with self._lock:
             call = self.queued.find(reply.number)
             is_oldest = call is self.queued.oldest
@@ -460,28 +430,23 @@ class CallTracker:
     def garbled(
         self, rank: int, error: MessageDecodeError | SharedMemoryError, generation: int
     ) -> None:
-        """Take in a reply of ``rank`` that cannot be read, because of ``error``."""
+        """Handle a reply of ``rank`` that ``error`` made unreadable."""
         with self._lock:
             call = None if self.state.over(generation) else self.queued.oldest_of(rank)
             actions: Actions = []
             if call is not None:
-                told = f"what rank {rank} answers to {call.method} cannot be taken in: {error}"
-                spoiled = type(error)(told)
+                text = f"the reply of rank {rank} to {call.method} cannot be read: {error}"
+                spoiled = type(error)(text)
                 spoiled.__cause__ = error
                 call.spoil(rank, spoiled)
                 actions = self._settle(call)
         run_all(actions)
 
     def failed(self, rank: int, failed: Failed, final: bool) -> None:
-        """Take in that ``rank`` has failed a call; it waits to be told to go on.
+        """Handle the failure of a call on ``rank``, which blocks until it is resumed.
 
-        Its replies to earlier calls may arrive after this: they come through its queue, failures
-        through its control channel.
-
-        Args:
-            rank: the rank that failed.
-            failed: its report.
-            final: whether the board is aborted: no other rank will answer any more.
+        It may overtake the rank's replies to earlier calls: it uses the control channel.
+        ``final``: the board is aborted, so no other rank answers.
         """
         with self._lock:
             call = self.queued.find(failed.number)
@@ -494,8 +459,8 @@ class CallTracker:
                 error = rebuild(failed, rank, call.method, detail)
                 call.cut_off |= final
                 call.fail(rank, error, failed)
-                # The caller gets the error at once. One that only says that another rank has failed
-                # is kept back: that rank's own report is the better one.
+                # The caller gets the error at once, unless it is a secondary failure: the root
+                # cause's report may follow.
                 if not (failed.consequence or call.retry):
                     actions.append(call.finish(self._name))
                 actions += self._clock()
@@ -507,11 +472,10 @@ class CallTracker:
         run_all(actions)
 
     def tick(self) -> float:
-        """Break the pool if that was noted, or if a failed call was not answered in time; report
-        calls that are late, or stuck. One thread calls this, and it is not the main thread.
+        """Break the pool if it is due, and report late and stuck calls; return seconds to the next.
 
-        Returns:
-            The seconds until it has to be called again.
+        One thread calls this, and not the main thread. It breaks the pool for a recorded failure,
+        or for a failed call that was not answered in time.
         """
         actions: Actions = []
         with self._lock:
@@ -538,43 +502,36 @@ class CallTracker:
         return max(left, 0.0)
 
     def break_off(self, error: CoordinatorError, generation: int | None = None) -> None:
-        """Break the pool because of ``error``; nothing if it has broken already.
-
-        Args:
-            error: what happened.
-            generation: to which generation of workers; ``None``: the present one.
-        """
+        """Break the pool because of ``error``, if ``generation`` (``None``: any) is current."""
         with self._lock:
             late = generation is not None and self.state.over(generation)
             actions = [] if late else self._break_off(error)
         run_all(actions)
 
     def move_on(self) -> None:
-        """While the pool is restarted, have `tick` let other ledgers have the calls that wait, as
-        when it broke: by now they may be answered there.
-        """
+        """Have `tick` offer the calls that wait for a restart to other trackers again."""
         self._moves_on = True
         self._hooks.clock()
 
     def end(self, error: CoordinatorError) -> None:
-        """End the pool for good because of ``error``, or close it (`PoolClosedError`). The first
-        error counts; another call does what a signal handler has kept the first from.
-        """
+        """End the pool because of ``error``, or close it (`PoolClosedError`); first error wins."""
         if in_main_thread():
-            self.move = None  # calls on their way would be lost with what a signal handler raises
+            self.move = None  # a signal handler's exception would lose calls that are being moved
         with self._lock:
-            before = self._break()  # what was noted has a reason of its own
+            before = self._break()  # a failure that was recorded before
             if self.state.ended is None:
                 self.state.end(error)
-        # The clock first: what a signal handler keeps this thread from, `tick` does.
+        # The clock first: `tick` completes what a signal handler interrupts here.
         run_all([self._hooks.clock, *before])
         with self._lock:
             actions = self._break() or self._settle_again()
         run_all(actions)
 
     def let_go(self) -> None:
-        """Ask nobody any more, after `end`: the owner is freed with its last reference, not by a
-        garbage collection, for which its shared memory would wait.
+        """Drop all callbacks after `end`.
+
+        This breaks the reference cycle with the owner: its shared memory is freed at once, not by
+        the next garbage collection.
         """
         self._hooks = CallTrackerCallbacks(*(ignore,) * 6)
         self._mark = ignore
@@ -585,8 +542,8 @@ class CallTracker:
     def _spoil_before(self, rank: int, number: int) -> Actions:
         """Count replies of ``rank`` to calls before ``number`` as lost.
 
-        A rank's replies come in order. If one is missing, a signal handler has interrupted the
-        thread that took it out of the queue, or the one that was to send the call.
+        A rank's replies arrive in order. If one is missing, a signal handler has interrupted the
+        thread that dequeued it, or that was sending the call.
         """
         actions = self._settle_again()
         while (call := self.queued.oldest_of(rank)) is not None and call.number < number:
@@ -596,9 +553,7 @@ class CallTracker:
         return actions
 
     def _settle_again(self) -> Actions:
-        """What may not have been done for calls that all ranks have answered, or that are lost: a
-        signal handler has interrupted it. To do it twice does no harm.
-        """
+        """Return actions of answered and lost calls that a handler may have skipped; idempotent."""
         actions = [action for call in self.queued.settling for action in self._due(call)]
         actions += [action for call in self.queued.answered for action in self._settle(call)]
         if actions and self.state.closed:
@@ -607,9 +562,7 @@ class CallTracker:
         return [*actions, *self._clock()]
 
     def _settle(self, call: PendingCall) -> Actions:
-        """If every rank has answered ``call``: compare the ranks, then hand out or break. One that
-        is cut off waits for the reason.
-        """
+        """Return a result or break the pool, if all ranks answered, and not due to an abort."""
         if not call.settled or call.cut_off or not self.state.works:
             return []
         diverged = call.compare()
@@ -623,21 +576,17 @@ class CallTracker:
         return [*self._due(call), *self._clock()]
 
     def _due(self, call: PendingCall) -> Actions:
-        """What is to be done for a call that is over."""
         resumed = [partial(self._hooks.resume, rank, call.number) for rank in call.failed]
         return [call.finish(self._name), *resumed, partial(self.queued.settled, call)]
 
     def _notify_waiters(self) -> None:
-        """A call has left those under way: wake the sender, or `wait_until_idle`."""
         if self.queued.sendable:
             self._to_send.notify_all()
         elif self.queued.empty:
             self._idle.notify_all()
 
     def _clock(self) -> Actions:
-        """Time the oldest call if a rank has failed it; ask for a `tick` if its time begins now.
-        No call before it is the cause: its caller gets the error.
-        """
+        """Time the oldest call if a rank has failed it; its caller gets the error at once."""
         oldest = self.queued.oldest
         failed = oldest if oldest is not None and oldest.failed else None
         actions = [self._hooks.clock] if self._settling.watch(failed) else []
@@ -646,14 +595,12 @@ class CallTracker:
         return actions
 
     def _awaits_reason(self) -> bool:
-        """Whether all that is known of the failed call is hearsay, and the reason may follow."""
+        """Return whether the root cause of the failed call may still be reported."""
         failed = self._settling.call
         return failed is not None and failed.hearsay and bool(self.reason_due())
 
     def _break_if_unsettled(self) -> Actions:
-        """Break the pool with the failed call if its time has passed. One that is cut off, and that
-        all ranks have answered, has only waited for the reason: it breaks the pool at once.
-        """
+        """Break the pool with the failed call after its time, or after the wait for its reason."""
         failed = self._settling.call
         if failed is None or not (failed.settled and failed.cut_off):
             failed = self._settling.passed()
@@ -663,17 +610,15 @@ class CallTracker:
         return [] if call.failure is None else self._break_off(call.failure)
 
     def _break_off(self, error: CoordinatorError) -> Actions:
-        """Break the pool, if it works. The main thread, which a signal handler may interrupt, only
-        notes why; `tick` does the rest.
-        """
         if self.state.works:
             self.state.break_off(error)
+        # A signal handler may interrupt the main thread: `tick` breaks the pool.
         return [self._hooks.clock] if in_main_thread() else self._break()
 
     def _break(self) -> Actions:
-        """Let all calls fail, or wait for the next generation, if the pool was to be broken.
+        """Fail all calls, or queue them for the next generation, if a failure was recorded.
 
-        If it is closed, by a thread that a signal handler interrupts, the next one goes on here.
+        A second `end` completes a first one that a signal handler interrupted.
         """
         state, error = self.state, self.state.breaking
         if error is None:
@@ -682,26 +627,25 @@ class CallTracker:
         self.queued.lose(error, again=state.ended is None or moving)
         waiting = self._withdraw_all() if moving else []
         self._stuck.watch(None)
-        # Wakes `next_to_send`, `wait_until_over` and `wait_until_idle`, which look at what changed.
+        # For `wait_to_send`, `wait_until_over` and `wait_until_idle`.
         self._to_send.notify_all()
         self._idle.notify_all()
         state.breaking = None
         if state.closed:
             return self._settle_again()
-        # `broke` wakes all who wait, and after it the owner may take down what `wake` needs.
-        told = partial(self._hooks.broke, error)
-        return [told, *self._settle_again(), partial(self._move, waiting)]
+        # `broke` also wakes the threads; after it the owner may free what `wake` needs.
+        broke = partial(self._hooks.broke, error)
+        return [broke, *self._settle_again(), partial(self._move, waiting)]
 
     def _withdraw_all(self) -> list[PendingCall]:
-        """Take all calls off the queue."""
         waiting = self.queued.withdraw_all()
         for call in waiting:
             self._lateness.forget(call)
         return waiting
 
     def _move(self, waiting: list[PendingCall]) -> None:
-        """Let other ledgers have calls. Those that stay are queued again, or fail if it is over."""
-        move = self.move  # read once: `let_go` may take it away meanwhile
+        """Offer calls to other trackers; queue those that stay, or fail them if the pool ended."""
+        move = self.move  # read once: `let_go` may reset it
         staying = waiting if move is None else move(waiting)
         actions: Actions = []
         sooner = False

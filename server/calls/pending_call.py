@@ -1,19 +1,17 @@
-"""Hold one call: its arguments, the ranks' answers, its future or stream, and whether the ranks
-agree.
+"""One call: its arguments, the ranks' answers, its future or stream, and the ranks' divergence.
 
 In a correct call all members of a group begin the same collectives in the same order, and every
-message is both sent and received. If not, an operation is left half done, and the next call's
-operations would be matched with it: one request's data would end up in another's answer; or the
-data of an operation are wrong, or end a process, where the transport does not compare what the
-ranks call. Pure functions here; `device_comm.call_number` fingerprints the operations in each rank,
-and the board has the tallies of a rank whose process has ended.
+message is both sent and received. Otherwise an operation stays incomplete, and the next call's
+operations match it: one request's data would reach another's answer. Where the transport does not
+compare operations, their data are wrong, or end a process. `device_comm.call_number` fingerprints
+the operations in each rank; the board has the fingerprints of ended processes.
 
 A call is *done* when its result is known: every rank has answered, or one has failed. It is
-*settled* when every rank has answered or failed; only then may the ranks that failed it go on.
+*settled* when every rank has answered or failed; only then do failed ranks resume.
 
-Every rank runs the generator. Each item is a separate call, so all ranks continue, or stop, at the
-same item, and other calls and streams can run in between. A worker is at most one item ahead of the
-consumer: it computes the next item while the consumer has the last one.
+In a stream, every rank runs the generator, and each item is a separate call: all ranks continue or
+stop at the same item, and other calls may interleave. A worker computes at most one item ahead of
+the consumer.
 """
 
 from __future__ import annotations
@@ -61,8 +59,8 @@ class Difference(NamedTuple):
 
     Attributes:
         group: the group's name.
-        ranks: the two global ranks; most ranks did as the first, if there are more.
-        did: what each of them began in the group, as text.
+        ranks: the two global ranks; the first is one of the majority, if any.
+        did: the operation that each of them began in the group, as text.
     """
 
     group: str
@@ -71,12 +69,11 @@ class Difference(NamedTuple):
 
 
 def first_divergence(reports: Mapping[int, Sequence[GroupOperationCounts]]) -> Difference | None:
-    """The first difference between the ranks of a call; ``None`` if they have done the same.
+    """Return the first difference between the ranks of a call, if any.
 
     Args:
-        reports: by rank, what `coordinator.call_counts.take_operation_counts` returned there. A
-        rank that
-            is missing is not compared.
+        reports: by rank, the result of `coordinator.call_counts.take_operation_counts`; missing
+            ranks are not compared.
     """
     if not any(reports.values()):
         return None
@@ -86,9 +83,9 @@ def first_divergence(reports: Mapping[int, Sequence[GroupOperationCounts]]) -> D
             groups.setdefault((name, ranks, number), {})[rank] = did
     for (name, ranks, _), begun in groups.items():
         known = {rank: begun.get(rank, b"") for rank in ranks if rank in reports}
-        found = _compare(ranks, known)
-        if found is not None:
-            return Difference(name, *found)
+        difference = _compare(ranks, known)
+        if difference is not None:
+            return Difference(name, *difference)
     return None
 
 
@@ -98,37 +95,38 @@ def fatal_divergence(
     fingerprints: Mapping[int, Sequence[Fingerprint]],
     past: Callable[[int], Sequence[OperationRecord]],
 ) -> Difference | None:
-    """The difference in the collective in which a rank's process ended; ``None`` if there is none.
+    """Return the difference in the collective in which a rank's process ended, if any.
 
     Gloo aborts a process that receives more bytes than it expects, whichever rank is wrong.
 
     Args:
         rank: the rank whose process ended.
         operation: its last operation, as `MemberStatus.operation`.
-        tallies: by rank, those that the board has.
-        past: the last operations of a rank, as far as the board has them. Only asked about ranks
-            that have begun that collective.
+        fingerprints: the board's fingerprints by rank.
+        past: returns the board's last operations of a rank; called only for ranks that have begun
+            that collective.
     """
     group, _, verb = operation.rpartition(" ")
     for lost in fingerprints[rank]:
         if verb in VERBS and lost.last.startswith(bytes([VERBS.index(verb)])):
             begun = {
-                each: tally
-                for each, its in sorted(fingerprints.items())
-                for tally in its
-                if tally.group == lost.group and (tally.count - lost.count) & _U32 < _AHEAD
+                each: fingerprint
+                for each, all_of_rank in sorted(fingerprints.items())
+                for fingerprint in all_of_rank
+                if fingerprint.group == lost.group
+                and (fingerprint.count - lost.count) & _U32 < _AHEAD
             }
-            last = {each: tally for each, tally in begun.items() if tally.count == lost.count}
-            found = _compare_last(last) or _compare_past(rank, verb, begun, past)
-            if found is not None:
-                return Difference(group, *found)
+            last = {each: mark for each, mark in begun.items() if mark.count == lost.count}
+            difference = _compare_last(last) or _compare_past(rank, verb, begun, past)
+            if difference is not None:
+                return Difference(group, *difference)
     return None
 
 
 def _compare_last(
     last: Mapping[int, Fingerprint],
 ) -> tuple[tuple[int, int], tuple[str, str]] | None:
-    ranks = _unlike_ranks({rank: tally.digest for rank, tally in last.items()})
+    ranks = _unlike_ranks({rank: fingerprint.digest for rank, fingerprint in last.items()})
     if ranks is None:
         return None
     ours, theirs = (_began(last[rank].last) for rank in ranks)
@@ -138,7 +136,7 @@ def _compare_last(
 def _compare_past(
     rank: int, verb: str, begun: Iterable[int], past: Callable[[int], Sequence[OperationRecord]]
 ) -> tuple[tuple[int, int], tuple[str, str]] | None:
-    """Compare the last collective of ``rank`` with what the ranks have begun that are further."""
+    """Compare the last collective of ``rank`` with the records of ranks that have begun it."""
     number = next(
         ((each.group, each.number) for each in reversed(past(rank)) if each.verb == verb), None
     )
@@ -147,7 +145,7 @@ def _compare_past(
         alike = [
             one for one in past(each) if (one.group, one.number) == number and one.verb in VERBS
         ]
-        if len(alike) == 1:  # more: another group has the same name
+        if len(alike) == 1:  # several: another group has the same name
             known[each] = alike[0]
     if rank not in known:
         return None
@@ -168,8 +166,8 @@ def _compare(
     ranks: tuple[int, ...], known: Mapping[int, bytes]
 ) -> tuple[tuple[int, int], tuple[str, str]] | None:
     # The bytes first: nearly always they are equal, and no point-to-point message was sent.
-    one = next(iter(known.values()))
-    if all(begun == one for begun in known.values()) and not has_messages(one):
+    first = next(iter(known.values()))
+    if all(begun == first for begun in known.values()) and not has_messages(first):
         return None
     did = {rank: did_of(begun, len(ranks)) for rank, begun in known.items()}
     unlike = _unlike_ranks({rank: (each.collectives, each.checksum) for rank, each in did.items()})
@@ -177,35 +175,36 @@ def _compare(
         return unlike, _unlike(did[unlike[0]], did[unlike[1]])
     for sender in did:
         for receiver in did:
-            out = did[sender].sent[ranks.index(receiver)]
-            taken = did[receiver].received[ranks.index(sender)]
-            if out != taken:
+            sent = did[sender].sent[ranks.index(receiver)]
+            received = did[receiver].received[ranks.index(sender)]
+            if sent != received:
                 return (sender, receiver), (
-                    f"sent {_messages(out)} to rank {receiver}",
-                    f"received {_messages(taken)} from it",
+                    f"sent {_messages(sent)} to rank {receiver}",
+                    f"received {_messages(received)} from it",
                 )
     return None
 
 
 def _unlike_ranks(marks: Mapping[int, Hashable]) -> tuple[int, int] | None:
-    """The first rank that has the most frequent mark, and the first that has another one."""
+    """Return the first rank with the most frequent mark, and the first with another one."""
     most = Counter(marks.values()).most_common(1)[0][0]
     first = next(rank for rank, mark in marks.items() if mark == most)
     return next(((first, rank) for rank, mark in marks.items() if mark != most), None)
 
 
 def _unlike(ours: Did, theirs: Did) -> tuple[str, str]:
-    """For two ranks, what the first collective was that is known to differ."""
+    """Return texts on the first collective that is known to differ."""
     for number in sorted(ours.last.keys() | theirs.last.keys()):
-        here, there = (_collective(each, number) for each in (ours, theirs))
-        if here and there and ours.last.get(number) != theirs.last.get(number):
-            return here, f"{there}, of other sizes" if here == there else there
+        our_text, their_text = (_collective(each, number) for each in (ours, theirs))
+        if our_text and their_text and ours.last.get(number) != theirs.last.get(number):
+            same = our_text == their_text
+            return our_text, f"{their_text}, of other sizes" if same else their_text
     did = f"began {ours.collectives} collectives", f"began {theirs.collectives} others"
     return did[0], f"{did[1]}: they differ before the last {BEGUN_KEPT}"
 
 
 def _collective(did: Did, number: int) -> str:
-    """What a rank's collective of that number was; ``""``: it is not kept."""
+    """Return the text of a rank's collective ``number``; ``""`` if it is not kept."""
     if number > did.collectives:
         count = counted(did.collectives, "collective") if did.collectives else "no collective"
         return f"began {count}"
@@ -232,10 +231,8 @@ T = TypeVar("T")
 
 
 class _Condition(threading.Condition):
-    """A condition that ``with`` takes as it takes a lock: by no code of Python's, in which a signal
-    handler could raise once it is taken. It would stay taken, and hold up the pool's threads.
-    """
-
+    # `with` acquires the lock in C. In Condition's Python code a signal handler could raise after
+    # the acquisition, and the lock would stay held.
     __enter__ = property(lambda self: self._lock.__enter__)
     __exit__ = property(lambda self: self._lock.__exit__)
 
@@ -254,23 +251,21 @@ class CallFuture(Future[Any]):
     def answer_for(
         self, late: Late, withdraw: Callable[[], None], cancelled: Callable[[], None]
     ) -> None:
-        """Say whose call it is.
+        """Set the functions of its call.
 
         Args:
-            late: makes the error for a ``timeout`` in seconds that has passed; the call goes on.
-            withdraw: called when a call is cancelled that is queued.
-            cancelled: called when a call is cancelled that the workers have already.
+            late: makes the error after a ``timeout`` in seconds; the call continues.
+            withdraw: called when a queued call is cancelled.
+            cancelled: called when a sent call is cancelled.
         """
         self._late = late
         self._withdraw = withdraw
         self._cancelled = cancelled
 
     def cancel(self) -> bool:
-        """Cancel the call if it is queued; False if the workers have it, or it is over, or it is
-        another process's, from which this one was forked.
+        """Cancel a queued call; False if it was sent, is over, or belongs to the parent process.
 
-        A call that the workers have goes on, but they hear that nobody waits for it: see
-        `worker.WorkerContext.cancelled`.
+        A sent call continues, but its workers see `worker.WorkerContext.cancelled`.
         """
         if os.getpid() != self._owner:
             return False
@@ -286,18 +281,18 @@ class CallFuture(Future[Any]):
         return False
 
     def set_running_or_notify_cancel(self) -> bool:
-        """As every future's; False, too, if its owner has set a result already."""
+        """Extend the base method: False, too, if a result was set already."""
         with self._condition:
             finished = self.done() and not self.cancelled()
             return not finished and super().set_running_or_notify_cancel()
 
     def set_result(self, result: Any) -> None:
-        """As every future's."""
+        """Set the result, and drop the call."""
         super().set_result(result)
         self._forget()
 
     def set_exception(self, exception: BaseException | None) -> None:
-        """As every future's."""
+        """Set the exception, and drop the call."""
         super().set_exception(exception)
         self._forget()
 
@@ -305,16 +300,16 @@ class CallFuture(Future[Any]):
         """Wait for the call's result.
 
         Raises:
-            CallTimeoutError: there is none within ``timeout`` seconds; the call goes on.
+            CallTimeoutError: no result within ``timeout`` seconds; the call continues.
             CancelledError: the call was cancelled.
             PoolClosedError: this process was forked before the call had ended.
             ValueError, TypeError: ``timeout`` is not a duration.
-            What the call raises.
+            Exception: the call's error.
         """
         return self._within(timeout, super().result)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the call to end; its error, or ``None``. Raises as `result` on a time-out."""
+        """Wait for the call to end; return its error, if any. Raises as `result` on a time-out."""
         return self._within(timeout, super().exception)
 
     def _within(self, timeout: float | None, outcome: Callable[[float | None], T]) -> T:
@@ -335,53 +330,46 @@ class CallFuture(Future[Any]):
             raise (TimeoutError() if late is None else late(timeout)) from None
 
     def _forget(self) -> None:
-        """Let go of the call, which holds this future: no garbage collection has to find them."""
         self._late = self._withdraw = self._cancelled = None
 
 
 async def awaited(begin: Callable[[], Future[Any]]) -> Any:
-    """The result of the future that ``begin`` returns; a task that is cancelled meanwhile cancels
-    it.
+    """Await the future of ``begin()``; cancelling the task cancels it.
 
     Raises:
-        RuntimeError: no loop of asyncio runs here, as under trio. Nothing was begun.
-        What ``begin`` raises, or the future.
+        RuntimeError: no asyncio loop is running, as under trio. ``begin`` was not called.
+        Exception: the error of ``begin`` or of the future.
     """
-    import asyncio  # noqa: PLC0415 - takes a third of this package's time, and few need it
+    import asyncio  # noqa: PLC0415 - a third of this package's import time
 
     loop = asyncio.get_running_loop()
     return await asyncio.wrap_future(begin(), loop=loop)
 
 
 MOST_TRIES = 3
-"""How often a call is made. The workers are lost each time, so it may be the call that kills them.
-"""
+"""Most tries of one call: each loses its workers, so the call may be the cause."""
 
 
 class PendingCall:
-    """A call that the workers have, or will get. Not thread-safe: the ledger's lock guards it.
+    """A call that is queued or sent. Not thread-safe: the tracker's lock guards it.
 
     Attributes:
         method: the name of the worker's method.
-        args: positional arguments.
-        kwargs: keyword arguments.
-        reply_rank: the only rank whose value is wanted; ``None``: all ranks' are.
+        args, kwargs: its arguments.
+        reply_rank: the only rank whose value is returned; ``None``: all ranks.
         number: 1, 2, ... in the order of sending; 0 until it is sent.
         waiting: the ranks that have neither answered nor failed.
-        failed: the ranks whose method raised; they wait until they are told to go on.
-        error: what the caller gets instead of a result; ``None`` if nothing is wrong yet.
-        failure: the first failure that a rank reported. One that is only the consequence of another
-            rank's failure counts until a real cause is reported.
-        hearsay: whether ``failure`` is such a consequence.
-        cut_off: whether the board was aborted when a rank reported: the pool breaks, whoever else
-            answers.
+        failed: the ranks whose method raised; they block until they are resumed.
+        error: the caller's error, so far.
+        failure: the first failure that a rank reported; a root cause replaces a secondary one.
+        hearsay: whether ``failure`` is a secondary failure.
+        cut_off: whether the board was aborted when a rank reported: the pool breaks in any case.
         done: whether the result is known.
-        timeout: seconds that it may take, from ``since``; ``None``: `PoolConfig.call_seconds`.
-        since: when it was made, in seconds of ``time.monotonic()``.
-        stream: as in `control.protocol.Call`.
-        begins: as in `control.protocol.Call`.
-        retry: whether to make the call again, on the next generation, when the pool is restarted.
-        trace: as in `control.protocol.Call`: that of whoever makes this object.
+        timeout: seconds from ``since``; ``None``: `PoolConfig.call_seconds`.
+        since: the time of its creation, in seconds of ``time.monotonic()``.
+        stream, begins: as in `control.protocol.Call`.
+        retry: whether the call runs again in the next generation after a restart.
+        trace: the trace context of its creator, as in `control.protocol.Call`.
     """
 
     __slots__ = (
@@ -403,7 +391,7 @@ class PendingCall:
         begins: bool = False,
         retry: bool = False,
     ) -> None:
-        deadline = Deadline.after(timeout)  # raises ValueError for what is not a duration
+        deadline = Deadline.after(timeout)  # raises ValueError
         self.timeout = deadline.timeout
         self.since = time.monotonic()
         self.method = method
@@ -434,38 +422,39 @@ class PendingCall:
 
     @property
     def is_void(self) -> bool:
-        """Whether it calls nothing: see `void`."""
+        """Return whether it is a no-op: see `void`."""
         return self.method == VOID
 
     def void(self) -> PendingCall:
-        """A call, of the same ranks, of nothing. Its replies tell that those before it are lost, if
-        they have not come: a rank's replies come in order.
+        """Return a no-op call to the same ranks.
+
+        Replies of a rank arrive in order, so its reply proves that missing earlier ones are lost.
         """
         return PendingCall(VOID, (), {}, self._n_ranks, 0)
 
     @property
     def settled(self) -> bool:
-        """Whether every rank has answered or failed."""
+        """Return whether every rank has answered or failed."""
         return not self.waiting
 
     def compare(self) -> CallDivergedError | None:
-        """The error if ranks began different group operations in this call; ``None`` if not."""
-        found = first_divergence(self._begun)
-        return found and CallDivergedError(self.number, self.method, *found)
+        """Return the error if ranks began different group operations in this call."""
+        difference = first_divergence(self._begun)
+        return difference and CallDivergedError(self.number, self.method, *difference)
 
     def answer(self, rank: int, value: Any, begun: tuple[GroupOperationCounts, ...]) -> None:
-        """Note the result of ``rank``, and the group operations that it began."""
+        """Record the result of ``rank``, and the group operations that it began."""
         self._begun[rank] = begun
         self._values[rank] = value
         self.waiting.discard(rank)  # last: a signal handler may raise before
 
     def spoil(self, rank: int, error: BaseException) -> None:
-        """Note that ``rank`` has answered, but that its answer was lost because of ``error``."""
+        """Record that the answer of ``rank`` was lost because of ``error``."""
         self.error = self.error or error
         self.waiting.discard(rank)
 
     def fail(self, rank: int, error: WorkerError | StreamLostError, told: Failed) -> None:
-        """Note that ``rank`` has failed: its report, and the error that was made of it."""
+        """Record the failure of ``rank``: its report ``told``, and the error made from it."""
         self._begun[rank] = told.begun
         self.failed.append(rank)
         self.hearsay = told.consequence and (self.hearsay or self.failure is None)
@@ -477,11 +466,10 @@ class PendingCall:
         self.waiting.discard(rank)
 
     def finish(self, pool: str) -> Callable[[], None]:
-        """Fix the result, once; returns the function that passes it to the future, if there is one.
-        The text of an error names the ``pool``, if that has a name.
+        """Fix the result, once, and return the function that sets it in the future, if any.
 
-        Run that without holding locks: a future runs its callbacks at once, and they may call the
-        pool.
+        Call that without locks: it runs the future's callbacks, which may call the pool. An error's
+        text names the ``pool``, if that has a name.
         """
         if not self.done:
             self.error = self.error or self.failure or self._uneven_end()
@@ -494,20 +482,16 @@ class PendingCall:
         return _nothing if future is None else lambda: self._hand_out(future)
 
     def result(self) -> Any:
-        """The result of a call that is done: the value of ``reply_rank``, or a list by rank.
-
-        Raises:
-            The call's error, as a copy.
-        """
+        """Return the value of ``reply_rank`` or all ranks' values, or raise a copy of the error."""
         if self.error is not None:
             raise again(self.error)
         return self._values if self.reply_rank is None else self._values[self.reply_rank]
 
     def ending(self) -> threading.Lock:
-        """A lock that can be taken, once, when the call is done. The same one each time.
+        """Return a lock that can be acquired, once, when the call is done; always the same one.
 
-        Waiting for a future is no way for a caller: its own lock would stay taken if a signal
-        handler raised at the wrong moment.
+        Callers wait on it and not on the future: a signal handler that raises in `Future.result`
+        could leave the future's lock held.
         """
         if self._ending is None:
             self._ending = threading.Lock()
@@ -516,7 +500,7 @@ class PendingCall:
         return self._ending
 
     def future(self) -> CallFuture:
-        """The future of the result, the same one each time."""
+        """Return the future of the result, always the same one."""
         if self._future is None:
             self._future = CallFuture()
             if self.done:
@@ -524,8 +508,9 @@ class PendingCall:
         return self._future
 
     def begin(self) -> bool:
-        """Whether to send the call: False if its future was cancelled or given a result, or it was
-        late. Its future cannot be cancelled from now on.
+        """Return whether to send the call; afterwards its future cannot be cancelled.
+
+        False if the future is cancelled or has a result, or the call is late.
         """
         future = self._future
         if self.done or future is None or future.running():
@@ -533,9 +518,9 @@ class PendingCall:
         return future.set_running_or_notify_cancel()
 
     def take_back(self) -> bool:
-        """Whether the call, whose workers are lost, is to be made again: if so it is as if new.
+        """Return whether the call runs again, as a new one, after the loss of its workers.
 
-        One that was queued may be made as often as before.
+        Being queued counts as no try.
         """
         self._tries += self.number > 0
         if self.done or not self.retry or self._tries >= MOST_TRIES:
@@ -544,14 +529,12 @@ class PendingCall:
         return True
 
     def lose(self, error: BaseException) -> None:
-        """Note that the workers for which it was accepted are lost because of ``error``: none of
-        them waits any more.
-        """
+        """Record the loss of the call's generation of workers."""
         self.error = self.error or error
         self.failed = []
 
     def _uneven_end(self) -> CallDivergedError | None:
-        """The error if a stream has ended on some ranks only."""
+        """Return the error if a stream has ended on some ranks only."""
         if self.stream <= 0 or not self.settled:
             return None
         ended = [not value for value in self._values]
@@ -562,7 +545,7 @@ class PendingCall:
         return CallDivergedError(self.number, self.method, "world", ranks, did)
 
     def _hand_out(self, future: Future[Any]) -> None:
-        with suppress(InvalidStateError):  # it was cancelled, or its owner has set a result
+        with suppress(InvalidStateError):  # cancelled, or has a result
             if self.error is not None:
                 future.set_exception(again(self.error))
             else:
@@ -570,7 +553,7 @@ class PendingCall:
 
 
 def _nothing() -> None:
-    """Hand nothing out."""
+    """Do nothing."""
 
 
 if TYPE_CHECKING:
@@ -580,16 +563,15 @@ _log = logging.getLogger(__name__)
 
 
 class CallStream:
-    """Iterates over what a worker's generator yields. One thread at a time may ask for an item; any
-    thread may close it.
+    """Iterator over the items of a worker's generator.
 
-    It closes the generator on all ranks when it is closed or collected as garbage, at the end of a
-    ``with`` block, and when an item fails: after that the stream is over.
+    One thread at a time may request an item; any thread may close the stream. `close`, garbage
+    collection, the end of a ``with`` block and a failed item close the generator on all ranks.
 
     Args:
-        number: the stream's number, from 1; no other stream of the pool has it.
-        step: ``(stream, first)``: queue a call for the next item of stream ``stream``, or, if it is
-            negative, to close it. ``first``: whether the call begins the generator.
+        number: the stream's number, from 1, unique in the pool.
+        step: ``(stream, first)``: queue a call for the next item of ``stream``, or, if that is
+            negative, to close it. ``first``: the call creates the generator.
     """
 
     def __init__(self, number: int, step: NextItem) -> None:
@@ -608,26 +590,26 @@ class CallStream:
         """Wait for the next item.
 
         Raises:
-            RuntimeError: another thread waits for an item; it gets that, and the stream goes on.
-            CallDivergedError: the generator ended on some ranks only. The pool goes on.
-            What `pool.WorkerPool.call` raises.
+            RuntimeError: another thread waits for an item, which it still receives.
+            CallDivergedError: the generator ended on some ranks only. The pool stays usable.
+            Exception: the errors of `pool.WorkerPool.call`.
         """
-        with self._taking as mine:
-            if not mine:
+        with self._taking as acquired:
+            if not acquired:
                 raise RuntimeError("another thread waits for an item of this stream")
             try:
-                found = self.ask().result()
+                items = self.ask().result()
             except CancelledError:  # another thread has closed the stream
                 raise StopIteration from None
             except BaseException:
                 self.close()
                 raise
-            if not self.take(found):
+            if not self.take(items):
                 raise StopIteration
-            return found[0]
+            return items[0]
 
     def ask(self) -> Future[Any]:
-        """Ask for the next item, unless that was done.
+        """Request the next item, unless that was done.
 
         Returns:
             The future of a tuple: ``(item,)``, or ``()`` at the end. Pass it to `take`.
@@ -641,21 +623,20 @@ class CallStream:
             return self._asked
 
     def take(self, found: tuple[Any, ...]) -> bool:
-        """Take what `ask` has found, and ask for the next item; False at the end."""
+        """Accept the result of `ask`, and request the next item; False at the end."""
         self._asked = None
         if not found:
             self.close()
             return False
-        with suppress(CoordinatorError):  # the next `ask` raises it; this item is there
+        with suppress(CoordinatorError):  # the next `ask` raises it; this item is valid
             self.ask()
         return True
 
     def close(self) -> None:
-        """Close the generator on all ranks, behind the calls that were made before. Idempotent.
+        """Close the generator on all ranks, after all earlier calls. Idempotent; does not wait.
 
-        Returns at once. A worker that computes an item just now hears that nobody waits for it:
-        see `worker.WorkerContext.cancelled`. Another thread that waits for that item gets it all
-        the same, or StopIteration if no worker had begun with it.
+        A worker that computes an item sees `worker.WorkerContext.cancelled`. Another thread that
+        waits for that item receives it, or StopIteration if no worker had begun it.
         """
         with self._in_order:
             if self._over:
@@ -674,9 +655,9 @@ class CallStream:
         self.close()
 
     def __del__(self, _at_the_end: Callable[[], bool] = sys.is_finalizing) -> None:
-        """Close the stream in another thread: this one may hold the pool's lock at any moment.
+        """Close the stream in another thread: this one may hold the pool's lock.
 
-        Not while the interpreter ends, and the pool with it: a thread would not start any more.
+        Not at the interpreter's exit, when no thread can start and the pool ends too.
         """
         if self._begun and not self._over and not _at_the_end():
             threading.Thread(target=self.close, name="pool-stream-end", daemon=True).start()
@@ -690,7 +671,7 @@ def _finished() -> Future[Any]:
 
 def _log_failure(closed: Future[Any]) -> None:
     error = None if closed.cancelled() else closed.exception()
-    # With its worker, or with the pool, a generator has ended, too.
+    # These errors mean that the generator ended with its worker or pool.
     ended = (CallStuckError, PoolClosedError, WorkerLostError)
     if error is not None and not isinstance(error, ended):
         _log.warning("a stream's generator could not be closed: %s", error)

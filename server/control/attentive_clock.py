@@ -1,4 +1,4 @@
-"""A clock that hardly counts the time during which nobody looked at it."""
+"""A monotonic clock that limits the effect of pauses of its process."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ import time
 
 
 class PauseAwareClock:
-    """Counts the time during which its owner looked: the process may have been stopped itself, and
-    must not take what others have not done meanwhile for their fault.
+    """Monotonic clock that counts at most ``longest`` seconds between two reads.
 
-    Args:
-        longest: of a time without a look, not more seconds than this count.
+    A process that was suspended itself must not blame its peers for that time.
     """
 
     def __init__(self, longest: float) -> None:
         self._longest = longest
         self._last = time.monotonic()
-        self._attended = 0.0
+        self._seconds = 0.0
 
     def read(self) -> float:
-        """The seconds so far."""
+        """Return the seconds so far."""
         now = time.monotonic()
-        self._attended += min(now - self._last, self._longest)
+        self._seconds += min(now - self._last, self._longest)
         self._last = now
-        return self._attended
+        return self._seconds

@@ -1,12 +1,10 @@
-"""Carry framed JSON messages over a socket pair, and serve a pool's rendezvous store over such
-pairs.
+"""Framed JSON messages over a socket pair, and a pool's rendezvous store over such pairs.
 
-A frame is a length (u32, big-endian) and that many bytes. Several threads may send, but only one at
-a time may receive. When the other end's process has ended, `Channel.receive` raises
-`ChannelClosedError`.
+A frame is a length (u32, big-endian) and that many bytes. Several threads may send; one at a time
+may receive. After the end of the other process, `Channel.receive` raises `ChannelClosedError`.
 
-Each worker inherits one end of a socket pair (its seat), so nobody else can ask or answer: there is
-no address to connect to, and no file.
+Each worker inherits one end of a socket pair, so the store needs no address, and no other process
+can connect.
 """
 
 from __future__ import annotations
@@ -31,13 +29,13 @@ from shm_broadcast.eventcount import WakeFd
 _LENGTH = struct.Struct(">I")
 _CHUNK = 1 << 16
 _CLOSED = (errno.EPIPE, errno.ECONNRESET, errno.EBADF)
-"""Errors of an end that is gone: the other one, or, closed by another thread, this one."""
+"""Errors after the close of either end."""
 _LONGEST = 1 << 29
-"""Bytes of one message. A length beyond it is none: text that was written there reads as one."""
+"""Most bytes of one message. Text written to the descriptor reads as a larger length."""
 
 
 class ChannelClosedError(CoordinatorError, ConnectionError):
-    """The other end of a control channel is gone."""
+    """The other end of a control channel is closed."""
 
 
 class Channel:
@@ -56,14 +54,14 @@ class Channel:
         self._sending = threading.Lock()
 
     def fileno(self) -> int:
-        """The socket's descriptor: readable when a message has come, or the other end is gone."""
+        """Return the socket's descriptor: readable at a message or the end of the other process."""
         return self._connection.fileno()
 
     def send(self, message: Any, deadline: Deadline = NEVER) -> None:
-        """Send one message; waits while the socket's buffer is full.
+        """Send one message; block while the socket's buffer is full.
 
         Raises:
-            ChannelClosedError: the other end is gone, or this one was closed.
+            ChannelClosedError: either end was closed.
             GroupTimeoutError: the other end did not read in time; the channel is unusable, as a
                 part of the frame may have been sent.
         """
@@ -84,9 +82,8 @@ class Channel:
         """Wait for the next message.
 
         Raises:
-            ChannelClosedError: the other end is gone, and all that it sent was received.
-            MessageDecodeError: something that is no message was written there. Nothing that comes
-                after it can be told apart, so the channel is of no more use.
+            ChannelClosedError: the other end is closed, and all its messages were received.
+            MessageDecodeError: the bytes are no message; the channel is unusable.
             GroupTimeoutError: no message before the deadline.
         """
         while (message := self.take()) is None:
@@ -94,7 +91,7 @@ class Channel:
         return message
 
     def take(self) -> Any | None:
-        """The next message if it has arrived, else ``None``. Raises `ChannelClosedError`."""
+        """Return the next message if it has arrived, else ``None``. Raises `ChannelClosedError`."""
         while (body := self._next_body()) is None:
             try:
                 data = self._connection.recv(_CHUNK)
@@ -108,9 +105,7 @@ class Channel:
         try:
             return self._decoder.decode(body)
         except UNDECODABLE as error:
-            raise MessageDecodeError(
-                f"the control channel has brought no message: {error}"
-            ) from error
+            raise MessageDecodeError(f"the control channel received no message: {error}") from error
 
     def close(self) -> None:
         """Close this end; idempotent."""
@@ -121,8 +116,8 @@ class Channel:
             return None
         (length,) = _LENGTH.unpack_from(self._received)
         if length > _LONGEST:
-            began = bytes(self._received[:80])
-            raise MessageDecodeError(f"the control channel brought no message: {began!r}")
+            first_bytes = bytes(self._received[:80])
+            raise MessageDecodeError(f"the control channel received no message: {first_bytes!r}")
         end = _LENGTH.size + length
         if len(self._received) < end:
             return None
@@ -137,19 +132,16 @@ class Channel:
             raise GroupTimeoutError(f"control channel {operation}", deadline.timeout)
 
 
-_ANSWER_SECONDS = 1.0
-"""How long to wait until a worker takes an answer.
-
-An answer fits into the socket's buffer, so only a worker that asks and asks without reading answers
-makes this wait; it gets no more answers.
-"""
+_REPLY_SECONDS = 1.0
+"""Longest wait for a worker that sends requests without reading the replies. A reply fits into the
+socket's buffer."""
 
 
 class RendezvousServer:
-    """The driver's end: answers the workers in a thread of its own. Close it."""
+    """The driver's end of the store: replies to the workers in its own thread. Close it."""
 
     def __init__(self) -> None:
-        """Nobody is invited yet; see `open_round`."""
+        """Create the server without clients; `open_round` adds them."""
         self._channels: dict[int, Channel] = {}
         self._end = WakeFd()
         self._closed = False
@@ -157,30 +149,30 @@ class RendezvousServer:
 
     @contextmanager
     def open_round(self, newcomers: Iterable[int]) -> Iterator[dict[int, socket.socket]]:
-        """Empty the store for another meeting, and make a seat for each newcomer.
+        """Empty the store for another round, and make a socket for each newcomer.
 
-        The seats of the other ranks, who have left the meeting before, stay theirs. Inside, the
-        newcomers' processes can inherit their seats; at the end they are closed in this process.
+        The other ranks, which have finished the round before, keep theirs. New processes inherit
+        their sockets in the block, at whose end this process closes them.
 
         Args:
-            newcomers: the ranks whose processes are new.
+            newcomers: the ranks with new processes.
 
         Yields:
-            Their seats, by rank.
+            Their sockets, by rank.
         """
         self._close_round()
         self._values = InMemoryStore()
-        with ExitStack() as seats:
-            made = {}
+        with ExitStack() as undo:
+            sockets = {}
             for rank in newcomers:
                 ours, theirs = socket.socketpair()
-                made[rank] = seats.enter_context(theirs)
+                sockets[rank] = undo.enter_context(theirs)
                 if rank in self._channels:
                     self._channels[rank].close()
                 self._channels[rank] = Channel(ours, StoreRequest)
             self._thread = threading.Thread(target=self._serve, name="pool-meeting", daemon=True)
             self._thread.start()
-            yield made
+            yield sockets
 
     def close(self) -> None:
         """End the thread and close everything; idempotent."""
@@ -201,21 +193,21 @@ class RendezvousServer:
 
     def _serve(self) -> None:
         channels = {channel.fileno(): channel for channel in self._channels.values()}
-        asking = select.poll()
+        poll = select.poll()
         for fd in (self._end.fileno(), *channels):
-            asking.register(fd, select.POLLIN)
+            poll.register(fd, select.POLLIN)
         while True:
-            for fd, _ in asking.poll():
+            for fd, _ in poll.poll():
                 if fd == self._end.fileno():
                     return
                 if not self._answers(channels[fd]):
-                    asking.unregister(fd)
+                    poll.unregister(fd)
 
     def _answers(self, channel: Channel) -> bool:
-        """Answer a worker's questions that have arrived; False if it is gone or misbehaves."""
+        """Reply to a worker's requests; False if its end is closed or it misbehaves."""
         try:
-            while (question := channel.take()) is not None:
-                channel.send(self._values.answer(question), Deadline.after(_ANSWER_SECONDS))
+            while (request := channel.take()) is not None:
+                channel.send(self._values.answer(request), Deadline.after(_REPLY_SECONDS))
         except (ChannelClosedError, GroupTimeoutError, MessageDecodeError):
             return False
         return True

@@ -1,11 +1,11 @@
 """The shared memory of a pool on one host: its board, and the flags of cancelled calls.
 
-The driver's place is taken by whoever starts this host's workers. Places of workers on other hosts
-stay empty here.
+The process that starts this host's workers is the board's last member. Members for workers on other
+hosts stay unused.
 
-The driver marks a call; a worker may check the mark while it runs the call, which only reads a
-word. Calls are numbered in order, and there are about as many words as calls under way: if two
-calls share a word, the mark of the earlier one may be lost.
+The driver sets a call's flag, a 64-bit word with the call's number; a worker polls it during the
+call. There are as many words as calls in flight: if two calls share a word, the earlier flag may be
+lost.
 """
 
 from __future__ import annotations
@@ -17,12 +17,9 @@ from shm_broadcast import DRIVER_RANK, Board, Segment, SegmentHandle
 
 
 def create_pool_board(n_workers: int, generation: int, pool: str) -> Board:
-    """Make the board for one generation, and take the driver's place, the last one.
+    """Create the board of one generation, and become its last member.
 
-    Args:
-        n_workers: how many workers the pool has, on all hosts; worker i is member i.
-        generation: the generation's number, for whoever looks on.
-        pool: its name, likewise; ``""`` if it has none.
+    Worker i, on any host, is member i. ``generation`` and the name ``pool`` are for inspection.
 
     Raises:
         SharedMemoryError: too little memory is free.
@@ -34,15 +31,15 @@ def create_pool_board(n_workers: int, generation: int, pool: str) -> Board:
 
 
 _WORDS = 64
-"""Where the words begin, behind the segment's header."""
+"""The offset of the words, after the segment's header."""
 
 
 class CancellationFlags:
-    """The marks of one pool. The driver writes them, workers read them; any thread may.
+    """The flags of one pool. The driver writes them, workers read them; any thread may.
 
     Args:
         segment: the memory, owned by this object.
-        echo: called with each number that was marked; ``None``: nothing.
+        echo: called with each number that was marked, if given.
     """
 
     def __init__(self, segment: Segment, echo: Callable[[int], Any] | None = None) -> None:
@@ -52,33 +49,25 @@ class CancellationFlags:
 
     @classmethod
     def create(cls, in_flight: int, echo: Callable[[int], Any] | None = None) -> CancellationFlags:
-        """No call is marked; at most ``in_flight`` of them will be under way at once.
-
-        Raises:
-            SharedMemoryError: too little memory is free.
-        """
+        """Create cleared flags for ``in_flight`` calls, or raise `SharedMemoryError`."""
         return cls(Segment.create(_WORDS + 8 * in_flight, "cancelled calls"), echo)
 
     @classmethod
     def attach(cls, handle: SegmentHandle) -> CancellationFlags:
-        """The marks that another process made with `create`.
-
-        Raises:
-            SharedMemoryError: its process has ended.
-        """
+        """Map the flags of another process, or raise `SharedMemoryError` if that has ended."""
         return cls(Segment.attach(handle))
 
     def handle(self) -> SegmentHandle:
-        """What `attach` needs."""
+        """Return the argument of `attach`."""
         return self._segment.handle()
 
     def mark(self, number: int) -> None:
-        """Note that nobody waits for call ``number``, which is under way."""
+        """Set the flag of call ``number``, which is in flight and has lost its caller."""
         self._segment.words.store64(self._word(number), number)
         self._echo(number)
 
     def __contains__(self, number: int) -> bool:
-        """Whether a call under way was marked; 0 is none."""
+        """Return whether the flag of a call in flight is set; 0 is no call."""
         return number > 0 and self._segment.words.load64(self._word(number)) == number
 
     def __enter__(self) -> Self:

@@ -1,10 +1,9 @@
-"""Define the messages between the driver and its workers, and carry a worker's exception to the
-caller.
+"""The messages between the driver and its workers, and workers' exceptions for the caller.
 
 Calls and replies go through the shared-memory queues, pickled, as tuples of their fields: they
-carry the user's objects, and a plain tuple is the fastest to pickle. Everything else (start,
-progress, failures) goes over each worker's control channel, as JSON: it must arrive even when the
-queues cannot be used, because the board is aborted or does not exist yet.
+carry users' objects, and a plain tuple is the fastest to pickle. All other messages (start,
+progress, failures) use each worker's control channel, as JSON: they must arrive even when the board
+is aborted or does not exist yet.
 """
 
 from __future__ import annotations
@@ -32,21 +31,20 @@ from shm_broadcast import (
 from ..errors import CallRefusedError, StreamLostError, WorkerError
 
 VOID: Final = "_"
-"""The method of an empty call, answered at once. Users cannot call a method of this name."""
+"""The method of a no-op call. Users cannot call a method of this name."""
 
 
 class Call(msgspec.Struct, frozen=True, gc=False):
-    """Driver to all workers: call this method.
+    """Driver to all workers: run this method.
 
     Attributes:
-        number: 1, 2, ... in the order of sending. If a number is left out, because its call was not
-            sent, a `VOID` call is next.
+        number: 1, 2, ... in the order of sending. After a gap, left by an unsent call, the next is
+            a `VOID` call.
         method: the name of the worker's method.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        reply_rank: the only rank whose result is wanted; -1: all ranks'.
-        stream: 0: an ordinary call. ``n``: give the next item of stream n. ``-n``: close stream n.
-        begins: whether the call begins its stream: the method returns the generator.
+        args, kwargs: its arguments.
+        reply_rank: the only rank that returns its result; -1: all ranks.
+        stream: 0: an ordinary call. ``n``: return the next item of stream n. ``-n``: close it.
+        begins: whether the method returns the generator of a new stream.
         trace: the caller's trace context; see `spans`.
     """
 
@@ -66,7 +64,7 @@ class Reply(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         number: the call's number.
         begun: the group operations that this rank began in the call.
-        value: the result; ``None`` if this rank's is not wanted. Of a stream: see
+        value: the result; ``None`` if another rank returns it. In a stream: see
             `worker.RunningStreams.step`.
     """
 
@@ -76,13 +74,13 @@ class Reply(msgspec.Struct, frozen=True, gc=False):
 
 
 class Handles(msgspec.Struct, frozen=True):
-    """What a worker shares with the driver.
+    """The handles of the shared memory of a worker and the driver.
 
     Attributes:
-        calls: the queue that it reads.
-        replies: the queue that it writes. ``None``: it makes one, since it is on another host.
+        calls: the queue that the worker reads.
+        replies: the queue that it writes. ``None``: the worker, on another host, makes one.
         board: the board of its host.
-        cancelled: the marks of cancelled calls.
+        cancelled: the flags of cancelled calls.
     """
 
     calls: QueueHandle
@@ -92,30 +90,24 @@ class Handles(msgspec.Struct, frozen=True):
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """Driver to worker, once for each generation: everything that the worker needs to take part.
+    """Driver to worker, once for each generation: join it.
 
     Attributes:
-        generation: 1, 2, ...: how often the workers have met.
+        generation: the number of the rendezvous: 1, 2, ...
         first_call: the number of the generation's first call.
-        survives: whether the worker goes on to the next generation when this one breaks.
-        rank: the worker's global rank, which is also its member number on the board.
-        grid: the grid of ranks.
-        dcp: how many ranks share contexts.
-        device: ``"cpu"``, or a GPU such as ``"cuda:0"``.
-        secret: random bytes that only the ranks of this pool know.
-        handles: what it shares with the driver; for a worker on another host its host fills the
-            memory there in.
-        zero_copy: whether large buffers of results stay in shared memory.
+        survives: whether the worker stays for the next generation when this one breaks.
+        rank: the worker's global rank, and its member number on the board.
+        secret: random bytes shared by the ranks of this pool only.
+        handles: the shared memory; on another host its supervisor adds its own.
+        zero_copy, spans, name: as in `PoolConfig`.
         worker: the worker's class as ``"package.module:Class"``.
         worker_kwargs: its keyword arguments, pickled.
-        main: how to load the driver's main module, if the class is defined there; see `reference`.
-        timeout: seconds for all ranks to meet; ``None``: for ever.
-        store: where the ranks of several hosts meet; ``None``: at the driver's meeting.
-        address: the worker's host's address, if the driver is on another host; its host fills it
-            in.
-        spans: where it records its spans, see `spans.record`; ``None``: nowhere.
-        name: the pool's; see `PoolConfig.name`.
-        cores: those that it is to be bound to; ``()``: none. Its host fills it in.
+        main: how to load the driver's main module, if it defines the class; see `reference`.
+        timeout: seconds for the rendezvous of all ranks; ``None``: no limit.
+        store: the store for ranks on several hosts; ``None``: the driver's `RendezvousServer`.
+        address: the address of the worker's host, if the driver is on another one; its supervisor
+            sets it.
+        cores: the cores to bind to; ``()``: no binding. The supervisor of another host sets it.
     """
 
     generation: int
@@ -140,33 +132,19 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class Resume(msgspec.Struct, frozen=True, tag=True):
-    """Driver to a worker that failed a call: go on with the next one.
-
-    Attributes:
-        number: the failed call's number.
-    """
+    """Driver to a worker that failed call ``number``: continue with the next one."""
 
     number: int
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """Worker to driver: the process runs and can show its stack.
-
-    Attributes:
-        pid: its process id.
-    """
+    """Worker to driver: process ``pid`` runs and can show its stack."""
 
     pid: int
 
 
 class WorkProgress(msgspec.Struct, frozen=True, tag=True):
-    """Worker to driver: how far a long piece of work has come.
-
-    Attributes:
-        done: units of work that are done.
-        total: units of work in all.
-        what: what the work is, as text.
-    """
+    """Worker to driver: ``done`` of ``total`` units of the work ``what`` are done."""
 
     done: int
     total: int
@@ -192,7 +170,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
         kind: the name of the exception's class, with its module unless it is built in.
         message: its text.
         traceback: its traceback.
-        consequence: whether it was raised only because another rank has failed.
+        consequence: whether it is a secondary failure: another rank has failed.
         diverged: whether it is a DivergenceError: another rank called a different operation.
         exception: the exception itself, pickled; ``b""`` if it cannot be pickled.
     """
@@ -214,15 +192,15 @@ class Detached(msgspec.Struct, frozen=True, tag=True):
 FromWorker: TypeAlias = Hello | WorkProgress | Ready | Failed | Detached
 
 _MOST_BYTES = 1 << 20
-"""Of an exception that travels as it is, with all that it holds."""
+"""Limit of a pickled exception."""
 _MOST_CHARACTERS = 1 << 16
-"""Of a text that travels; of a longer one its beginning and its end."""
-_INSTEAD = {
+"""Limit of a text; of a longer one the beginning and the end are sent."""
+_ADVICE = {
     GeneratorType: "iterate over pool.stream(...)",
     AsyncGeneratorType: "make it a plain generator, and iterate over pool.astream(...)",
     CoroutineType: "make it a plain method, and await pool.acall(...)",
 }
-"""What to do where a method does not return its result, by what it returns."""
+"""Advice for a method that does not return its result, by the returned type."""
 
 
 def describe(
@@ -231,7 +209,7 @@ def describe(
     begun: tuple[GroupOperationCounts, ...] = (),
     rank: int | None = None,
 ) -> Failed:
-    """In a worker: the message about an exception.
+    """Return a worker's message about an exception.
 
     Args:
         error: the exception as it was caught.
@@ -257,33 +235,25 @@ def describe(
 
 
 def unsendable(value: object, error: TypeError, what: str = "result") -> TypeError:
-    """In a worker: what to report of a result that ``error`` has kept from being sent.
+    """Return a worker's error for a result that ``error`` has kept from being sent.
 
-    Args:
-        value: the result.
-        error: why not.
-        what: it may be the item of a stream.
+    ``what`` is ``"result"``, or the item of a stream.
     """
     kind = type(value)
-    instead = _INSTEAD.get(kind, str(error.__cause__ or error))
-    told = TypeError(f"its {what}, of type {kind.__name__}, cannot be sent: {instead}")
-    told.__cause__ = error
-    return told
+    advice = _ADVICE.get(kind, str(error.__cause__ or error))
+    unsent = TypeError(f"its {what}, of type {kind.__name__}, cannot be sent: {advice}")
+    unsent.__cause__ = error
+    return unsent
 
 
 def rebuild(
     failed: Failed, rank: int, method: str, detail: str = ""
 ) -> WorkerError | StreamLostError:
-    """In the driver: the error to raise at the caller.
+    """Return the error to raise at the caller, made from a worker's message.
 
-    Its ``__cause__`` is the original exception, if that can be unpickled here. That a stream is
-    lost is not the worker's error, but the pool's.
-
-    Args:
-        failed: the worker's message.
-        rank: the worker's rank.
-        method: the method that was called.
-        detail: added to the message, in parentheses.
+    Its ``__cause__`` is the original exception, if that can be unpickled here. A
+    `StreamLostError`, which is the pool's, is returned itself. ``detail`` is added to the message,
+    in parentheses.
     """
     original = _unpickled(failed.exception)
     if isinstance(original, StreamLostError):
@@ -295,12 +265,12 @@ def rebuild(
 
 
 def is_consequence(error: BaseException | None, rank: int | None) -> bool:
-    """Whether ``error`` was raised, directly or not, because another rank failed.
+    """Return whether ``error`` was raised, directly or not, because another rank failed.
 
     Args:
         error: the exception.
-        rank: the rank that it was raised on. If that itself has aborted the group, maybe in
-            another thread, because of itself, this is its own failure.
+        rank: the rank that raised it. If that rank, in any thread, has aborted the group because
+            of itself, the failure is its own.
     """
     if isinstance(error, CallRefusedError):
         return error.rank is not None
@@ -325,20 +295,20 @@ def _text(error: BaseException) -> str:
 
 
 def _sendable(text: str) -> str:
-    """``text``, not too long, and without lone surrogates, which file names may have."""
-    left_out, half = len(text) - _MOST_CHARACTERS, _MOST_CHARACTERS // 2
-    if left_out > 0:
-        text = f"{text[:half]}\n... {left_out} characters are left out ...\n{text[-half:]}"
+    """Return ``text``, shortened, without lone surrogates, which file names may have."""
+    excess, half = len(text) - _MOST_CHARACTERS, _MOST_CHARACTERS // 2
+    if excess > 0:
+        text = f"{text[:half]}\n... {excess} characters are left out ...\n{text[-half:]}"
     return text.encode(errors="backslashreplace").decode()
 
 
 def _pickled(error: BaseException) -> bytes:
-    """``error`` pickled; ``b""`` if it cannot be, is large, or unpickles as another type."""
+    """Return ``error`` pickled; ``b""`` if it cannot be, is large, or unpickles as another type."""
     try:  # the exception class's own code runs here, and may raise anything
         data = pickle.dumps(error)
         travels = len(data) <= _MOST_BYTES and type(pickle.loads(data)) is type(error)
         return data if travels else b""
-    except (Exception, SystemExit):  # noqa: BLE001 - the text and the traceback travel without it
+    except (Exception, SystemExit):  # noqa: BLE001 - the text and the traceback suffice
         return b""
 
 

@@ -1,10 +1,9 @@
-"""Names a worker's class so that another process can import it.
+"""References to a worker's class that another process can import.
 
-A class that is defined in the driver's main module works too: the worker runs that module again,
-under another name, as multiprocessing does. Code under ``if __name__ == "__main__":`` is not run. A
-pool that is made while the module of the class is run or imported, or one of the class's arguments,
-or one that fork servers preload, would start workers without end, whose workers do the same: it is
-refused there.
+A class in the driver's main module works too: the worker runs that module again, under another
+name, like multiprocessing. Code under ``if __name__ == "__main__":`` is not run. A pool that is
+made while such a module, or a preloaded one, is imported would start workers that start workers,
+without end: it is refused.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ _MAKES_NO_POOL: ContextVar[bool] = ContextVar("makes_no_pool", default=False)
 
 
 def worker_name(worker: type | str) -> str:
-    """The reference ``"package.module:Class"`` of a worker's class.
+    """Return the reference ``"package.module:Class"`` of a worker's class.
 
     Args:
-        worker: the class, or its reference, which is returned as it is.
+        worker: the class, or its reference, which is returned unchanged.
 
     Raises:
         ValueError: no other process could import the class, or the reference is malformed.
@@ -38,7 +37,7 @@ def worker_name(worker: type | str) -> str:
         return worker
     if not isinstance(worker, type):
         raise TypeError(f"worker must be a class or 'package.module:Class'; got {worker!r}")
-    # What multiprocessing has started, or a pool, has the main module under its second name.
+    # multiprocessing and pools load the main module under this second name.
     module = "__main__" if worker.__module__ == "__mp_main__" else worker.__module__
     name = f"{module}:{worker.__qualname__}"
     if "<locals>" in name:
@@ -53,9 +52,9 @@ def worker_name(worker: type | str) -> str:
 
 
 def main_of(name: str) -> dict[str, bytes] | None:
-    """The data for `worker_class` about the driver's main module, if ``name`` is defined there.
+    """Return the data for `worker_class` about the driver's main module, if it has ``name``.
 
-    ``None`` if it is defined elsewhere, or if no other process can load the main module, or find it
+    ``None`` for another module, or if no other process can load the main module or find the class
     there: a profiler is the main module of the program that it runs.
     """
     module, _, path = name.partition(":")
@@ -67,12 +66,12 @@ def main_of(name: str) -> dict[str, bytes] | None:
         unnamed = spec.name.rpartition(".")[2] == "__main__"
         return None if unnamed else {"init_main_from_name": os.fsencode(spec.name)}
     file = getattr(main, "__file__", None)
-    found = file is not None and Path(file).is_file()  # "<stdin>" is not a file
-    return {"init_main_from_path": os.fsencode(Path(file).absolute())} if file and found else None
+    is_file = file is not None and Path(file).is_file()  # "<stdin>" is not a file
+    return {"init_main_from_path": os.fsencode(Path(file).absolute())} if file and is_file else None
 
 
 def worker_class(name: str, main: dict[str, bytes] | None) -> type[Any]:
-    """In a worker: import the class ``name``; ``main`` is what `main_of` gave the driver.
+    """Import the class ``name`` in a worker; ``main`` is the result of the driver's `main_of`.
 
     Raises:
         ImportError, AttributeError, TypeError: there is no such class.
@@ -82,17 +81,17 @@ def worker_class(name: str, main: dict[str, bytes] | None) -> type[Any]:
 
         spawn.prepare({how: os.fsdecode(which) for how, which in main.items()})
     module, _, path = name.partition(":")
-    found: Any = importlib.import_module(module)
+    value: Any = importlib.import_module(module)
     for part in path.split("."):
-        found = getattr(found, part)
-    if not isinstance(found, type):
-        raise TypeError(f"{name} is not a class: {found!r}")
-    return found
+        value = getattr(value, part)
+    if not isinstance(value, type):
+        raise TypeError(f"{name} is not a class: {value!r}")
+    return value
 
 
 @contextmanager
 def import_guard() -> Iterator[None]:
-    """Inside, the user's modules are imported for workers: `check_may_make_pool` raises."""
+    """Have `check_may_make_pool` raise in a block that imports users' modules for workers."""
     token = _MAKES_NO_POOL.set(True)
     try:
         yield
@@ -101,13 +100,13 @@ def import_guard() -> Iterator[None]:
 
 
 def check_may_make_pool() -> None:
-    """Refuse to make a pool while the modules of a worker are run or imported.
+    """Raise if modules of a worker are being imported.
 
     Raises:
         RuntimeError: they are.
     """
     if _MAKES_NO_POOL.get():
         raise RuntimeError(
-            "a worker needs this module, which would start workers itself: put what makes the pool "
-            "into a function, or behind if __name__ == '__main__':"
+            "a worker imports this module, which would start workers itself: put the code that "
+            "makes the pool into a function, or behind if __name__ == '__main__':"
         )

@@ -1,21 +1,21 @@
 """Assign cores and devices to the workers of a host, before any worker starts.
 
-The setting is one of
+The setting ``bind`` is one of
 
-    none             the kernel puts the workers where it likes
-    auto             every worker gets cores of its own, an equal share of those that may be used
-    numa             every worker gets a whole node (NUMA), which it may share with others
+    none             no binding
+    auto             an exclusive, equal share of the usable cores for each worker
+    numa             a whole NUMA node for each worker, which workers may share
     0-3|4-7          cores of each worker, as Linux numbers them
     node0|node1      a node of each worker
 
-Cores are assigned in the order of the ranks, so the workers of a tensor-parallel group are
-neighbours. Every host does this for its own workers.
+Cores are assigned in rank order, so workers of a tensor-parallel group are neighbours. Every host
+assigns its own workers.
 
-A process may be bound to some cores (its affinity), and its control group may limit its processor
-time (a quota, as in containers). More threads than that slow each other down.
+Usable are the cores of the process's affinity; its control group may limit its processor time (a
+quota, as in containers). More threads than that slow each other down.
 
 The driver only counts the GPUs: it creates no CUDA context, so it takes none of their memory. If
-all workers use the CPU, it does not even load torch.
+all workers use the CPU, it does not load torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from shm_broadcast.cpu import Core, cgroups, cores_of, listed
 from shm_broadcast.errors import counted
 
 Bound: TypeAlias = tuple[tuple[int, ...], ...]
-"""The CPUs of each worker of a host, in the order of the ranks; ``()``: they are not bound."""
+"""The CPUs of each worker of a host, in rank order; ``()``: no binding."""
 
 _WORDS: Final = ("none", "auto", "numa")
 _RANGE: Final = r"\d+(-\d+)?"
@@ -43,7 +43,7 @@ _PLACE: Final = rf"(node\d+|{_RANGE}(,{_RANGE})*)"
 
 
 def check_bind(bind: str) -> None:
-    """Raise ValueError unless ``bind`` is written as the module says."""
+    """Raise ValueError unless ``bind`` has a form in the module's list."""
     if bind not in _WORDS and not re.fullmatch(rf"{_PLACE}(\|{_PLACE})*", bind):
         raise ValueError(
             "bind must be none, auto, numa, or the cores or node of each worker, such as "
@@ -52,23 +52,23 @@ def check_bind(bind: str) -> None:
 
 
 def bound_here(bind: str, n_workers: int) -> Bound:
-    """As `cpus_of_workers`, of the cores that this process may use now."""
+    """Return `cpus_of_workers` for the cores that this process may use now."""
     if bind == "none":
         return ()
     return cpus_of_workers(bind, n_workers, cores_of(os.sched_getaffinity(0)))
 
 
 def cpus_of_workers(bind: str, n_workers: int, cores: Sequence[Core]) -> Bound:
-    """What ``bind`` gives each of a host's workers.
+    """Return the CPUs of each worker of a host for the setting ``bind``.
 
     Args:
-        bind: as the module says.
-        n_workers: of this host.
-        cores: those that may be used, node by node.
+        bind: a form in the module's list.
+        n_workers: the number of workers on this host.
+        cores: the usable cores, node by node.
 
     Raises:
-        ValueError: it is written in another way, is for another number of workers, names what may
-            not be used, or there are fewer CPUs than workers that want some of their own.
+        ValueError: ``bind`` has another form, lists another number of workers, names unusable
+            cores, or there are fewer CPUs than workers with exclusive shares.
     """
     check_bind(bind)
     if bind == "none" or n_workers == 0:
@@ -91,20 +91,19 @@ def cpus_of_workers(bind: str, n_workers: int, cores: Sequence[Core]) -> Bound:
 
 
 def written(bound: Bound) -> str:
-    """What to give as `PoolConfig.bind` to get ``bound``."""
+    """Return the `PoolConfig.bind` that stands for ``bound``."""
     return "|".join(",".join(map(str, cpus)) for cpus in bound) or "none"
 
 
 def threads_of(bound: Bound) -> int:
-    """How many threads the worker with the least CPUs can keep busy; others may share them."""
+    """Return the threads that the worker with the least CPUs can run, of shared CPUs its share."""
     users = Counter(cpu for cpus in bound for cpu in cpus)
     return max(math.floor(min(sum(Fraction(1, users[cpu]) for cpu in cpus) for cpus in bound)), 1)
 
 
 def _own_cores(n_workers: int, cores: Sequence[Core]) -> Bound:
-    """Whole cores while there are enough, else threads of cores."""
     parts = list(cores)
-    if n_workers > len(cores):
+    if n_workers > len(cores):  # hardware threads instead of whole cores
         parts = [core._replace(cpus=(cpu,)) for core in cores for cpu in core.cpus]
     if n_workers > len(parts):
         raise ValueError(
@@ -112,14 +111,14 @@ def _own_cores(n_workers: int, cores: Sequence[Core]) -> Bound:
             f"process may use {len(parts)}"
         )
     shares = _within_nodes(n_workers, parts)
-    # A worker that needs memory of several nodes is better than one that has half of the cores.
+    # Memory of several nodes costs a worker less than half of its cores.
     if 2 * min(map(len, shares)) <= len(parts) // n_workers:
         shares = _equally(n_workers, parts)
     return tuple(tuple(sorted(cpu for core in share for cpu in core.cpus)) for share in shares)
 
 
 def _within_nodes(n_workers: int, cores: Sequence[Core]) -> list[Sequence[Core]]:
-    """Shares that lie within a node each, of which the smallest is as large as can be."""
+    """Return shares that each lie within a node, with the smallest share as large as possible."""
     sizes = Counter(core.node for core in cores)
     shares: list[Sequence[Core]] = []
     for node, n in zip(sizes, _counts(n_workers, list(sizes.values())), strict=True):
@@ -128,7 +127,7 @@ def _within_nodes(n_workers: int, cores: Sequence[Core]) -> list[Sequence[Core]]
 
 
 def _counts(n_workers: int, sizes: Sequence[int]) -> list[int]:
-    """How many workers go to nodes of so many cores: each to where most is left for it."""
+    """Return the number of workers on each node, of ``sizes`` cores, with fair shares."""
     counts = [0] * len(sizes)
     for _ in range(n_workers):
         node = max(range(len(sizes)), key=lambda node: Fraction(sizes[node], counts[node] + 1))
@@ -137,7 +136,6 @@ def _counts(n_workers: int, sizes: Sequence[int]) -> list[int]:
 
 
 def _equally(n_workers: int, cores: Sequence[Core]) -> list[Sequence[Core]]:
-    """Shares beside each other; the first ones have one core more if it does not come out even."""
     size, more = divmod(len(cores), max(n_workers, 1))
     ends = [size * n + min(n, more) for n in range(n_workers + 1)]
     return [cores[begin:end] for begin, end in pairwise(ends)]
@@ -147,8 +145,8 @@ def _named(place: str, nodes: dict[int, tuple[int, ...]]) -> tuple[int, ...]:
     if place.startswith("node"):
         node = int(place.removeprefix("node"))
         if node not in nodes:
-            there = ", ".join(map(str, nodes))
-            raise ValueError(f"bind: no core of {place} may be used; there are those of {there}")
+            usable_nodes = ", ".join(map(str, nodes))
+            raise ValueError(f"bind: no core of {place} may be used; usable nodes: {usable_nodes}")
         return nodes[node]
     cpus = listed(place)
     usable = {cpu for each in nodes.values() for cpu in each}
@@ -163,37 +161,37 @@ def _named(place: str, nodes: dict[int, tuple[int, ...]]) -> tuple[int, ...]:
 
 
 MOST_THREADS: Final = 8192
-"""As many cores as Linux knows. OpenMP ends a process that asks for far more."""
+"""Linux's limit of cores (CONFIG_NR_CPUS). OpenMP ends a process that asks for far more threads."""
 
 
 def worker_threads(
     n_workers: int, bound: Bound = (), environment: Mapping[str, str] = os.environ
 ) -> int:
-    """CPU threads for each of ``n_workers`` workers: ``OMP_NUM_THREADS``, or an equal share.
+    """Return CPU threads for each of ``n_workers``: ``OMP_NUM_THREADS``, or an equal share.
 
     Args:
-        n_workers: of this host.
-        bound: the cores that they are bound to: no worker gets more threads than these keep busy.
-        environment: where the variable is; one of more than `MOST_THREADS` counts as none.
+        n_workers: the number of workers on this host.
+        bound: the workers' cores, which limit the threads.
+        environment: contains the variable; a value above `MOST_THREADS` is ignored.
     """
-    wanted = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    if wanted.isdecimal() and 0 < int(wanted) <= MOST_THREADS:
-        return int(wanted)
+    number = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if number.isdecimal() and 0 < int(number) <= MOST_THREADS:
+        return int(number)
     share = max(1, usable_cores() // n_workers)
     return min(share, threads_of(bound)) if bound else share
 
 
 def usable_cores() -> int:
-    """The number of cores that this process may keep busy, at least 1."""
+    """Return the number of cores that this process may use in full, at least 1."""
     allowed = min(len(os.sched_getaffinity(0)), cpu_quota())
     return max(1, math.floor(allowed))
 
 
 def cpu_quota(root: Path = Path("/")) -> float:
-    """The processor time that this process's control groups allow, in cores; ``inf``: no limit.
+    """Return the processor time that control groups allow, in cores; ``inf``: no limit.
 
     Args:
-        root: the folder to find the groups in: see `cgroups`.
+        root: the root of the file system with the groups: see `cgroups`.
     """
     quota = math.inf
     for unified, folder in cgroups("cpu", root):
@@ -203,10 +201,9 @@ def cpu_quota(root: Path = Path("/")) -> float:
 
 
 def _ratio(*files: Path) -> float:
-    """Quota divided by period, both read from ``files``; ``inf`` for no limit."""
     try:
         quota, period = (int(word) for file in files for word in file.read_text().split())
-    except (OSError, ValueError):  # "max" is no number: no limit
+    except (OSError, ValueError):  # the file is missing, or has "max"
         return math.inf
     return quota / period if quota > 0 and period > 0 else math.inf
 
@@ -216,22 +213,20 @@ _CUDA: Final = re.compile(r"cuda(?::(\d{1,4}))?", re.ASCII)
 
 
 def assign(device: str | Sequence[str], ranks: int, gpus: int, share_gpu: bool) -> tuple[str, ...]:
-    """The device of each rank, by rank.
+    """Return the device of each rank, by rank.
 
     Args:
-        device: ``"cpu"``, ``"cuda"`` (the GPUs in turn), one GPU for all, as ``"cuda:0"``, or a
-            device for each rank.
-        ranks: how many ranks there are.
-        gpus: how many GPUs this host has.
-        share_gpu: whether several ranks may be on one GPU.
+        device, share_gpu: as for `pool.WorkerPool`.
+        ranks: the number of ranks.
+        gpus: the number of GPUs of this host.
 
     Raises:
-        ValueError: there is no such device, or ranks would have to share a GPU and must not.
+        ValueError: a device does not exist, or ranks would share a GPU without ``share_gpu``.
     """
     if not isinstance(device, str):
         if len(device) != ranks:
             raise ValueError(f"device: {len(device)} devices for {ranks} ranks")
-        return tuple(one for each in device for one in assign(each, 1, gpus, share_gpu))
+        return tuple(assign(each, 1, gpus, share_gpu)[0] for each in device)
     if device == CPU:
         if share_gpu:
             raise ValueError(f"sharing a GPU is for device 'cuda'; got {device!r}")
@@ -247,18 +242,18 @@ def assign(device: str | Sequence[str], ranks: int, gpus: int, share_gpu: bool) 
     usable = 1 if index is not None else gpus
     if ranks > usable and not share_gpu:
         raise ValueError(
-            f"device {device!r}: {ranks} ranks for {counted(usable, 'GPU')}: several on one have "
-            "to be asked for, by share_gpu=True or --share-gpu"
+            f"device {device!r}: {ranks} ranks for {counted(usable, 'GPU')}: several ranks on one "
+            "need share_gpu=True or --share-gpu"
         )
     first = index or 0
     return tuple(f"cuda:{first + rank % usable}" for rank in range(ranks))
 
 
 def share_of_a_host(n_workers: int, nnodes: int) -> int:
-    """How many workers each of the hosts has.
+    """Return the number of workers on each host.
 
     Raises:
-        ValueError: they would have to have different numbers.
+        ValueError: ``n_workers`` is not a multiple of ``nnodes``.
     """
     if n_workers % nnodes:
         raise ValueError(f"{nnodes} hosts cannot share {n_workers} workers evenly")
@@ -266,16 +261,16 @@ def share_of_a_host(n_workers: int, nnodes: int) -> int:
 
 
 def checked_device(device: str | Sequence[str]) -> str | tuple[str, ...]:
-    """The argument ``device`` of a pool.
+    """Return the argument ``device`` of a pool, a sequence as a tuple.
 
     Raises:
-        TypeError: it is neither a text nor a sequence of them.
+        TypeError: ``device`` is neither a text nor a sequence of texts.
     """
     return device if isinstance(device, str) else texts("device", device)
 
 
 def count_gpus(device: str | Sequence[str]) -> int:
-    """How many GPUs this host has; 0, without a look, if only the CPU is asked for."""
+    """Return the number of GPUs of this host; 0, without torch, if only the CPU is asked for."""
     if all(each == CPU for each in ([device] if isinstance(device, str) else device)):
         return 0
     import torch  # noqa: PLC0415

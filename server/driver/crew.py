@@ -1,7 +1,8 @@
-"""Run the workers of one pool: pass calls on to them, handle their failures, restart and end them.
+"""Drive the workers of one pool: send calls, handle failures, restart, shut down.
 
-A pool that is restarted has one *generation* of workers after another. When one breaks, all workers
-leave its groups and queues; those that cannot are ended, and replaced; then all join new ones.
+A pool that is restarted has one *generation* of workers after another. When a generation breaks,
+its workers close its groups and queues; workers that cannot are killed and replaced; then all join
+the groups and queues of the next generation.
 """
 
 from __future__ import annotations
@@ -62,10 +63,10 @@ _LONGEST_PAUSE_SECONDS = 5.0
 
 
 class RestartBudget:
-    """Counts the restarts of one pool.
+    """Limits the restarts of one pool.
 
     Args:
-        most: how many restarts there may be within ``window``.
+        most: most restarts within ``window``.
         window: seconds.
     """
 
@@ -73,7 +74,7 @@ class RestartBudget:
         self._most = most
         self._window = window
         self._restarted_at: list[float] = []
-        self._in_vain = 0
+        self._failed_restarts = 0
 
     def take(self, now: float, worked: bool) -> float | None:
         """Count a restart.
@@ -83,18 +84,21 @@ class RestartBudget:
             worked: whether the workers have answered a call since the last restart.
 
         Returns:
-            The seconds to wait before it: none at first, and after each restart in vain twice as
-            many. ``None``: the pool may not be restarted: there were as many within the window, or
-            in vain one after the other, however long they took.
+            The seconds to wait before the restart: 0, but after consecutive failed restarts 0.1,
+            doubled each time, at most 5.
+            ``None``: the pool may not be restarted, because ``most`` restarts were made within the
+            window, or failed consecutively, at any pace.
         """
         self._restarted_at = [at for at in self._restarted_at if at > now - self._window]
-        self._in_vain = 0 if worked else self._in_vain + 1
-        if max(len(self._restarted_at), self._in_vain - 1) >= self._most:
+        self._failed_restarts = 0 if worked else self._failed_restarts + 1
+        if max(len(self._restarted_at), self._failed_restarts - 1) >= self._most:
             return None
         self._restarted_at.append(now)
-        if self._in_vain <= 1:
+        if self._failed_restarts <= 1:
             return 0.0
-        return min(_FIRST_PAUSE_SECONDS * 2.0 ** (self._in_vain - 2), _LONGEST_PAUSE_SECONDS)
+        return min(
+            _FIRST_PAUSE_SECONDS * 2.0 ** (self._failed_restarts - 2), _LONGEST_PAUSE_SECONDS
+        )
 
 
 if TYPE_CHECKING:
@@ -103,16 +107,16 @@ if TYPE_CHECKING:
 _SeenT = TypeVar("_SeenT")
 _log = logging.getLogger(__name__)
 _THREAD_SECONDS = 10.0
-"""How long a pool that ends waits for its threads: users' callbacks run in them."""
+"""Time that a pool waits at its end for its threads, in which users' callbacks run."""
 _LEAVE_SECONDS = 0.5
-"""How long workers have to leave by themselves if the pool breaks, or is stopped during a call."""
+"""Time for workers to exit if the pool breaks, or is shut down during a call."""
 
 
 class PoolDriver(WorkerEvents):
-    """The workers of a pool, one generation after another. Any thread may use it.
+    """The workers of a pool, in successive generations. Any thread may use it.
 
     Attributes:
-        tracker: the book of the pool's calls.
+        tracker: the pool's calls.
         dispatcher: sends calls to the workers of the latest generation; ``None`` after `stop`.
     """
 
@@ -121,22 +125,19 @@ class PoolDriver(WorkerEvents):
 
         Raises:
             WorkerStartError: a worker failed, or was not ready in time.
-            SharedMemoryError: too little memory is free.
-            DescriptorLimitError: too few files may be open.
-            ProcessLimitError: no further process or thread can be started.
-            OSError: a process cannot be started.
+            SharedMemoryError, DescriptorLimitError, ProcessLimitError, OSError: a limit.
         """
-        self._begun = 0
+        self._n_started = 0
         self._plan = plan
         self._name = plan.config.name or "the pool"
         # A signal handler may stop the pool in the middle of any of its calls, `stop` included.
         self._stopping = threading.RLock()
         self._budget = RestartBudget(plan.max_restarts, plan.window)
-        # Neither is kept after `stop`: who still uses them does so in a call that holds them, and
-        # their memory goes with the last such call.
+        # Both are None after `stop`. A call in progress holds its own references, and the last
+        # one frees their memory.
         self._shared: SharedResources | None = None
         self.dispatcher: Dispatcher | None = None
-        self._leave_links = ExitStack()
+        self._close_resources = ExitStack()
         self._broken: CoordinatorError | None = None
         self._aborted_at = math.inf
         self._reason_seconds = max(plan.config.settle_seconds, REASON_SECONDS)
@@ -154,20 +155,19 @@ class PoolDriver(WorkerEvents):
         )
         self.tracker.reason_due = self._reason_due
         with self._translated_limit_errors(), ExitStack() as undo:
-            undo.callback(self._leave_links.close)
+            undo.callback(self._close_resources.close)
             self._processes = WorkerProcesses(plan)
             undo.callback(self._processes.close, 0.0)
-            undo.callback(self._call_off)
+            undo.callback(self._abandon_start)
             try:
                 self._begin(lambda: math.inf)
             except CoordinatorError as error:
                 located(error, plan.config.name)
                 raise
-            self._processes.supervisor.start(self, self._tick, self._unwatched)
+            self._processes.supervisor.start(self, self._tick, self._supervisor_failed)
             undo.pop_all()
 
-    def _call_off(self) -> None:
-        """Where the pool does not start: let the threads end that were to move its calls."""
+    def _abandon_start(self) -> None:
         if self.tracker.state.generation:
             self.tracker.end(PoolClosedError("the pool has not started"))
         if self.dispatcher is not None:
@@ -189,21 +189,21 @@ class PoolDriver(WorkerEvents):
 
     def on_death(self, rank: int, how: str, stack: str) -> None:
         """Break the pool because a worker's process has ended; called by the supervisor."""
-        # If the board was aborted before, this death may be a mere consequence. It is the cause if
-        # another rank's report names this one.
+        # After an abort, this death may be a secondary failure. It is the root cause if another
+        # rank's report names this rank.
         failure = self._aborted
         if failure is None or failure.culprit == rank != failure.rank:
             pid = self._processes.workers[rank].pid
-            where = {"rank": rank, "generation": self.tracker.state.generation}
-            told = "rank %d (pid %d) of %s was lost: %s"
-            _log.info(told, rank, pid, self._name, how, extra=where)
+            fields = {"rank": rank, "generation": self.tracker.state.generation}
+            text = "rank %d (pid %d) of %s was lost: %s"
+            _log.info(text, rank, pid, self._name, how, extra=fields)
             lost = WorkerLostError(rank, pid, how, stack)
             self.tracker.break_off(self._divergence(lost) or lost)
         else:
             self._await_reason()
 
     def _divergence(self, lost: WorkerLostError) -> CallDivergedError | None:
-        """The error if the collective in which a process ended is not the other ranks'."""
+        """Return the error if a process ended in another collective than the other ranks'."""
         links, call = self._shared, self.tracker.oldest_of(lost.rank)
         if links is None or call is None:
             return None
@@ -214,34 +214,30 @@ class PoolDriver(WorkerEvents):
         operation = board.member_status(lost.rank).operation
         # On a device the numbers of operations are not unique.
         past = board.recorded if self._plan.devices[lost.rank] == "cpu" else lambda _: ()
-        found = fatal_divergence(lost.rank, operation, fingerprints, past)
-        if found is None:
+        divergence = fatal_divergence(lost.rank, operation, fingerprints, past)
+        if divergence is None:
             return None
-        error = CallDivergedError(call.number, call.method, *found)
+        error = CallDivergedError(call.number, call.method, *divergence)
         error.__cause__ = lost
         return error
 
     def _await_reason(self) -> None:
-        """Give the worker that has aborted the board time to report why over its control channel,
-        but not for ever: it may be the one that has just ended.
-        """
+        """Start the grace period in which the aborting worker may still report its exception."""
         self._aborted_at = min(self._aborted_at, time.monotonic())
 
     def _reason_due(self) -> bool:
-        """Whether a worker may still report it; the first question begins its time. Any thread may
-        call.
-        """
+        """Return whether the grace period runs; the first call starts it. Any thread may call."""
         self._await_reason()
         in_time = time.monotonic() < self._aborted_at + self._reason_seconds
         return in_time and self._processes.may_say_why(self._aborted)
 
-    def _unwatched(self, error: BaseException) -> None:
-        """End the pool, and its workers: nobody would notice any more that they end or hang."""
+    def _supervisor_failed(self, error: BaseException) -> None:
+        # Without a supervisor, no thread detects that a worker ends or hangs.
         self.tracker.end(CoordinatorError(f"the pool's supervisor has failed: {error!r}"))
         end(list(self._processes.workers.values()), _LEAVE_SECONDS, self._plan.config.kill_seconds)
 
     def status(self) -> list[MemberStatus]:
-        """What every worker was last seen doing, by rank.
+        """Return every worker's state, by rank.
 
         Raises:
             PoolClosedError: the pool was shut down.
@@ -252,7 +248,7 @@ class PoolDriver(WorkerEvents):
         return [self._status(links, rank) for rank in range(self._plan.n_workers)]
 
     def totals(self) -> dict[int, tuple[VerbTotal, ...]]:
-        """What all operations of each worker of this host came to, in all generations, by rank.
+        """Return the sums of this host's workers over all operations and generations, by rank.
 
         Raises:
             PoolClosedError: the pool was shut down.
@@ -264,12 +260,11 @@ class PoolDriver(WorkerEvents):
 
     @property
     def _aborted(self) -> Failure | None:
-        """Why the workers leave their groups and queues, if they do."""
         links = self._shared
         return None if links is None else links.board.aborted
 
     def _status(self, links: SharedResources, rank: int) -> MemberStatus:
-        # On the board a worker without a call is busy with `dequeue`: show it as idle instead.
+        # The board shows a worker without a call as busy with `dequeue`.
         status = links.board.member_status(rank)
         method = self.tracker.idle(rank)
         if method is None or status.state not in ("busy", "idle"):
@@ -280,19 +275,19 @@ class PoolDriver(WorkerEvents):
         """Send a call and wait for its result.
 
         Raises:
-            CallTimeoutError: the call is late; it goes on if it was sent.
-            The call's error, or what broke the pool.
+            CallTimeoutError: the call is late; if it was sent, the workers continue it.
+            Exception: the call's error, or the failure that broke the pool.
         """
-        passed = self._carry_out(call)
-        if passed is not None:
-            raise self._given_up(call, passed)
+        deadline = self._carry_out(call)
+        if deadline is not None:
+            raise self._timed_out(call, deadline)
         return call.result()
 
     def _carry_out(self, call: PendingCall) -> Deadline | None:
-        """Send a call and wait until it is done; the deadline if that has passed before."""
+        """Send a call and wait until it is done; return the deadline if that expires first."""
         dispatcher = self.dispatcher
         if dispatcher is None:
-            self.tracker.queue(call)  # which raises what ended the pool
+            self.tracker.queue(call)  # raises the failure that ended the pool
             return None
         deadline = self.tracker.due(call)
         try:
@@ -305,7 +300,7 @@ class PoolDriver(WorkerEvents):
                     if call.done or deadline.expired:
                         raise
                 except KeyboardInterrupt as interrupt:
-                    # To whoever waits it says nothing in which line of the wait it came.
+                    # The caller needs no frames of this wait.
                     raise interrupt.with_traceback(None) from interrupt.__cause__
         except GroupTimeoutError:
             return None if call.done else deadline
@@ -314,18 +309,17 @@ class PoolDriver(WorkerEvents):
             raise
         return None
 
-    def _given_up(self, call: PendingCall, deadline: Deadline) -> CallTimeoutError:
-        """Give up waiting for a call; the error for that."""
+    def _timed_out(self, call: PendingCall, deadline: Deadline) -> CallTimeoutError:
         self.tracker.give_up(call)
         error = self.late(call, deadline.timeout)
-        self.tracker.cancel(call)  # only now: it may leave the place that its stack shows
+        self.tracker.cancel(call)  # after `late`: the method may return and change its stack
         return error
 
     def submit(self, call: PendingCall) -> Future[Any]:
-        """Queue a call and return the future of its result. Does not wait for workers.
+        """Queue a call and return the future of its result, without waiting for workers.
 
         Raises:
-            What broke the pool.
+            CoordinatorError: the failure that broke the pool.
         """
         future = call.future()
         future.answer_for(
@@ -337,8 +331,9 @@ class PoolDriver(WorkerEvents):
         return future
 
     def late(self, call: PendingCall, timeout: float | None) -> CallTimeoutError:
-        """The error for a call that is late after ``timeout`` seconds: who has not answered, what
-        these ranks are doing, who holds them up, and their stacks.
+        """Return the error of a call that is late after ``timeout`` seconds.
+
+        It has the late ranks, their states and stacks, and the ranks that block them.
         """
         ranks = self.tracker.late(call)
         if not ranks:
@@ -353,16 +348,16 @@ class PoolDriver(WorkerEvents):
                 links, late = self._shared, self.tracker.late_ranks
                 if links is not None and late:
                     who = "; ".join(str(links.board.member_status(rank)) for rank in late)
-                    detail += f", the first of which waits for {who}"
+                    detail += f", the first waits for {who}"
             seen: Seen = (), detail, {}, ()
         else:
-            # Not in the main thread: signal handlers, which interrupt that, may need what it holds.
+            # Not in the main thread: a signal handler there may need the locks.
             look = partial(self._seen, ranks)
-            seen = _elsewhere(look) if in_main_thread() else look()
+            seen = _in_another_thread(look) if in_main_thread() else look()
         return located(CallTimeoutError(call.method, timeout, *seen), self._plan.config.name)
 
     def _seen(self, ranks: list[int]) -> Seen:
-        """What ranks are doing, why they are late, their stacks, and who holds them up."""
+        """Return the states of ``ranks``, why they are late, their stacks, and their blockers."""
         with self._processes.using:
             links = self._shared
             if links is None:
@@ -372,9 +367,9 @@ class PoolDriver(WorkerEvents):
             return statuses, seen.why, seen.stacks, seen.blocked_by
 
     def hang_report(self) -> list[str]:
-        """Who holds up whom on all hosts, in sentences; none if nobody has to wait."""
+        """Return sentences that name each blocked worker and its blocker, on all hosts."""
         look = self._diagnoses
-        seen = _elsewhere(look) if in_main_thread() else look()
+        seen = _in_another_thread(look) if in_main_thread() else look()
         return [line for each in seen if each.is_hang for line in each.sentences]
 
     def _diagnoses(self) -> list[Diagnosis]:
@@ -385,9 +380,9 @@ class PoolDriver(WorkerEvents):
         """End everything; idempotent, from any thread but the pool's own.
 
         Args:
-            timeout: seconds for calls to finish and workers to leave; then they are terminated,
-                and killed after ``kill_seconds`` more.
-            finish: let calls that were accepted finish, for half of the time.
+            timeout: seconds for calls to finish and workers to exit; then they are terminated, and
+                killed after ``kill_seconds`` more.
+            finish: let accepted calls finish, for half of the time.
         """
         if self.is_own(threading.current_thread()):
             raise RuntimeError("a pool cannot be shut down by a callback of its own")
@@ -399,7 +394,7 @@ class PoolDriver(WorkerEvents):
             self._processes.supervisor.stop()
             self._wait_for(self._processes.supervisor.thread)
             links, dispatcher = self._shared, self.dispatcher
-            if links is None or dispatcher is None:  # stopped before, or by a handler meanwhile
+            if links is None or dispatcher is None:  # `stop` has run before, or in a signal handler
                 return
             if not idle or self._broken is not None:
                 links.board.abort("the pool was shut down during a call")
@@ -409,32 +404,32 @@ class PoolDriver(WorkerEvents):
             self._wait_for(*dispatcher.threads)
             with self._processes.using:
                 self._processes.close(deadline.remaining())
-                self._leave_links.close()
+                self._close_resources.close()
                 self.tracker.let_go()
                 self._shared = self.dispatcher = None
         finally:
             self._stopping.release()
 
     def _wait_for(self, *threads: threading.Thread | None) -> None:
-        """Wait until threads of this pool have ended; not for ever for what users run in them."""
+        """Join threads of this pool, for a limited time: users' callbacks run in them."""
 
         def ended() -> bool:
             return not any(each is not None and each.is_alive() for each in threads)
 
         if not self.tracker.wait_until(ended, Deadline.after(_THREAD_SECONDS)):
             names = [each.name for each in threads if each is not None and each.is_alive()]
-            _log.warning("%s ends without %s, which a callback holds up", self._name, names)
+            _log.warning("%s ends without %s, which a callback blocks", self._name, names)
 
     def is_own(self, thread: threading.Thread) -> bool:
-        """Whether `stop` joins ``thread``, which must therefore not call it."""
+        """Return whether `stop` joins ``thread``, which must therefore not call `stop`."""
         dispatcher = self.dispatcher
         threads = [] if dispatcher is None else dispatcher.threads
         return thread in (self._processes.supervisor.thread, *threads)
 
     def _begin(self, tick: Callable[[], float]) -> None:
-        """Begin a generation in the place of the last one."""
-        self._begun += 1
-        generation = self._begun
+        """Start a generation in place of the last one."""
+        self._n_started += 1
+        generation = self._n_started
         links = SharedResources(self._plan, generation)
         try:
             with links.board.published_wait("the start of the pool") as show:
@@ -442,17 +437,17 @@ class PoolDriver(WorkerEvents):
                 links.open(self._processes.hosts)
                 self._processes.assemble(links, self.tracker.queued.last + 1, tick, show)
         except BaseException as error:
-            links.board.abort(error)  # those that wait for others leave
+            links.board.abort(error)  # unblocks workers that wait for others
             links.close()
             raise
-        before = self._leave_links.pop_all()
+        before = self._close_resources.pop_all()
         last = self._shared
         if last is not None:
             links.totals_before = last.totals()
-        self._shared = self._leave_links.enter_context(closing(links))
+        self._shared = self._close_resources.enter_context(closing(links))
         self._broken = None
         before.close()
-        # From here on the generation may answer calls, and break: all about it must be in place.
+        # From here on the generation may answer calls, and break.
         self.tracker.open(generation, links.cancelled.mark)
         self.dispatcher = Dispatcher(
             self.tracker,
@@ -461,21 +456,21 @@ class PoolDriver(WorkerEvents):
             links.calls,
             [links.replies[rank] for rank in range(self._plan.n_workers)],
         )
-        of, workers = {"generation": generation}, len(self._processes.workers)
-        told = "%s has started: %d workers, generation %d"
-        _log.info(told, self._name, workers, generation, extra=of)
+        fields, workers = {"generation": generation}, len(self._processes.workers)
+        text = "%s has started: %d workers, generation %d"
+        _log.info(text, self._name, workers, generation, extra=fields)
 
     def _translated_limit_errors(self, kept: Collection[int] = ()) -> AbstractContextManager[None]:
-        """A block that starts the workers that are missing; ``kept`` are the ranks of the others.
+        """Wrap a block that starts all workers but ``kept``.
 
-        All that are elsewhere meet this host anew.
+        Workers on other hosts all reconnect.
         """
-        here = self._plan.ranks_of(0)
-        elsewhere = None if self._plan.hosts is None else self._plan.n_workers - len(here)
-        return translated_limit_errors(len({*here} - {*kept}), elsewhere)
+        local = self._plan.ranks_of(0)
+        n_remote = None if self._plan.hosts is None else self._plan.n_workers - len(local)
+        return translated_limit_errors(len({*local} - {*kept}), n_remote)
 
     def _restart(self, failure: Exception) -> None:
-        """Begin generations until one stands, or there were too many."""
+        """Start generations until one is ready, or the limit of restarts is reached."""
 
         def tick() -> float:
             self.tracker.state.check()
@@ -487,11 +482,11 @@ class PoolDriver(WorkerEvents):
         with suppress(PoolClosedError):
             while (pause := self._budget.take(time.monotonic(), worked)) is not None:
                 worked = False
-                of = {"generation": self.tracker.state.generation}
-                why = with_notes(failure)
-                _log.error("the pool has broken, and is restarted: %s", why, extra=of)
+                fields = {"generation": self.tracker.state.generation}
+                reason = with_notes(failure)
+                _log.error("the pool has broken, and is restarted: %s", reason, extra=fields)
                 try:
-                    tick()  # it may have been shut down while a callback held this thread up
+                    tick()  # the pool may have been shut down while a callback blocked this thread
                     self._processes.stop_survivors(pause, tick, keep=keep)
                     with self._translated_limit_errors(kept=self._processes.workers):
                         self._begin(tick)
@@ -502,11 +497,11 @@ class PoolDriver(WorkerEvents):
                         self.tracker.end(error)
                         return
                     failure = located(again(error), self._plan.config.name)
-                    keep = False  # those that stayed may be why it failed
+                    keep = False  # the workers that stayed may be the cause
                     continue
-                of = {"generation": self.tracker.state.generation}
-                told = "%s was restarted: generation %d"
-                _log.warning(told, self._name, self.tracker.state.generation, extra=of)
+                fields = {"generation": self.tracker.state.generation}
+                text = "%s was restarted: generation %d"
+                _log.warning(text, self._name, self.tracker.state.generation, extra=fields)
                 return
             limit = self._plan.max_restarts, self._plan.window
             limited = RestartLimitError(*limit, str(failure))
@@ -516,7 +511,7 @@ class PoolDriver(WorkerEvents):
     def _resume(self, rank: int, number: int) -> None:
         worker = self._processes.workers.get(rank)
         if worker is not None:
-            with suppress(ChannelClosedError):  # its death is the supervisor's to report
+            with suppress(ChannelClosedError):  # the supervisor reports the worker's end
                 worker.channel.send(Resume(number))
 
     def _wake(self) -> None:
@@ -528,10 +523,7 @@ class PoolDriver(WorkerEvents):
         self._processes.supervisor.wake()
 
     def _expire(self, calls: list[PendingCall]) -> None:
-        """Fail late calls, in a new thread: reading their workers' stacks takes a while, and the
-        supervisor, whose thread this is called in, must not wait for it.
-        """
-
+        # Reading stacks takes time that the supervisor, which calls this, must not spend.
         def expire() -> None:
             for call in calls:
                 self.tracker.give_up(call)
@@ -542,8 +534,6 @@ class PoolDriver(WorkerEvents):
         run_in_thread(expire, "pool-late-calls")
 
     def _expose(self, call: PendingCall) -> None:
-        """Break the pool because of a call that is stuck, in a new thread as in `_expire`."""
-
         def expose() -> None:
             seen = self._seen(self.tracker.late(call))
             self.tracker.break_off(
@@ -554,8 +544,7 @@ class PoolDriver(WorkerEvents):
         run_in_thread(expose, "pool-stuck-call")
 
     def _broke(self, error: CoordinatorError) -> None:
-        # The abort lets the workers leave. Those that have not by then are ended: by `_restart`, or
-        # by `_tick`.
+        # The abort unblocks the workers. `_restart` or `_tick` kills those that still run later.
         links = self._shared
         if links is not None:
             links.board.abort(error, getattr(error, "rank", None))
@@ -568,7 +557,7 @@ class PoolDriver(WorkerEvents):
         if self._broken is not None and self.tracker.state.ended is None:
             self._restart(self._broken)
             self._aborted_at = math.inf
-        left = self.tracker.tick()  # first: what a worker has reported says more than the board
+        left = self.tracker.tick()  # first: a worker's report is more precise than the board
         now = time.monotonic()
         reason_by = self._aborted_at + self._plan.config.settle_seconds
         if reason_by <= now and self._reason_due():
@@ -584,8 +573,8 @@ class PoolDriver(WorkerEvents):
         return min(left, max(min(self._end_at, reason_by) - now, 0.0))
 
 
-def _elsewhere(look: Callable[[], _SeenT]) -> _SeenT:
-    """What ``look`` returns, called in another thread, or in this one if none can be started."""
+def _in_another_thread(look: Callable[[], _SeenT]) -> _SeenT:
+    """Return the result of ``look``, called in another thread if one can be started."""
     try:
         looking = submit_in_thread(look, "pool-apart")
     except RuntimeError:

@@ -1,6 +1,4 @@
-"""What is raised where a pool's driver may not open enough files, or start enough processes, or has
-no threads of the system.
-"""
+"""Errors for limits of the driver's process: open files, processes, threads of the system."""
 
 from __future__ import annotations
 
@@ -20,34 +18,35 @@ from ..errors import DescriptorLimitError, ProcessLimitError
 
 _OF_A_POOL = 18
 _OF_A_WORKER = 8
-"""Descriptors that the driver takes for a pool, and more for each worker on its host, while they
-start; then 9 fewer, and 7 for each worker."""
+"""Descriptors of the driver during a start: for a pool, and for each worker on its host.
+
+Afterwards 9 fewer, and 7 for each worker."""
 _NO_THREAD = "can't start new thread"
-"""What Python says where the system gives it no thread."""
+"""Python's text for EAGAIN of pthread_create."""
 _OF_HOSTS = 40
-_OF_A_DISTANT_WORKER = 14
-"""More of them where there are other hosts, and for each worker there."""
+_OF_A_REMOTE_WORKER = 14
+"""Further descriptors with other hosts, and for each worker there."""
 
 
 def open_files() -> int:
-    """How many descriptors this process has.
+    """Return the number of descriptors of this process.
 
     Raises:
-        OSError: it may have no other one, which it takes to look.
+        OSError: no further descriptor is available to read /proc.
     """
     return sum(1 for _ in Path("/proc/self/fd").iterdir()) - 1
 
 
 def check_has_system_threads() -> None:
-    """Refuse to make a pool where threads are the coroutines of gevent or eventlet.
+    """Raise if threads are coroutines of gevent or eventlet.
 
-    A call that waits would hold up all of them, also the one that notices a worker's end.
+    One blocking call would block all of them, also the supervisor.
 
     Raises:
-        RuntimeError: they are, or what threads wait by was replaced.
+        RuntimeError: a primitive of threads was replaced.
     """
-    used = threading.get_ident, queue.SimpleQueue, select.select
-    replaced = {each.__module__ for each in used} - {"_thread", "_queue", "select"}
+    primitives = threading.get_ident, queue.SimpleQueue, select.select
+    replaced = {each.__module__ for each in primitives} - {"_thread", "_queue", "select"}
     if replaced:
         raise RuntimeError(
             "a pool needs threads of the system; here Python's own modules were patched by "
@@ -57,25 +56,23 @@ def check_has_system_threads() -> None:
 
 @contextmanager
 def translated_limit_errors(n_here: int, n_elsewhere: int | None) -> Iterator[None]:
-    """A block that starts workers: where a limit keeps it from that, the error says which.
+    """Wrap a block that starts workers; its errors name the limit that it has reached.
 
-    What the block has opened is closed if it fails.
-
-    With other hosts it is not begun if it will fail: where libzmq may open too few files, it ends
-    the process.
+    The block must close its files if it fails. With remote hosts, the limit of open files is
+    checked before the block: libzmq ends the process where it can open no file.
 
     Args:
-        n_here: how many workers on this host.
-        n_elsewhere: how many on others; ``None``: there are no other hosts.
+        n_here: the number of workers on this host.
+        n_elsewhere: the number of workers on other hosts; ``None``: there are no other hosts.
 
     Raises:
-        DescriptorLimitError: it could not open as many files as it needs.
-        ProcessLimitError: it could start no further process or thread.
+        DescriptorLimitError: the limit of open files is too low.
+        ProcessLimitError: no further process or thread can be started.
     """
     more = _OF_A_POOL + _OF_A_WORKER * n_here
     try:
         if n_elsewhere is not None:
-            more += _OF_HOSTS + _OF_A_DISTANT_WORKER * n_elsewhere
+            more += _OF_HOSTS + _OF_A_REMOTE_WORKER * n_elsewhere
             if open_files() + more > _limit(resource.RLIMIT_NOFILE):
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         yield

@@ -1,9 +1,8 @@
-"""Hold what the driver shares with its workers for one generation: the board and the queues.
+"""The driver's shared memory with its workers for one generation: the board and the queues.
 
-Each generation has its own board, queues and groups, so nothing left over from an earlier one, such
-as a message or a process that hangs in an operation, can reach it.
-
-Workers are members 0 to n-1 of the board, by rank; the driver is the last member.
+Each generation has its own board, queues and groups, so no message or hanging process of an earlier
+generation can reach it. Workers are members 0 to n-1 of the board, by rank; the driver is the last
+member.
 """
 
 from __future__ import annotations
@@ -31,11 +30,9 @@ if TYPE_CHECKING:
 
 
 class ReplyNotifier:
-    """Watches queues from other hosts in a thread of its own. Close it before they are closed.
+    """Watches queues from other hosts in its own thread. Close it before the queues.
 
-    Args:
-        queues: the queues, at their readers.
-        wake: called in the thread each time that something may have arrived.
+    It calls ``wake`` each time that a message may have arrived.
     """
 
     def __init__(self, queues: Iterable[MessageQueue], wake: Callable[[], None]) -> None:
@@ -44,7 +41,7 @@ class ReplyNotifier:
         self._poll = select.epoll()
         self._poll.register(self._end.fileno(), select.EPOLLIN)
         for queue in queues:
-            # By edges: the descriptor stays readable until the queue itself is looked at.
+            # Edge-triggered: the descriptor stays readable until the queue is polled.
             self._poll.register(queue.fileno(), select.EPOLLIN | select.EPOLLET)
         self._thread = threading.Thread(target=self._watch, name="pool-reply-bell", daemon=True)
         self._thread.start()
@@ -62,24 +59,19 @@ class ReplyNotifier:
 
 
 class SharedResources:
-    """The driver's ends of everything that is shared. Close it when the workers have ended.
+    """The driver's ends of one generation's memory. Close it when the workers have ended.
 
     Attributes:
-        generation: the generation's number.
         board: the pool's board on this host: liveness, status and abort.
         driver: the driver's member number.
         calls: the queue to all workers.
         replies: the queue from each worker, by rank; of workers on other hosts after `join`.
-        cancelled: the calls that nobody waits for any more.
-        totals_before: what the operations of each rank came to in earlier generations.
+        cancelled: the flags of calls without a caller.
+        totals_before: the sums of each rank's operations in earlier generations.
     """
 
     def __init__(self, plan: PoolPlan, generation: int) -> None:
-        """Make the board; `open` follows.
-
-        Raises:
-            SharedMemoryError: too little memory is free.
-        """
+        """Make the board, or raise `SharedMemoryError`; `open` follows."""
         self._plan = plan
         self.generation = generation
         self._secret = secrets.token_bytes()
@@ -91,23 +83,24 @@ class SharedResources:
         self._undo.callback(self.board.close)
 
     def open(self, hosts: RemoteHosts | None) -> None:
-        """Make the queues; with other hosts, which are there, also listen for their workers. If it
-        fails, `close` gives back what there is.
+        """Make the queues; with other hosts, which have connected, also listen for their workers.
+
+        After an error, `close` releases everything.
 
         Raises:
             SharedMemoryError: too little memory is free.
-            OSError: this host's address cannot be listened at.
+            OSError: this host cannot listen at its address.
         """
         plan, generation, undo = self._plan, self.generation, self._undo
-        here = plan.ranks_of(0)
+        local = plan.ranks_of(0)
         self.calls = undo.enter_context(
             MessageQueue.on_board(
                 self.board,
                 self.driver,
-                here,
+                local,
                 plan.config.call_capacity,
                 connect_ip=None if hosts is None else hosts.address,
-                remote_reader_ranks=range(len(here), plan.n_workers),
+                remote_reader_ranks=range(len(local), plan.n_workers),
                 secret=self._secret,
             )
         )
@@ -115,21 +108,21 @@ class SharedResources:
             rank: undo.enter_context(
                 MessageQueue.on_board(self.board, rank, [self.driver], plan.config.reply_capacity)
             )
-            for rank in here
+            for rank in local
         }
         echo = None
         if hosts is not None:
             from coordinator.curve_store import StoreServer  # noqa: PLC0415 - loads ZeroMQ
 
             self._store = StoreServer(range(plan.n_workers), hosts.address, self._secret)
-            undo.callback(self._store.close, 0.0)  # its members have left before, or ended
+            undo.callback(self._store.close, 0.0)  # its members have disconnected, or ended
             echo = partial(hosts.mark, generation)
             hosts.begin(generation, self.board)
             undo.callback(hosts.leave, generation)
         self.cancelled = undo.enter_context(CancellationFlags.create(plan.in_flight, echo))
 
     def start_of(self, rank: int, first_call: int) -> Start:
-        """The start message for the worker of ``rank``."""
+        """Return the start message for the worker of ``rank``."""
         plan = self._plan
         handles = Handles(self.calls.export_handle())
         if rank in plan.ranks_of(0):
@@ -161,28 +154,24 @@ class SharedResources:
         )
 
     def join(self, replies: Mapping[int, QueueHandle], deadline: Deadline) -> None:
-        """Join the queues that workers on other hosts have made, and wait for them at this one's.
-
-        Args:
-            replies: the handles of their queues, by rank.
-            deadline: when to give up.
+        """Join the queues of workers on other hosts, and wait until they read the calls' queue.
 
         Raises:
-            GroupTimeoutError: some do not read the calls' queue in time.
+            GroupTimeoutError: some do not read it in time.
         """
         for rank, handle in replies.items():
             queue = MessageQueue.create_from_handle(handle, DRIVER_RANK, secret=self._secret)
             self.replies[rank] = self._undo.enter_context(queue)
         if replies:
-            distant = [self.replies[rank] for rank in replies]
-            bell = ReplyNotifier(distant, partial(self.board.notify, self.driver))
-            self._undo.callback(bell.close)
+            remote = [self.replies[rank] for rank in replies]
+            notifier = ReplyNotifier(remote, partial(self.board.notify, self.driver))
+            self._undo.callback(notifier.close)
             self.calls.wait_until_ready(deadline)
 
     def totals(self) -> dict[int, tuple[VerbTotal, ...]]:
-        """What all operations of each rank of this host came to by now, those before included.
+        """Return the sums of each rank's operations on this host, earlier generations included.
 
-        Any thread may ask, also after `close`. It takes no lock: a signal handler may end the pool.
+        Any thread may call, also after `close`. Takes no lock: a signal handler may end the pool.
         """
         return {
             rank: added_up((*self.totals_before.get(rank, ()), *self.board.totals(rank)))

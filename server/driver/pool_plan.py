@@ -21,29 +21,25 @@ if TYPE_CHECKING:
     from ..launchers.ray_actors import RayCluster
 
 _MOST_WORKERS: Final = 4096
-"""Of a pool: a slip in a number should not take all memory for boards and queues."""
+"""Limits the memory for boards and queues that a wrong number may take."""
 
 _BYTES_OVER_HOSTS: Final = 16 << 20
-"""A worker's arguments go to its host in one frame, and no sign of life passes them."""
+"""A worker's arguments travel to its host in one frame, which delays heartbeats."""
 
 
 class PoolPlan:
     """A pool's shape, its worker and its settings.
 
     Attributes:
-        worker: the worker's class, as `reference.worker_name` gives it.
-        main: how workers load the driver's main module, if the class is defined there.
+        worker: the worker's class, in the form of `reference.worker_name`.
+        main: how workers load the driver's main module, if it defines the class.
         worker_kwargs: the class's keyword arguments, pickled.
-        grid: the grid of ranks.
-        dcp: how many ranks share contexts.
         devices: each rank's device.
-        start_timeout: seconds for all workers to be ready; ``None``: for ever.
-        on_progress: called with ``(rank, done, total, what)``.
-        restart, max_restarts, window: as for `pool.WorkerPool`.
-        stuck_after: likewise; ``math.inf``: never.
-        config: the other settings.
-        bound: the cores that the workers on this host are bound to.
+        stuck_after: seconds; ``math.inf``: never.
+        bound: the cores of the workers on this host.
         hosts: the hosts of the pool; ``None``: this one only.
+
+    All others are the arguments of `pool.WorkerPool`, checked.
     """
 
     def __init__(
@@ -65,12 +61,7 @@ class PoolPlan:
         stuck_after: float | None,
         config: PoolConfig,
     ) -> None:
-        """Check the arguments of `pool.WorkerPool`.
-
-        Raises:
-            ValueError, TypeError: an argument is out of range, cannot be imported by another
-                process, or cannot be pickled.
-        """
+        """Check the arguments, and raise ValueError or TypeError, as `pool.WorkerPool`."""
         if grid.size > _MOST_WORKERS:
             raise ValueError(f"{grid} are {grid.size} workers; a pool has {_MOST_WORKERS} at most")
         self.grid, self.dcp = grid, integer("dcp", dcp)
@@ -84,70 +75,66 @@ class PoolPlan:
         device = checked_device(device)
         self.worker, self.worker_kwargs = worker_name(worker), _pickled(worker_kwargs)
         self.main = main_of(self.worker)
-        self.hosts = found = _hosts(launcher, hosts, grid, device, self.start_timeout)
+        self.hosts = chosen = _hosts(launcher, hosts, grid, device, self.start_timeout)
         with ExitStack() as undo:
-            if found is not None and found.provisioner is not None:
-                undo.callback(found.provisioner.close)
-            if found is not None and len(self.worker_kwargs) > _BYTES_OVER_HOSTS:
+            if chosen is not None and chosen.provisioner is not None:
+                undo.callback(chosen.provisioner.close)
+            if chosen is not None and len(self.worker_kwargs) > _BYTES_OVER_HOSTS:
                 raise ValueError(
                     f"worker_kwargs may have {_BYTES_OVER_HOSTS} bytes over hosts, pickled; got "
-                    f"{len(self.worker_kwargs)}: give workers a path, and let each load what lies "
-                    "there"
+                    f"{len(self.worker_kwargs)}: give workers a path from which each loads the data"
                 )
-            self.devices = _devices(device, self.n_workers, share_gpu, found)
+            self.devices = _devices(device, self.n_workers, share_gpu, chosen)
             self.bound = bound_here(config.bind, len(self.ranks_of(0)))
             undo.pop_all()
 
     @property
     def n_workers(self) -> int:
-        """How many ranks there are."""
+        """Return the number of ranks."""
         return self.grid.size
 
     def ranks_of(self, node: int) -> range:
-        """The ranks of the workers on one host."""
+        """Return the ranks of the workers on one host."""
         n_workers = self.n_workers
         return range(n_workers) if self.hosts is None else self.hosts.ranks_of(node, n_workers)
 
     def cores_of(self, rank: int) -> tuple[int, ...]:
-        """The cores that a worker on this host is bound to; ``()``: to none, or it is elsewhere."""
+        """Return the cores of a worker on this host; ``()``: no binding, or on another host."""
         return self.bound[rank] if rank < len(self.bound) else ()
 
     @property
     def threads(self) -> int:
-        """How many CPU threads each worker on this host may use."""
+        """Return the number of CPU threads of each worker on this host."""
         return self.config.threads or worker_threads(max(len(self.ranks_of(0)), 1), self.bound)
 
     @property
     def output_rank(self) -> int:
-        """The rank whose reply `WorkerPool.call` gives: the first one of the last stage."""
+        """Return the rank whose reply `WorkerPool.call` returns: the last stage's first rank."""
         first = dict.fromkeys(self.grid.names, 0)
         return self.grid.rank({**first, "pp": self.n_stages - 1})
 
     @property
     def n_stages(self) -> int:
-        """How many stages the pipeline has."""
+        """Return the number of stages of the pipeline."""
         return self.grid.sizes["pp"]
 
     @property
     def in_flight(self) -> int:
-        """How many calls the workers may have at once.
-
-        By default one for each pipeline stage, so that all stages are busy, and one that waits.
-        """
+        """Return the most calls that are sent and unanswered: one per stage and one that waits."""
         return self.config.in_flight or self.n_stages + 1
 
 
 def _restart_limits(
     restart: str, max_restarts: int | None, window: float | None
 ) -> tuple[int, float]:
-    """How often a pool may be restarted, and within how many seconds."""
+    """Return the most restarts, and the seconds within which they count."""
     if restart not in RESTARTS:
         raise ValueError(f"restart must be one of {', '.join(RESTARTS)}; got {restart!r}")
     max_restarts = optional(integer)("max_restarts", max_restarts)
     window = optional(positive_seconds)("window", window)
-    for what, given in (("max_restarts", max_restarts), ("window", window)):
-        if restart == "never" and given is not None:
-            raise ValueError(f"{what} is for pools that are restarted; got restart='never'")
+    for name, value in (("max_restarts", max_restarts), ("window", window)):
+        if restart == "never" and value is not None:
+            raise ValueError(f"{name} is for pools that are restarted; got restart='never'")
     return max_restarts or MAX_RESTARTS, window or RESTART_WINDOW
 
 
@@ -184,14 +171,14 @@ def _hosts(
 def _devices(
     device: str | Sequence[str], n_workers: int, share_gpu: bool, hosts: Hosts | None
 ) -> tuple[str, ...]:
-    """Each rank's device; one that is given as text is the same on all hosts."""
+    """Return each rank's device; a single text applies to all hosts."""
     gpus = count_gpus(device)
     if hosts is None or not isinstance(device, str):
         return assign(device, n_workers, gpus, share_gpu)
     nnodes = hosts.nnodes - (not hosts.head_works)
-    here = share_of_a_host(n_workers, nnodes)
-    # A head that runs no workers knows nothing of the others' GPUs.
-    return assign(device, here, gpus if hosts.head_works else here, share_gpu) * nnodes
+    per_host = share_of_a_host(n_workers, nnodes)
+    # A head that runs no workers cannot count the other hosts' GPUs.
+    return assign(device, per_host, gpus if hosts.head_works else per_host, share_gpu) * nnodes
 
 
 def _pickled(worker_kwargs: Mapping[str, Any] | None) -> bytes:
@@ -199,7 +186,7 @@ def _pickled(worker_kwargs: Mapping[str, Any] | None) -> bytes:
         return pickle.dumps({})
     if not isinstance(worker_kwargs, Mapping):
         raise TypeError(f"worker_kwargs must be a mapping; got {worker_kwargs!r}")
-    for name, value in worker_kwargs.items():  # one by one, so that the error can name it
+    for name, value in worker_kwargs.items():  # one by one: the error names the argument
         try:
             pickle.dumps(value)
         except Exception as error:

@@ -1,8 +1,8 @@
-"""Watches a pool's workers: reads their control channels, and notices when a process ends.
+"""Watch a pool's workers: read their control channels, and detect the end of each process.
 
-While the workers start, the thread that makes the pool calls `Supervisor.step`; after
-`Supervisor.start` a separate thread does. It polls a pidfd of each worker, so it notices the end of
-a process at once, whatever other threads wait for.
+While workers start, the thread that makes the pool calls `Supervisor.step`; after
+`Supervisor.start` a separate thread does. It polls a pidfd of each worker, so it detects the end of
+a process at once.
 """
 
 from __future__ import annotations
@@ -27,17 +27,15 @@ if TYPE_CHECKING:
 
 
 REASON_SECONDS: Final = 5.0
-"""How long a worker that knows why the groups were aborted may take to say so, if need be."""
+"""Time in which a worker may report the exception for which it aborted the groups."""
 _log = logging.getLogger(__name__)
 
 
 class WorkerEvents:
-    """Handles what the supervisor notices, by itself nothing; called in the thread that watches."""
+    """Handler of the supervisor's events, called in its thread. This class ignores all events."""
 
     def on_message(self, rank: int, message: FromWorker) -> None:
-        """Handle a message of the worker of ``rank``, whose handle knows of `Hello` and
-        `Detached`.
-        """
+        """Handle a worker's message, after its handle has handled `Hello` and `Detached`."""
 
     def on_death(self, rank: int, how: str, stack: str) -> None:
         """Handle the end of a worker's process.
@@ -53,7 +51,7 @@ class Supervisor:
     """Watches workers. Close it, after `stop` if it has a thread.
 
     Attributes:
-        thread: the thread that watches; ``None`` before `start`.
+        thread: the supervisor thread; ``None`` before `start`.
     """
 
     def __init__(self) -> None:
@@ -66,20 +64,20 @@ class Supervisor:
         self._watched: set[int] = set()
 
     def watch(self, worker: WorkerHandle) -> None:
-        """Watch another worker; from the thread that watches, or before `start`."""
+        """Watch another worker; from the supervisor thread, or before `start`."""
         self._workers.append(worker)
         for fd in (worker.channel.fileno(), worker.pidfd):
             self._watched.add(fd)
             self._poll.register(fd, select.POLLIN)
 
     def forget(self, worker: WorkerHandle) -> None:
-        """Watch a worker no more; before it is closed, otherwise as `watch`."""
+        """Stop watching a worker, before it is closed; otherwise like `watch`."""
         self._workers.remove(worker)
         self._ignore(worker.channel.fileno())
         self._ignore(worker.pidfd)
 
     def hears(self, worker: WorkerHandle) -> bool:
-        """Whether more may be heard of a worker: its end was not passed on yet."""
+        """Return whether further events of ``worker`` are possible: its end was not handled yet."""
         return worker.pidfd in self._watched
 
     def step(self, watcher: WorkerEvents, timeout: float) -> None:
@@ -89,7 +87,7 @@ class Supervisor:
         if self._wake.fileno() in fds:
             self._wake.clear()
         for worker in tuple(self._workers):
-            # Its messages first: one that reports why it ends does so before it ends.
+            # Its messages first: a worker reports an exception before it exits.
             if worker.channel.fileno() in fds or worker.pidfd in fds:
                 self._read(worker, watcher)
             if worker.pidfd in fds:
@@ -103,12 +101,12 @@ class Supervisor:
         tick: Callable[[], float],
         failed: Callable[[BaseException], None],
     ) -> None:
-        """Watch in a new thread from now on.
+        """Watch in a new thread.
 
         Args:
             watcher: handles the events.
             tick: called after every event and `wake`; returns the seconds until its next call.
-            failed: called if the thread ends by an exception: nobody watches any more.
+            failed: called with the exception that ends the thread.
         """
         self.thread = threading.Thread(
             target=self._run, args=(watcher, tick, failed), name="pool-supervisor", daemon=True
@@ -125,7 +123,7 @@ class Supervisor:
         self.wake()
 
     def close(self) -> None:
-        """Close what it has, once its thread has ended; idempotent."""
+        """Close its descriptors, after its thread has ended; idempotent."""
         self._wake.close()
 
     def _run(
@@ -140,7 +138,7 @@ class Supervisor:
                 # A restart within `tick` calls `step`, which may have taken `stop`'s wake.
                 if not self._stopping:
                     self.step(watcher, seconds)
-        except BaseException as error:  # noqa: BLE001 - told to the pool, which ends
+        except BaseException as error:  # noqa: BLE001 - passed to the pool, which ends
             _log.exception("the thread that watches the workers has failed")
             failed(error)
 
@@ -158,7 +156,7 @@ class Supervisor:
             worker.kill_if_detached()
         except MessageDecodeError as error:
             self._ignore(worker.channel.fileno())
-            # The traceback is this process's, and would be taken for the worker's.
+            # The traceback is this process's, not the worker's.
             watcher.on_message(worker.rank, structs.replace(describe(error), traceback=""))
 
     def _ignore(self, fd: int) -> None:

@@ -41,12 +41,12 @@ _STOPPED: Final = "its process is stopped, by a signal or a debugger"
 
 
 class HangReport(NamedTuple):
-    """What was seen of workers that are late.
+    """The states of late workers.
 
     Attributes:
-        stacks: theirs, by rank.
-        why: who holds up others, in words; ``""``: nobody does.
-        held_up_by: the workers of the pool that do.
+        stacks: their Python stacks, by rank.
+        why: names the processes that block others; ``""``: none.
+        blocked_by: the ranks of the pool's workers among these processes.
     """
 
     stacks: Mapping[int, str]
@@ -55,7 +55,7 @@ class HangReport(NamedTuple):
 
 
 class _Process(NamedTuple):
-    """A process of a program; ``host`` is ``""`` on this one."""
+    """A process of a program; ``host`` is ``""`` for this one."""
 
     host: str
     pid: int
@@ -72,14 +72,10 @@ class _Process(NamedTuple):
 def blocked_by(
     workers: Mapping[int, WorkerHandle], elsewhere: Sequence[HostSnapshot] = ()
 ) -> tuple[str, tuple[int, ...]]:
-    """Which of these workers, by rank, hold up others of them: in words, and their ranks.
+    """Return text on the processes that block ``workers``, and the workers' ranks among them.
 
-    In words also who else does, in a group that workers share with processes that are none of
-    theirs; and who is stopped, whoever waits for it.
-
-    Args:
-        workers: those of a pool.
-        elsewhere: what other hosts of it see.
+    The text includes processes outside the pool that share a group with the workers. A stopped
+    worker counts even if only the driver waits for it. ``elsewhere``: states of other hosts.
     """
     ranks = _ranks(workers, elsewhere)
     culprits = [each for verdict in diagnoses(elsewhere) for each in verdict.culprits]
@@ -90,19 +86,19 @@ def blocked_by(
         and (each.is_stopped or any(not _Process.of(peer).is_own for peer in each.waited_by))
     }
     who = {rank: each.status.who for rank, each in own.items()}
-    told = [
+    reasons = [
         f"{who[rank]} holds up others: {each.reason()}"
         for rank, each in own.items()
         if not each.waits_for
     ]
-    knot = [who[rank] for rank, each in own.items() if each.waits_for]
-    told += [f"{' and '.join(knot)} wait for each other"] if knot else []
-    told += [
+    cycle = [who[rank] for rank, each in own.items() if each.waits_for]
+    reasons += [f"{' and '.join(cycle)} wait for each other"] if cycle else []
+    reasons += [
         f"{each.who} holds up others: {each.reason()}"
         for each in culprits
-        if each.status.pid and _Process.of(each) not in ranks and _holds_up_one_of(ranks, each)
+        if each.status.pid and _Process.of(each) not in ranks and _blocks_one_of(ranks, each)
     ]
-    return "; ".join(told), tuple(own)
+    return "; ".join(reasons), tuple(own)
 
 
 def stuck_in_start(
@@ -110,13 +106,9 @@ def stuck_in_start(
     starting: AbstractSet[int],
     elsewhere: Sequence[HostSnapshot] = (),
 ) -> dict[int, str]:
-    """Why workers cannot finish their start, by rank: a process is stopped, or waits in a group for
-    a rank that has started.
+    """Return reasons why workers cannot finish their start, by rank.
 
-    Args:
-        workers: those of a pool.
-        starting: the ranks that have not started yet.
-        elsewhere: as for `blocked_by`.
+    The process of a rank of ``starting`` is stopped, or waits in a group for a started rank.
     """
     try:
         seen = scan()
@@ -138,7 +130,7 @@ def stuck_in_start(
             for rank, each in own.items()
             if each.waits_for and rank not in stuck
         }
-        # Who waits for one that still works may be right to do so, whomever else it waits for.
+        # A worker that waits for a running one may not be stuck, even if it waits for others too.
         started = workers.keys() - starting
         while free := [r for r in waits if not waits[r].keys() <= {*started, *stuck, *waits}]:
             for rank in free:
@@ -150,7 +142,7 @@ def stuck_in_start(
 
 
 def _is_stopped(worker: LocalWorker, seen: Scan) -> bool:
-    """Whether a worker's process is stopped; before its `Hello` its keeper is known only."""
+    """Return whether a worker's process is stopped; before its `Hello` only its reaper is known."""
     return any(
         each.condition == "stopped"
         and (each.pid == worker.pid or (each.parent == worker.pid and not worker.connected))
@@ -161,33 +153,32 @@ def _is_stopped(worker: LocalWorker, seen: Scan) -> bool:
 def _ranks(
     workers: Mapping[int, WorkerHandle], elsewhere: Sequence[HostSnapshot]
 ) -> dict[_Process, int]:
-    here = {
+    local = {
         _Process("", worker.pid): rank
         for rank, worker in workers.items()
         if isinstance(worker, LocalWorker)
     }
-    there = {
+    remote = {
         _Process(seen.host, member.status.pid): member.status.rank
         for seen in elsewhere
         for member in seen.there.members
         if member.status.pid and member.status.rank in workers
     }
-    return {**here, **there}
+    return {**local, **remote}
 
 
 def diagnoses(elsewhere: Sequence[HostSnapshot]) -> list[Diagnosis]:
-    """As `own_diagnoses`; none if /proc cannot be read, say for want of descriptors: what they are
-    wanted for is needed all the same.
-    """
+    """Return `own_diagnoses`; none if /proc cannot be read, as without free descriptors."""
     try:
         return own_diagnoses(elsewhere)
     except OSError:
         return []
 
 
-def _holds_up_one_of(processes: Container[_Process], culprit: WaitNode) -> bool:
-    """Whether one of these waits for it, also because of others, but not because of this process,
-    which all workers wait for that have no call.
+def _blocks_one_of(processes: Container[_Process], culprit: WaitNode) -> bool:
+    """Return whether ``culprit`` blocks one of these, directly or not.
+
+    Waits for this process do not count: every worker without a call waits for it.
     """
     reached = [] if _Process.of(culprit).is_own else [culprit]
     for late in reached:
@@ -200,24 +191,23 @@ def _holds_up_one_of(processes: Container[_Process], culprit: WaitNode) -> bool:
 
 
 _LOOK_SECONDS: Final = 1.0
-"""How often to look at most whether a worker cannot finish its start: a look takes 10 ms."""
+"""Least seconds between searches for workers that cannot finish their start; one takes 10 ms."""
 _log = logging.getLogger(__name__)
 
 
 class ReadyBarrier(WorkerEvents):
-    """The supervisor's watcher while workers start: collects what they report.
+    """Waits until all workers are ready; handles the supervisor's events during a start.
 
     Attributes:
-        replies: the queues that workers on other hosts have made for their replies, by rank.
+        replies: the reply queues of workers on other hosts, by rank.
 
     Args:
-        ranks: all workers of the pool.
-        plan: the pool's; what its ``on_progress`` raises ends the start.
-        show: called with the ranks that are not ready yet, again and again.
-        look: looks what workers do that are late.
-        stuck: says why some of the ranks that it is given cannot finish their start.
-        may_say_why: whether a worker may still tell the real cause; it is waited for up to
-            `REASON_SECONDS` then.
+        plan: an exception of its ``on_progress`` ends the start.
+        show: called repeatedly with the ranks that are not ready yet.
+        look: returns the states of late workers.
+        stuck: returns the reasons why some of the given ranks cannot finish their start.
+        may_say_why: returns whether a worker may still report the root cause, for which a
+            secondary failure waits up to `REASON_SECONDS`.
     """
 
     def __init__(
@@ -238,46 +228,38 @@ class ReadyBarrier(WorkerEvents):
         self._look_seconds = min(_LOOK_SECONDS, self._stuck_after / 4)
         self._look_at = time.monotonic() + self._look_seconds
         self._stuck_since: dict[tuple[int, str], float] = {}
-        self._patience = plan.config.stack_seconds  # for the real cause, behind hearsay
+        self._reason_seconds = plan.config.stack_seconds  # for the root cause
         self.replies: dict[int, QueueHandle] = {}
         self._absent = set(ranks)
         self._failure: WorkerStartError | None = None
         self._may_say_why = may_say_why
-        self._hearsay: WorkerStartError | None = None
-        self._heard_at = 0.0
-        self._have_told: set[int] = set()
+        self._secondary: WorkerStartError | None = None
+        self._secondary_at = 0.0
+        self._reported: set[int] = set()
 
     def wait(self, supervisor: Supervisor, deadline: Deadline, tick: Callable[[], float]) -> None:
         """Wait until every worker is ready.
 
-        Args:
-            supervisor: watches the workers.
-            deadline: when to give up.
-            tick: called again and again; returns the seconds until its next call.
+        ``tick`` is called repeatedly; it returns the seconds until its next call, and may raise.
 
         Raises:
             WorkerStartError: a worker has failed, or was not ready in time.
-            What ``tick`` raises.
         """
         while self._absent:
             self._show(sorted(self._absent))
-            pause = min(deadline.remaining(), self._hearsay_remaining(), tick())
+            pause = min(deadline.remaining(), self._secondary_remaining(), tick())
             supervisor.step(self, min(pause, max(self._look_at - time.monotonic(), 0.0)))
             if self._failure is not None:
                 raise self._failure
-            if self._hearsay is not None and not self._hearsay_remaining():
-                raise self._hearsay
+            if self._secondary is not None and not self._secondary_remaining():
+                raise self._secondary
             if self._look_at <= time.monotonic():
                 self._look_for_stuck()
             if deadline.expired and self._absent:
                 raise self._late(deadline)
 
     def _look_for_stuck(self) -> None:
-        """Name workers that cannot finish their start, once each.
-
-        Raises:
-            WorkerStartError: one could not for as long as a call may take.
-        """
+        """Log each worker that cannot finish its start, once; raise if it is stuck too long."""
         stuck, now = self._stuck(self._absent), self._clock.read()
         for rank, why in sorted(stuck.items() - self._stuck_since.keys()):
             _log.warning("the worker of rank %d does not start: %s", rank, why)
@@ -290,7 +272,7 @@ class ReadyBarrier(WorkerEvents):
         self._look_at = time.monotonic() + self._look_seconds
 
     def on_message(self, rank: int, message: FromWorker) -> None:
-        """Note a worker's message; called by the supervisor."""
+        """Record a worker's message; called by the supervisor."""
         match message:
             case Ready(replies):
                 self._absent.discard(rank)
@@ -302,28 +284,28 @@ class ReadyBarrier(WorkerEvents):
                 self._failed(rank, message)
 
     def on_death(self, rank: int, how: str, stack: str) -> None:
-        """Note that a worker's process has ended, unless it has reported hearsay before."""
-        if rank not in self._have_told:
+        """Record the end of a worker's process, unless it has reported a failure before."""
+        if rank not in self._reported:
             self._failure = self._failure or WorkerStartError(rank, how, stack)
 
     def _failed(self, rank: int, failed: Failed) -> None:
-        self._have_told.add(rank)
+        self._reported.add(rank)
         cause = rebuild(failed, rank, "__init__")
         error = WorkerStartError(rank, f"{failed.kind}: {failed.message}", failed.traceback)
         error.__cause__ = cause.__cause__
         if not failed.consequence:
             self._failure = self._failure or error
-        elif self._hearsay is None:
-            self._hearsay = error
-            self._heard_at = time.monotonic()
+        elif self._secondary is None:
+            self._secondary = error
+            self._secondary_at = time.monotonic()
 
-    def _hearsay_remaining(self) -> float:
-        if self._hearsay is None:
+    def _secondary_remaining(self) -> float:
+        if self._secondary is None:
             return float("inf")
-        since = time.monotonic() - self._heard_at
-        if since >= self._patience and self._may_say_why():
+        since = time.monotonic() - self._secondary_at
+        if since >= self._reason_seconds and self._may_say_why():
             return max(REASON_SECONDS - since, 0.0)
-        return max(self._patience - since, 0.0)
+        return max(self._reason_seconds - since, 0.0)
 
     def _late(self, deadline: Deadline) -> WorkerStartError:
         seen = self._look(self._absent)
@@ -339,16 +321,16 @@ class WorkerProcesses:
 
     Attributes:
         using: held while any thread uses `workers` or their files, and while they are removed.
-        workers: the workers whose processes run, or have ended and were not replaced yet, by rank.
+        workers: the workers that run, or have ended and were not replaced yet, by rank.
         supervisor: watches them.
         hosts: the other hosts; ``None`` if there are none.
     """
 
     def __init__(self, plan: PoolPlan) -> None:
-        """Nobody is started yet; other hosts may come.
+        """Prepare the start of workers, and accept connections of other hosts.
 
         Raises:
-            OSError: this host cannot be reached by others at the address that they were told.
+            OSError: this host's address cannot be reached by the other hosts.
             HostError, GroupTimeoutError, TransportError: as for `RemoteHosts`.
         """
         self._plan = plan
@@ -362,22 +344,14 @@ class WorkerProcesses:
 
                 self.hosts = RemoteHosts(plan.hosts, plan, deadline)
                 undo.callback(self.hosts.close)
-            self._meeting = RendezvousServer()
-            undo.callback(self._meeting.close)
+            self._rendezvous = RendezvousServer()
+            undo.callback(self._rendezvous.close)
             self.supervisor = Supervisor()
             undo.callback(self.supervisor.close)
             self._closing = undo.pop_all()
 
     def meet(self, tick: Tick, show: Callable[[Iterable[int]], None]) -> None:
-        """Wait until all hosts of the pool are there.
-
-        Args:
-            tick, show: as for `assemble`.
-
-        Raises:
-            HostError: one was refused, or has not come in time.
-            What ``tick`` raises.
-        """
+        """Wait until all hosts are connected; raise HostError if one is late or refused."""
         if self.hosts is not None:
             self.hosts.meet(Deadline.after(self._plan.start_timeout), tick, show)
 
@@ -388,38 +362,36 @@ class WorkerProcesses:
         tick: Tick,
         show: Callable[[Iterable[int]], None],
     ) -> None:
-        """Start the workers that are missing, and wait until all take part in a new generation.
+        """Start the missing workers, and wait until all have joined a new generation.
 
         Args:
-            links: what they share.
+            links: the generation's board and queues.
             first_call: the number of its first call.
-            tick: called again and again; returns the seconds until its next call.
-            show: called with the ranks that are waited for.
+            tick, show: as for `ReadyBarrier`.
 
         Raises:
             WorkerStartError: a worker failed, or was not ready in time.
             OSError: a process cannot be started.
-            What ``tick`` raises.
         """
-        tick()  # nobody may be started any more
+        tick()  # raises if the pool was shut down
         plan = self._plan
         deadline = Deadline.after(plan.start_timeout)
         show(range(plan.n_workers))
         missing = [rank for rank in range(plan.n_workers) if rank not in self.workers]
         if self.hosts is not None:
-            for distant in self.hosts.launch(missing, links.generation, deadline):
-                self._employ(distant)
-        here = [rank for rank in missing if rank in plan.ranks_of(0)]
-        with self._meeting.open_round(here) as seats:
+            for remote in self.hosts.launch(missing, links.generation, deadline):
+                self._add(remote)
+        missing_here = [rank for rank in missing if rank in plan.ranks_of(0)]
+        with self._rendezvous.open_round(missing_here) as sockets:
             preload = plan.config.preload if plan.config.fork else None
-            for local in launch(seats, plan.threads, deadline, preload=preload, tick=tick):
-                self._employ(local)
+            for local in launch(sockets, plan.threads, deadline, preload=preload, tick=tick):
+                self._add(local)
         for worker in self.workers.values():
             try:
                 worker.start(links.start_of(worker.rank, first_call), deadline)
             except GroupTimeoutError as error:
-                raise WorkerStartError(worker.rank, f"it took nothing in: {error}") from error
-        roll_call = ReadyBarrier(
+                raise WorkerStartError(worker.rank, f"it received nothing: {error}") from error
+        barrier = ReadyBarrier(
             self.workers,
             plan,
             show,
@@ -427,22 +399,22 @@ class WorkerProcesses:
             self._stuck_in_start,
             lambda: self.may_say_why(links.board.aborted),
         )
-        roll_call.wait(self.supervisor, deadline, tick)
-        links.join(roll_call.replies, deadline)
+        barrier.wait(self.supervisor, deadline, tick)
+        links.join(barrier.replies, deadline)
 
     def look(self, ranks: Iterable[int]) -> HangReport:
-        """Look what some of the workers do that run, and who holds up others of all."""
+        """Return the states of ``ranks``, and the workers of the pool that block others."""
         seconds = self._plan.config.stack_seconds
         deadline = Deadline.after(seconds)
         if self.hosts is not None:
-            self.hosts.query_state()  # they look while the stacks come
+            self.hosts.query_state()  # they reply while this host reads stacks
         shown = {rank: self.workers[rank] for rank in ranks if rank in self.workers}
-        greeted = {rank: worker for rank, worker in shown.items() if worker.connected}
-        stacks = worker_stacks(greeted, seconds)
+        connected = {rank: worker for rank, worker in shown.items() if worker.connected}
+        stacks = worker_stacks(connected, seconds)
         return HangReport(stacks, *blocked_by(self.workers, self._seen_elsewhere(deadline)))
 
     def diagnoses(self) -> list[Diagnosis]:
-        """Who waits for whom among all processes that take part, on all hosts."""
+        """Return the diagnoses of all processes in the pool's groups, on all hosts."""
         if self.hosts is not None:
             self.hosts.query_state()
         elsewhere = self._seen_elsewhere(Deadline.after(self._plan.config.stack_seconds))
@@ -458,46 +430,47 @@ class WorkerProcesses:
         return [] if self.hosts is None else self.hosts.seen(deadline)
 
     def may_say_why(self, failure: Failure | None) -> bool:
-        """Whether more may be heard of why the groups were aborted, or a queue has ended.
+        """Return whether a worker may still report why the groups were aborted.
 
-        From whoever reported ``failure``, or failed, until it has left or its end was passed on,
-        and from workers that have ended unheard. Any thread may call.
+        That is the reporter or culprit of ``failure``, until it has detached or its end was
+        handled, and any ended worker whose end was not handled. Any thread may call.
         """
-        first = () if failure is None else (failure.rank, failure.culprit)
+        named = () if failure is None else (failure.rank, failure.culprit)
         return any(
             self.supervisor.hears(each)
-            and (each.ended() or (each.rank in first and not each.detached))
+            and (each.ended() or (each.rank in named and not each.detached))
             for each in tuple(self.workers.values())
         )
 
     def stop_survivors(self, pause: float, tick: Tick, *, keep: bool) -> None:
-        """After the board was aborted: keep the workers that leave, and kill the others.
+        """Keep the workers that detach after an abort, and kill the others.
 
         Args:
-            pause: how many seconds to take at least.
+            pause: the least seconds to take.
             keep: whether to keep any.
             tick: as for `assemble`.
         """
-        over = time.monotonic() + pause
+        earliest = time.monotonic() + pause
         deadline = Deadline.after(self._plan.config.leave_seconds if keep else 0.0)
-        workers, nobody = self.workers.values(), WorkerEvents()
+        workers, ignored = self.workers.values(), WorkerEvents()
         while not (deadline.expired or all(each.detached or each.ended() for each in workers)):
-            self.supervisor.step(nobody, min(deadline.remaining(), tick()))
+            self.supervisor.step(ignored, min(deadline.remaining(), tick()))
         self._remove([worker for worker in workers if not (keep and worker.detached)])
-        while (seconds := over - time.monotonic()) > 0:
-            self.supervisor.step(nobody, min(seconds, tick()))
+        while (seconds := earliest - time.monotonic()) > 0:
+            self.supervisor.step(ignored, min(seconds, tick()))
         self._remove([worker for worker in workers if worker.ended()])
 
     def close(self, seconds: float) -> None:
-        """End all workers, after giving them ``seconds`` to end by themselves; nobody watches them
-        any more. Idempotent, also within a call of itself, as of a signal handler's.
+        """End all workers, after ``seconds`` in which they may exit; idempotent.
+
+        The supervisor thread has ended. A signal handler may call it during a call.
         """
         end(list(self.workers.values()), seconds, self._plan.config.kill_seconds)
         for worker in self.workers.values():
             worker.close()
         self._closing.close()
 
-    def _employ(self, worker: WorkerHandle) -> None:
+    def _add(self, worker: WorkerHandle) -> None:
         self.workers[worker.rank] = worker
         self.supervisor.watch(worker)
 

@@ -336,7 +336,7 @@ class HostSupervisor(WorkerEvents):
         try:
             self._workers[rank].start(whole, Deadline.after(start.timeout))
         except GroupTimeoutError as error:
-            self._give_up((rank,), f"it took nothing in: {error}")
+            self._give_up((rank,), f"it received nothing: {error}")
 
     def _show_stack(self, rank: int) -> None:
         worker, since = self._workers[rank], self._since[rank]

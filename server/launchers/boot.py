@@ -1,6 +1,6 @@
-"""What a local worker's process runs first. It uses the standard library only.
+"""The first code in a local worker's process. It uses the standard library only.
 
-Before anything slow is imported it sets up what must hold from the start:
+Before any slow import it sets up:
 
 - The lifeline: a pipe that nobody writes to; only the driver holds the writing end. When the driver
   ends, however it ends, the kernel closes that end and sends SIGKILL to this worker's process
@@ -16,8 +16,8 @@ Before anything slow is imported it sets up what must hold from the start:
 
 Then it receives the driver's ``sys.path`` and runs the worker's main function.
 
-A worker that is spawned runs it as a script, by its path, so that no module of this package has to
-be importable before. One that is forked (`forking`) calls `main` with the same command line.
+A spawned worker runs this file as a script, by its path, so no module of this package has to be
+importable before. A forked one (`forking`) calls `main` with the same command line.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from pathlib import Path
 from typing import NoReturn
 
 STACK_SIGNAL = signal.SIGRTMIN + 10
-"""The same as `shm_broadcast.state.stacks` has, which is not imported yet."""
+"""Equals that of `shm_broadcast.state.stacks`, which is not imported yet."""
 END_SIGNAL = signal.SIGRTMIN + 11
-"""Sent to the keeper: end the worker by SIGKILL, and all that it has started."""
+"""Sent to the reaper: kill the worker and all its descendants."""
 _PASSED_ON = (signal.SIGTERM, STACK_SIGNAL)
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
-_KIN_SECONDS = 2.0
-"""How long the keeper waits for processes that it has killed; one in a system call may hang on."""
+_KILL_SECONDS = 2.0
+"""Longest wait of the reaper for killed processes; a system call may delay the end of one."""
 
 
 def main() -> None:
@@ -79,9 +79,9 @@ def main() -> None:
 
 
 def import_for_good(modules: Iterable[str]) -> None:
-    """Import modules, which stay: no collection of garbage looks among them, now or later.
+    """Import modules, and exempt them from garbage collection.
 
-    That takes a fifth of the time, and would write into pages that forked processes share.
+    That saves a fifth of the time, and writes to pages that forked processes share.
     """
     gc.disable()
     try:
@@ -93,20 +93,17 @@ def import_for_good(modules: Iterable[str]) -> None:
 
 
 def hear_of_children() -> None:
-    """Have children stay until they are waited for: a driver that ignores them passes that on."""
+    """Reset SIGCHLD: if the driver ignores it, children would vanish before a wait."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def rename(process: str) -> None:
-    """Name this process, in at most 15 characters, for whoever lists processes."""
+    """Set the name of this process, at most 15 characters."""
     prctl(_PR_SET_NAME, process.encode())
 
 
 def retitle(title: str) -> None:
-    """Have ``ps`` and the like show ``title`` as this process's command line.
-
-    As much of it as the command line has room for, with which the process was started.
-    """
+    """Set the command line that ``ps`` shows, cut to the length of the original one."""
     _, _, stat = Path("/proc/self/stat").read_bytes().rpartition(b")")
     begin, end = (int(word) for word in stat.split()[45:47])  # arg_start and arg_end of proc(5)
     room = end - begin
@@ -115,11 +112,7 @@ def retitle(title: str) -> None:
 
 
 def prctl(option: int, value: int | bytes) -> None:
-    """Set an attribute of this process, see prctl(2).
-
-    Raises:
-        OSError: it cannot be set.
-    """
+    """Call prctl(2), or raise OSError."""
     if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"prctl({option}) is refused here: {os.strerror(number)}")
@@ -127,7 +120,7 @@ def prctl(option: int, value: int | bytes) -> None:
 
 @contextmanager
 def telling(control: int) -> Iterator[None]:
-    """Where the system refuses what is done inside, tell the driver, and end."""
+    """Report an OSError or RuntimeError of the block to the driver, and exit."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -140,16 +133,16 @@ def telling(control: int) -> Iterator[None]:
 
 
 def frame(message: dict[str, object]) -> bytes:
-    """A frame of the control channel with a message of `control.protocol`."""
+    """Return a frame of the control channel with a message of `control.protocol`."""
     encoded = json.dumps(message).encode()
     return struct.pack(">I", len(encoded)) + encoded
 
 
 def split_off_keeper() -> int:
-    """Fork. Returns the worker's pid in the keeper, and 0 in the worker, now in a new session."""
+    """Fork; return the worker's pid in the reaper, and 0 in the worker, now in a new session."""
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
     rename("pool-keeper")
-    # Blocked until the handlers are there: an early SIGTERM would end the keeper alone.
+    # Blocked until the handlers are set: an early SIGTERM would end the reaper alone.
     signals = {*_PASSED_ON, END_SIGNAL, signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     worker = fork()
@@ -166,7 +159,7 @@ def split_off_keeper() -> int:
 
 
 def fork() -> int:
-    """As `os.fork`, with an error that says what is refused."""
+    """Call `os.fork`; an error says that forking was refused."""
     try:
         return os.fork()
     except OSError as error:
@@ -174,9 +167,7 @@ def fork() -> int:
 
 
 def keep(worker: int, lifeline: int, driver: int) -> NoReturn:
-    """In the keeper: wait until the worker or the driver ends, kill all descendants, and end with
-    the worker's exit status or signal.
-    """
+    """Wait for the worker's or driver's end, kill all descendants, exit like the worker."""
     watched = select.poll()
     watched.register(lifeline, select.POLLIN)
     with suppress(ProcessLookupError):
@@ -186,9 +177,9 @@ def keep(worker: int, lifeline: int, driver: int) -> NoReturn:
     signal.pthread_sigmask(signal.SIG_BLOCK, {*_PASSED_ON, END_SIGNAL, signal.SIGCHLD})
     os.kill(worker, signal.SIGKILL)
     _, status = os.waitpid(worker, 0)
-    _end_kin()
+    _kill_descendants()
     code = os.waitstatus_to_exitcode(status)
-    if code < 0:  # end by the same signal; the worker has written the core file already
+    if code < 0:  # exit by the same signal; the worker has written the core file
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
         if -code != signal.SIGKILL:
@@ -198,7 +189,7 @@ def keep(worker: int, lifeline: int, driver: int) -> NoReturn:
 
 
 def _reap(but: int) -> None:
-    """Reap adopted processes that have ended, until the one with pid ``but`` is next."""
+    """Reap adopted processes that have ended, until ``but`` is next."""
     with suppress(ChildProcessError):
         while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             if ended.si_pid == but:
@@ -206,9 +197,9 @@ def _reap(but: int) -> None:
             os.waitpid(ended.si_pid, 0)
 
 
-def _end_kin() -> None:
-    """Kill all descendants, level by level: when a child ends, the keeper adopts its children."""
-    until = time.monotonic() + _KIN_SECONDS
+def _kill_descendants() -> None:
+    """Kill all descendants, level by level: when a child ends, the reaper adopts its children."""
+    until = time.monotonic() + _KILL_SECONDS
     with suppress(ChildProcessError):
         while time.monotonic() < until:
             while os.waitpid(-1, os.WNOHANG)[0]:
@@ -219,25 +210,19 @@ def _end_kin() -> None:
 
 
 def _children() -> list[int]:
-    mine = str(os.getpid()).encode()
-    found = []
+    own_pid = str(os.getpid()).encode()
+    children = []
     for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended meanwhile
+        with suppress(OSError):  # it has ended
             _, _, stat = (process / "stat").read_bytes().rpartition(b")")  # after pid and name
             parent = stat.split()[1]  # after the state
-            if parent == mine:
-                found.append(int(process.name))
-    return found
+            if parent == own_pid:
+                children.append(int(process.name))
+    return children
 
 
 def hold(lifeline: int, driver: int, keeper: int) -> None:
-    """Have this process group killed by SIGKILL when the driver or the keeper ends.
-
-    Args:
-        lifeline: the reading end of a pipe whose only writing end the driver holds.
-        driver: the driver's pid.
-        keeper: the pid of this worker's keeper.
-    """
+    """Kill this process group by SIGKILL when process ``driver`` or ``keeper`` ends."""
     end_with(lifeline, -os.getpgrp())
     watched = select.poll()
     watched.register(lifeline, select.POLLIN)
@@ -250,13 +235,11 @@ def hold(lifeline: int, driver: int, keeper: int) -> None:
 
 
 def end_with(lifeline: int, owner: int) -> None:
-    """Have the kernel send SIGKILL when the other end of ``lifeline`` is closed from now on.
+    """Have the kernel send SIGKILL when the other end of pipe ``lifeline`` is closed.
 
-    Args:
-        lifeline: the reading end of a pipe.
-        owner: a pid, or a process group's number, negated.
+    ``owner`` is a pid, or a process group's number, negated. An earlier close has no effect.
     """
-    # O_ASYNC: no thread of this process has to run for that.
+    # O_ASYNC: the kernel needs no thread of this process.
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, owner)
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     flags = fcntl.fcntl(lifeline, fcntl.F_GETFL)

@@ -1,14 +1,13 @@
 """Start fork servers, request workers from them, and end them, from the driver.
 
-A process inherits them when it starts. Many can be set later, but not all, and libraries read some
-of them while they load: OpenMP its variables and the cores, Python its own. So none is set later,
-but the folder, the output and `IDLE_VARIABLES`, which a fork server is told for each worker.
+A fork server (`forking`) is a process of this driver that has loaded the modules of every worker.
+It serves only drivers with the `ProcessEnvironment` in which it was started; `_KEPT` servers stay.
+Most parts of the environment are inherited at the start and cannot be changed later, or are read
+while libraries load (OpenMP's variables, Python's). Only the folder, the output and
+`IDLE_VARIABLES` are sent with each request.
 
-A fork server (`forking`) is a process of this driver that has loaded what every worker needs. It
-serves only who is in the circumstances that it was started in; `_KEPT` of them stay. Its workers
-do not depend on it: if it is killed, they go on, and another one is started for the next.
-
-Nobody else can ask it: the way to it is a socket pair, which has no address.
+Workers do not depend on their server: if it is killed, they continue, and the next request starts
+another one. No other process can send requests: a socket pair has no address.
 """
 
 from __future__ import annotations
@@ -33,9 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 from shm_broadcast import Deadline, GroupTimeoutError
 
 IDLE_VARIABLES = frozenset({"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"})
-"""Variables that change while a driver runs, and that nothing reads while it loads: of pytest for
-each test, and of torch once it compiles something.
-"""
+"""Variables that change while a driver runs, and that no library reads while it loads."""
 _STATUS = frozenset(
     (
         *("Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs"),
@@ -49,16 +46,15 @@ _LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith(
 
 
 _BRIEF_SPIN = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
-"""OpenMP threads that wait for each other spin for a moment, and then sleep.
+"""OpenMP threads spin briefly, and then sleep.
 
-By default they spin for long, and so keep other processes on the same cores, the driver for one,
-from running: embedding took 4 times the processor time. If they sleep at once, waking them between
-the products of a forward pass takes a fifth of its time.
+By default they spin for long, which blocks other processes on the same cores, such as the driver:
+embedding took 4 times the processor time. Without a spin, wake-ups take a fifth of a forward pass.
 """
 
 
 def worker_environment(threads: int) -> dict[str, str]:
-    """The variables of a worker that may use so many CPU threads."""
+    """Return the variables of a worker with so many CPU threads."""
     return {
         **(_BRIEF_SPIN if "OMP_WAIT_POLICY" not in os.environ else {}),
         **os.environ,
@@ -67,9 +63,9 @@ def worker_environment(threads: int) -> dict[str, str]:
 
 
 def working_folder() -> str:
-    """The folder that processes of workers start in: the current one, if it can be entered.
+    """Return the start folder of workers' processes: the current one, if it can be entered.
 
-    Else the root: in a folder that was deleted torch cannot be loaded.
+    Else the root: torch cannot be loaded in a deleted folder.
     """
     try:
         Path.cwd()
@@ -80,11 +76,10 @@ def working_folder() -> str:
 
 
 def python_command(script: Path) -> list[str]:
-    """The command that runs ``script`` with the options that this Python was started with, such as
-    ``-O``, ``-W`` and ``-X dev``, and without the script's folder in the path.
+    """Return the command that runs ``script`` with this Python's options, such as ``-O``.
 
     Raises:
-        RuntimeError: this process does not know of a Python. A frozen program would start itself.
+        RuntimeError: `sys.executable` is no Python. A frozen program would start itself.
     """
     if hasattr(sys, "frozen") or not sys.executable:
         raise RuntimeError(
@@ -97,20 +92,16 @@ def python_command(script: Path) -> list[str]:
 
 
 class ProcessEnvironment(NamedTuple):
-    """All that is compared; of the calling thread, which is what would start the process.
+    """The inherited state of a process, as of the calling thread, by which servers are chosen.
 
     Attributes:
-        driver: the driver's pid; a process that was forked from it needs servers of its own.
-        executable: Python's.
-        path: `sys.path`.
+        driver: the driver's pid; a process forked from it needs its own servers.
         folder: the current folder's device and inode, if ``path`` is relative to it.
         environment: all variables but `IDLE_VARIABLES`.
         status: identity, signals, cores, umask.
-        limits: the resource limits.
-        priority: its nice value.
-        places: its control groups, and what the kernel kills it for.
+        places: its control groups, and its OOM score adjustment.
         namespaces: the device and inode of its root folder, and its namespaces.
-        preload: the modules that it has loaded, beside what every worker needs.
+        preload: the modules that it has loaded, beside those of every worker.
     """
 
     driver: int
@@ -127,7 +118,7 @@ class ProcessEnvironment(NamedTuple):
 
     @classmethod
     def now(cls, environment: Mapping[str, str], preload: Sequence[str]) -> ProcessEnvironment:
-        """Those of a process that this thread would start with ``environment``."""
+        """Return that of a process that this thread would start with ``environment``."""
         path = tuple(map(str, sys.path))
         relative = not all(map(os.path.isabs, path))
         return cls(
@@ -154,8 +145,8 @@ def _status() -> Iterator[str]:
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    found = path.stat()
-    return found.st_dev, found.st_ino
+    status = path.stat()
+    return status.st_dev, status.st_ino
 
 
 if TYPE_CHECKING:
@@ -163,11 +154,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _KEPT = 2
-"""How many servers stay. Pools of one and of more workers get different numbers of threads."""
+"""Most idle servers. Pools of one and of several workers have different numbers of threads."""
 _ATTEMPTS = 2
-"""How often a worker is asked for, if servers are killed; then it is spawned."""
+"""Most requests for a worker, if servers are killed; then it is spawned."""
 _END_SECONDS = 4.0
-"""How long a process that was killed may take to end."""
+"""Longest time of a killed process to end."""
 _TICK_SECONDS = 0.2
 _UNKNOWN = "its exit status is not known: the driver ignores SIGCHLD, or has waited for any child"
 _SCRIPT = Path(__file__).with_name("forking.py")
@@ -179,25 +170,21 @@ def _no_tick() -> float:
 
 
 class ChildProcess:
-    """A child of this process, whoever has made it.
-
-    Attributes:
-        pid: its process id.
-    """
+    """A child of this process, forked or spawned."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._how = ""
-        self._reaping = threading.RLock()  # a signal handler may wait for it, too
+        self._reaping = threading.RLock()  # a signal handler may call `wait`, too
 
     def kill(self) -> None:
-        """Send SIGKILL, unless its end was waited for, or it is another user's by now."""
+        """Send SIGKILL, unless it was reaped, or belongs to another user by now."""
         with self._reaping, suppress(ProcessLookupError, PermissionError):
             if not self._how:
                 os.kill(self.pid, signal.SIGKILL)
 
     def wait(self) -> str:
-        """Wait until it has ended. Returns how, as ``"killed by SIGKILL"``."""
+        """Wait until it has ended; return how, as ``"killed by SIGKILL"``."""
         with self._reaping:
             if not self._how:
                 try:
@@ -205,7 +192,7 @@ class ChildProcess:
                 except ChildProcessError:
                     self._how = self._how or _UNKNOWN
                 else:
-                    self._how = _told(code)
+                    self._how = _end_text(code)
             return self._how
 
 
@@ -217,8 +204,8 @@ class _ForkServer:
     """One server.
 
     Attributes:
-        users: how many threads ask it just now; guarded by the registry.
-        refusal: why it cannot fork workers; ``""`` if it can, or has not said.
+        users: the number of threads with a request; guarded by the registry.
+        refusal: the reason why it cannot fork workers; ``""``: it can, or has not replied.
     """
 
     def __init__(self, environment: Mapping[str, str], preload: Sequence[str]) -> None:
@@ -241,15 +228,15 @@ class _ForkServer:
                 "requests": inherited[0],
                 "lifeline": inherited[1],
             }
-            told = theirs.enter_context(open(os.memfd_create("fork-server"), "w+"))  # noqa: PTH123
-            json.dump(settings, told)
-            told.seek(0)
-            self._process = start_process(told.fileno(), inherited, environment)
+            file = theirs.enter_context(open(os.memfd_create("fork-server"), "w+"))  # noqa: PTH123
+            json.dump(settings, file)
+            file.seek(0)
+            self._process = start_process(file.fileno(), inherited, environment)
             self._ours = ours.pop_all()
         self._requests.setblocking(False)
 
     def usable(self) -> bool:
-        """Whether asking it is of use: its process has not ended, or it is known to refuse."""
+        """Return whether a request makes sense: its process runs, or it has refused."""
         return bool(self.refusal) or self._process.poll() is None
 
     def fork(
@@ -259,26 +246,22 @@ class _ForkServer:
         deadline: Deadline,
         tick: Tick,
     ) -> ChildProcess | None:
-        """As `ForkServers.fork`; ``None`` if it refuses.
-
-        Raises:
-            _ServerLostError: it has ended.
-        """
+        """Fork, or return ``None`` if it refuses; raise `_ServerLostError` if it has ended."""
         if self.refusal:
             return None
         with ExitStack() as undo:
-            said, birth = os.pipe()
-            undo.callback(os.close, said)
+            reader, writer = os.pipe()
+            undo.callback(os.close, reader)
             try:
                 try:
-                    self._ask(environment, inherited, birth, deadline, tick)
+                    self._send_request(environment, inherited, writer, deadline, tick)
                 finally:
-                    os.close(birth)
-                answer = _answer(said, deadline, tick)
+                    os.close(writer)
+                reply = _reply(reader, deadline, tick)
             except BaseException:
-                self._after_fork_in_child(said)
+                self._end_with_child(reader)
                 raise
-        match answer:
+        match reply:
             case {"pid": pid}:
                 return ChildProcess(pid)
             case {"errno": number}:
@@ -296,15 +279,15 @@ class _ForkServer:
         self._ours.close()
 
     def forget(self) -> None:
-        """In a forked child: close what was inherited; the server is the parent's."""
+        """Close the inherited descriptors in a forked child; the server is the parent's."""
         self._ours.close()
-        self._process.returncode = 0  # it is not to be waited for here
+        self._process.returncode = 0  # the parent waits for it
 
-    def _ask(
+    def _send_request(
         self,
         environment: Mapping[str, str],
         inherited: Sequence[int],
-        birth: int,
+        writer: int,
         deadline: Deadline,
         tick: Tick,
     ) -> None:
@@ -312,10 +295,10 @@ class _ForkServer:
         with ExitStack() as undo:
             folder = os.open(working_folder(), os.O_PATH | os.O_DIRECTORY)
             undo.callback(os.close, folder)
-            sent = [*inherited, birth, folder, *(_output(number, undo) for number in (1, 2))]
+            fds = [*inherited, writer, folder, *(_output(number, undo) for number in (1, 2))]
             while True:
                 try:
-                    socket.send_fds(self._requests, [json.dumps(variables).encode()], sent)
+                    socket.send_fds(self._requests, [json.dumps(variables).encode()], fds)
                 except BlockingIOError:
                     _wait(self._requests.fileno(), select.POLLOUT, deadline, tick)
                 except (BrokenPipeError, ConnectionResetError):
@@ -325,24 +308,24 @@ class _ForkServer:
 
     def _lost(self) -> _ServerLostError:
         with suppress(subprocess.TimeoutExpired):
-            return _ServerLostError(_told(self._process.wait(_END_SECONDS)))
+            return _ServerLostError(_end_text(self._process.wait(_END_SECONDS)))
         return _ServerLostError("about to end")
 
-    def _after_fork_in_child(self, said: int) -> None:
-        """End the server, so that it forks nothing later, and what it has forked already."""
+    def _end_with_child(self, reader: int) -> None:
+        """End the server, so that it forks no more, and its last child."""
         self._end()
         with suppress(GroupTimeoutError):
-            match _answer(said, Deadline.after(_END_SECONDS)):
+            match _reply(reader, Deadline.after(_END_SECONDS)):
                 case {"pid": pid}:
-                    newborn = ChildProcess(pid)
-                    newborn.kill()
-                    newborn.wait()
+                    child = ChildProcess(pid)
+                    child.kill()
+                    child.wait()
 
     def _end(self) -> None:
         try:
             self._process.kill()
         except PermissionError:  # this process has changed its user since
-            self._lifeline.close()  # the kernel kills it then
+            self._lifeline.close()  # so the kernel kills it
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS)
 
@@ -350,13 +333,7 @@ class _ForkServer:
 def start_process(
     told: int, inherited: Sequence[int], environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Start a server's process.
-
-    Args:
-        told: the descriptor of its settings.
-        inherited: the descriptors that it gets, beside its standard ones.
-        environment: its variables.
-    """
+    """Start a server's process; ``told`` is the descriptor of its settings."""
     return subprocess.Popen(
         python_command(_SCRIPT),
         stdin=told,
@@ -370,11 +347,11 @@ def start_process(
 
 
 class ForkServers:
-    """The servers of this process; any thread may ask. There is one, `FORK_SERVERS`."""
+    """The servers of this process; any thread may call. The only instance is `FORK_SERVERS`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._servers: dict[ProcessEnvironment, _ForkServer] = {}  # the one used last is the last
+        self._servers: dict[ProcessEnvironment, _ForkServer] = {}  # least recently used first
 
     def fork(
         self,
@@ -384,27 +361,26 @@ class ForkServers:
         preload: Sequence[str],
         tick: Tick,
     ) -> ChildProcess | None:
-        """Fork a worker's process, as a child of this one; start a server if there is none for it.
+        """Fork a worker's process, as a child of this one; start a server if needed.
 
         Args:
             environment: its variables.
-            inherited: the four descriptors that `boot.main` gets.
-            deadline: when to give up.
-            preload: modules that the server has loaded, beside what every worker needs.
-            tick: called again and again meanwhile; returns the seconds until its next call.
+            inherited: the four descriptors of `boot.main`.
+            preload: modules that the server has loaded, beside those of every worker.
+            tick: called repeatedly; returns the seconds until its next call.
 
         Returns:
-            ``None`` if workers cannot be forked here; the log says why.
+            ``None`` if workers cannot be forked here; the log has the reason.
 
         Raises:
-            GroupTimeoutError: the server did not answer in time; it was ended.
+            GroupTimeoutError: the server did not reply in time; it was ended.
             OSError: no process can be started.
-            What ``tick`` raises; the server was ended.
+            Exception: an error of ``tick``; the server was ended.
         """
-        wanted = ProcessEnvironment.now(environment, preload)
+        key = ProcessEnvironment.now(environment, preload)
         lost = _ServerLostError()
         for _ in range(_ATTEMPTS):
-            with self._borrowed(wanted, environment) as server:
+            with self._borrowed(key, environment) as server:
                 try:
                     return server.fork(environment, inherited, deadline, tick)
                 except _ServerLostError as error:
@@ -413,10 +389,7 @@ class ForkServers:
         return None
 
     def prepare(self, environment: Mapping[str, str], preload: Sequence[str]) -> None:
-        """Start the server that `fork` will ask, if there is none: it loads while others go on.
-
-        Where no process can be started, it is `fork` that says so.
-        """
+        """Start the server for a later `fork`, which then reports any error; it loads meanwhile."""
         with (
             suppress(OSError),
             self._borrowed(ProcessEnvironment.now(environment, preload), environment),
@@ -424,45 +397,45 @@ class ForkServers:
             pass
 
     def close(self) -> None:
-        """End all servers; workers that they have forked go on."""
+        """End all servers; workers that they have forked continue."""
         with self._lock:
             while self._servers:
                 self._servers.popitem()[1].close()
 
     def forget(self) -> None:
-        """In a forked child: have no servers."""
+        """Drop all servers in a forked child."""
         self._lock = threading.Lock()  # another thread of the parent may have held it
         while self._servers:
             self._servers.popitem()[1].forget()
 
     @contextmanager
     def _borrowed(
-        self, wanted: ProcessEnvironment, environment: Mapping[str, str]
+        self, key: ProcessEnvironment, environment: Mapping[str, str]
     ) -> Iterator[_ForkServer]:
         with self._lock:
-            server = self._servers.pop(wanted, None)
+            server = self._servers.pop(key, None)
             if server is None or not server.usable():
                 if server is not None and not server.users:
                     server.close()
                 self._make_room()
-                server = _ForkServer(environment, wanted.preload)
-            self._servers[wanted] = server
+                server = _ForkServer(environment, key.preload)
+            self._servers[key] = server
             server.users += 1
         try:
             yield server
         finally:
             with self._lock:
                 server.users -= 1
-                if not server.users and self._servers.get(wanted) is not server:
+                if not server.users and self._servers.get(key) is not server:
                     server.close()
 
     def _make_room(self) -> None:
-        idle = [wanted for wanted, server in self._servers.items() if not server.users]
-        for wanted in idle[: max(len(self._servers) - _KEPT + 1, 0)]:
-            self._servers.pop(wanted).close()
+        idle = [key for key, server in self._servers.items() if not server.users]
+        for key in idle[: max(len(self._servers) - _KEPT + 1, 0)]:
+            self._servers.pop(key).close()
 
 
-def _told(code: int) -> str:
+def _end_text(code: int) -> str:
     if code >= 0:
         return f"exit status {code}"
     try:
@@ -472,43 +445,43 @@ def _told(code: int) -> str:
 
 
 def _output(number: int, undo: ExitStack) -> int:
-    """A copy of standard output or error, or of the null device if this process was given none.
+    """Return a copy of standard output or error, or of /dev/null if that is closed.
 
-    Then the number may since be that of a file or a socket.
+    Its number may be that of another file or socket by now.
     """
-    given = sys.__stdout__ if number == 1 else sys.__stderr__
+    file = sys.__stdout__ if number == 1 else sys.__stderr__
     try:
-        found = os.dup(number if _is_open(given) else -1)
+        copy = os.dup(number if _is_open(file) else -1)
     except OSError:
-        found = os.open(os.devnull, os.O_WRONLY)
-    undo.callback(os.close, found)
-    return found
+        copy = os.open(os.devnull, os.O_WRONLY)
+    undo.callback(os.close, copy)
+    return copy
 
 
-def _is_open(given: TextIO | None) -> bool:
+def _is_open(file: TextIO | None) -> bool:
     try:
-        return given is not None and not given.closed
-    except ValueError:  # detached, as in a worker, whose lines another one labels
+        return file is not None and not file.closed
+    except ValueError:  # detached by `LabelledText`, as in a worker
         return True
 
 
-def _answer(said: int, deadline: Deadline, tick: Tick = _no_tick) -> dict[str, Any] | None:
-    """What the server or the newborn says first; ``None`` if there is neither any more."""
-    heard = b""
-    while b"\n" not in heard:
-        _wait(said, select.POLLIN, deadline, tick)
-        more = os.read(said, 1024)
+def _reply(reader: int, deadline: Deadline, tick: Tick = _no_tick) -> dict[str, Any] | None:
+    """Return the first message of the server or the child; ``None`` if both have ended."""
+    data = b""
+    while b"\n" not in data:
+        _wait(reader, select.POLLIN, deadline, tick)
+        more = os.read(reader, 1024)
         if not more:
             return None
-        heard += more
-    answer: dict[str, Any] = json.loads(heard.partition(b"\n")[0])
-    return answer
+        data += more
+    reply: dict[str, Any] = json.loads(data.partition(b"\n")[0])
+    return reply
 
 
 def _wait(fd: int, event: int, deadline: Deadline, tick: Tick) -> None:
     poll = select.poll()
     poll.register(fd, event)
-    # A pool that is shut down rings nothing here, so `tick` is called every now and then.
+    # A pool's shutdown does not wake this thread, so `tick` is called periodically.
     while not poll.poll(deadline.remaining(at_most=min(tick(), _TICK_SECONDS)) * 1000):
         deadline.check("fork a worker")
 

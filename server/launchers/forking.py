@@ -1,19 +1,18 @@
-"""The script of a fork server: it loads what every worker needs, and then forks workers.
+"""The script of a fork server: it loads the modules of every worker, and then forks workers.
 
-The driver's side is `fork_servers`. The server has no thread, no CUDA context and no descriptor of
-the driver's but one end of a socket pair, over which it is asked, and the lifeline, at whose
-closing the kernel kills it. It imports torch and this package, and nothing of the user's but what
-`PoolConfig.preload` names.
+The driver's side is `fork_servers`. The server has no thread and no CUDA context. Of the driver's
+descriptors it has only one end of a socket pair for requests, and the lifeline, at whose close the
+kernel kills it. It imports torch and this package, and of users' modules only
+`PoolConfig.preload`.
 
-A worker's keeper (see `boot`) is cloned as a child of the driver, not of the server: the driver
-waits for it and learns its exit status as if it had started it itself, whatever becomes of the
-server. The newborn says over a pipe which pid it has; so does the server, in case one of both is
-killed in that moment.
+A worker's reaper (see `boot`) is cloned as a child of the driver, not of the server: the driver
+waits for it and gets its exit status as of any child, even after the server's end. Both the child
+and the server write the child's pid into a pipe, in case one of them is killed in that moment.
 
-It is run by its path with the settings on standard input: a JSON object with the driver's
-``path``, ``package`` and ``driver``, its pid, the modules to ``preload``, and the numbers
-``requests`` and ``lifeline`` of the two descriptors. With each request come the four descriptors of
-a worker (`launchers.local`), the pipe's writing end, the current folder, standard output and error.
+The script is run by its path with the settings on standard input: a JSON object with the driver's
+``path``, ``package`` and pid ``driver``, the modules to ``preload``, and the numbers ``requests``
+and ``lifeline`` of the two descriptors. Each request carries the four descriptors of a worker
+(`launchers.local`), the pipe's writing end, the current folder, standard output and error.
 """
 
 from __future__ import annotations
@@ -45,16 +44,16 @@ _LARGEST = 1 << 18
 _N_DESCRIPTORS = 8
 _TASKS = Path("/proc/self/task")
 _THREAD_SECONDS = 2.0
-"""How long a thread that has ended may still be listed."""
+"""Longest time for which an ended thread is listed."""
 
 
 def main() -> None:
-    """Serve until the driver ends or closes its end; in a newborn, keep or be the worker."""
-    with open(0, "rb", closefd=False) as told:
-        settings = json.loads(told.read())
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
+    """Serve until the driver ends or closes its end; in a forked child, become reaper or worker."""
+    with open(0, "rb", closefd=False) as file:
+        settings = json.loads(file.read())
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
     sys.path[:] = settings["path"]
     package: str = settings["package"]
     boot = importlib.import_module(f"{package}.launchers.boot")
@@ -69,7 +68,7 @@ def main() -> None:
     except ProcessLookupError:
         return
     watched.register(driver, select.POLLIN)
-    if watched.poll(0):  # closed before the kernel was told to look at it
+    if watched.poll(0):  # closed before `end_with`
         return
     refusal = _load(boot, package, settings["preload"])
     os.chdir("/")
@@ -81,7 +80,7 @@ def main() -> None:
         os.close(driver)
         sys.argv[:] = [str(boot.__file__), *map(str, (*descriptors, settings["driver"], package))]
         boot.main()
-        _leave()
+        _exit()
 
 
 def _load(boot: ModuleType, package: str, preload: list[str]) -> str:
@@ -92,32 +91,32 @@ def _load(boot: ModuleType, package: str, preload: list[str]) -> str:
         with sys.modules[f"{package}.control.reference"].import_guard():
             boot.import_for_good(preload)
     except Exception as error:  # noqa: BLE001 - a worker that is spawned reports it
-        return f"importing what workers need failed: {type(error).__name__}: {error}"
+        return f"importing workers' modules failed: {type(error).__name__}: {error}"
     if platform.machine() not in _CLONE:
         return f"the number of clone(2) on {platform.machine()} is not known"
     threads, uses_cuda = _after_a_fork()
     if threads > 1:
-        return f"importing what workers need has started threads: there are {threads}"
+        return f"importing workers' modules has started threads: there are {threads}"
     if uses_cuda:
-        return "importing what workers need has asked CUDA for its devices: no fork can use it then"
+        return "importing workers' modules has used CUDA: forked processes cannot use it"
     return ""
 
 
 def _keep_operators() -> None:
-    """Have no exit function take apart what torch has registered while it was loaded.
+    """Disable the exit functions that torch has registered while it was loaded.
 
-    Every worker would, operator by operator: 20 ms of a core, in which it copies what is shared.
+    Every worker would free all operators: 20 ms of a core, which copies shared pages.
     """
     for each in weakref.finalize._registry:  # type: ignore[attr-defined]
         each.atexit = False
 
 
 def _after_a_fork() -> tuple[int, bool]:
-    """How many threads there are after a fork, and whether CUDA was in use before it.
+    """Return the number of threads after a fork, and whether CUDA was in use before it.
 
-    OpenBLAS ends its threads for a fork, for one. CUDA does not work in a child of who has used it,
-    if only to ask for the devices, and torch refuses to try. Where there is neither, no fork is
-    tried: it takes 12 ms.
+    OpenBLAS, for one, ends its threads for a fork. CUDA does not work in a child of a process that
+    has used it, if only to count devices, and torch refuses to try. Without threads and CUDA no
+    fork is tried: it takes 12 ms.
     """
     torch = sys.modules["torch"]
     if len([*_TASKS.iterdir()]) == 1 and not torch.backends.cuda.is_built():
@@ -135,7 +134,7 @@ def _after_a_fork() -> tuple[int, bool]:
 def _serve(
     boot: ModuleType, requests: socket.socket, watched: select.poll, refusal: str
 ) -> list[int]:
-    """Fork as asked. Returns a worker's descriptors in a newborn, and none at the end."""
+    """Fork at each request; return a worker's descriptors in the child, and none at the end."""
     while True:
         if any(fd != requests.fileno() for fd, _ in watched.poll()):
             return []
@@ -143,79 +142,79 @@ def _serve(
         if not request:
             return []
         if refusal:
-            _tell(descriptors[4], {"refusal": refusal})
+            _report(descriptors[4], {"refusal": refusal})
         elif not _fork(descriptors[4]):
             boot.rename("pool-keeper")
-            _become(json.loads(request), *descriptors[4:])
+            _take_over(json.loads(request), *descriptors[4:])
             return descriptors[:4]
         for fd in descriptors:
             os.close(fd)
 
 
-def _fork(birth: int) -> int:
-    """Fork a child of the driver. Returns 0 in it; both say to ``birth`` what has happened."""
+def _fork(reply_fd: int) -> int:
+    """Fork a child of the driver; return 0 in it. Both write the result into ``reply_fd``."""
     try:
-        newborn = _clone()
+        child = _clone()
     except OSError as error:
         if error.errno in _SCARCE:
-            _tell(birth, {"errno": error.errno})
+            _report(reply_fd, {"errno": error.errno})
         else:
-            _tell(birth, {"refusal": f"a process cannot be cloned: {error}"})
+            _report(reply_fd, {"refusal": f"a process cannot be cloned: {error}"})
         return -1
-    _tell(birth, {"pid": newborn or os.getpid()})
-    return newborn
+    _report(reply_fd, {"pid": child or os.getpid()})
+    return child
 
 
 def _clone() -> int:
-    """As `os.fork`, but the child is the parent's, and so this process's sibling.
+    """Call fork with CLONE_PARENT: the new process is a child of the driver, our sibling.
 
-    The C library is not told: a thread's own id that it has stored stays the server's. Nothing in
-    the keeper needs it, and the worker is forked from it in the usual way.
+    glibc's cached thread id is not updated. The reaper does not need it, and the worker is forked
+    from it in the usual way.
     """
     library = ctypes.PyDLL(None, use_errno=True)  # keeps Python's lock
     library.syscall.restype = ctypes.c_long
     clone, flags = _CLONE[platform.machine()], _CLONE_PARENT | signal.SIGCHLD
     ctypes.pythonapi.PyOS_BeforeFork()
-    newborn: int = library.syscall(*map(ctypes.c_long, (clone, flags, 0, 0, 0, 0)))
-    if newborn == 0:
+    child: int = library.syscall(*map(ctypes.c_long, (clone, flags, 0, 0, 0, 0)))
+    if child == 0:
         ctypes.pythonapi.PyOS_AfterFork_Child()
     else:
         ctypes.pythonapi.PyOS_AfterFork_Parent()
-    if newborn < 0:
+    if child < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
-    return newborn
+    return child
 
 
-def _tell(birth: int, what: dict[str, Any]) -> None:
-    with suppress(BrokenPipeError):  # the driver is gone, or knows already
-        os.write(birth, json.dumps(what).encode() + b"\n")
+def _report(reply_fd: int, result: dict[str, Any]) -> None:
+    with suppress(BrokenPipeError):  # the driver has ended, or has the other's message
+        os.write(reply_fd, json.dumps(result).encode() + b"\n")
 
 
-def _become(variables: dict[str, str | None], birth: int, folder: int, *output: int) -> None:
-    """In the newborn: take over what the driver has now, and what only new processes have."""
+def _take_over(variables: dict[str, str | None], reply_fd: int, folder: int, *output: int) -> None:
+    """Take over the driver's current folder, output and variables, and reseed, in the child."""
     os.setsid()
     os.fchdir(folder)
     for name, number, fd in zip(("stdout", "stderr"), (1, 2), output, strict=True):
         os.dup2(fd, number)
         _reopen(name, number)
-    for fd in (birth, folder, *output):
+    for fd in (reply_fd, folder, *output):
         os.close(fd)
     for name, value in variables.items():
         if value is None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-    importlib.invalidate_caches()  # a file may have come since the server listed its folder
+    importlib.invalidate_caches()  # a file may be newer than the server's list of its folder
     sys.modules["torch"].default_generator.seed()
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
 
 
-def _leave() -> NoReturn:
-    """End as a process that multiprocessing has forked: threads, exit functions, and no more.
+def _exit() -> NoReturn:
+    """Exit as a process forked by multiprocessing: join threads, run exit functions, no more.
 
-    Taking the interpreter apart touches all objects, and so would copy what is shared.
+    Finalizing the interpreter touches all objects, and so would copy shared pages.
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
@@ -225,7 +224,7 @@ def _leave() -> NoReturn:
 
 
 def _reopen(name: str, number: int) -> None:
-    """Have `sys` write to what is now open as ``number``; its file knows what was before."""
+    """Have `sys` write to the file that is now open as ``number``."""
     before = getattr(sys, name)
     by_line = name == "stderr" or os.isatty(number)
     now = open(  # noqa: SIM115 - for the life of the process

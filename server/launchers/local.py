@@ -1,14 +1,14 @@
-"""Start workers as processes of this host, each in a session of its own, and end them.
+"""Start workers as processes of this host, each in its own session, and end them.
 
-In its own session a worker does not get the terminal's signals (Ctrl-C, hang-up): the driver gets
-them, and ends the workers in order. Between the driver and each worker runs the worker's keeper, a
-process that only sees to it that everything that the worker has started ends with it.
+In its own session a worker does not receive the terminal's signals (Ctrl-C, hang-up): the driver
+does, and ends the workers in order. Between the driver and each worker runs the worker's reaper,
+which kills all descendants when the worker ends.
 
-A worker inherits four descriptors: the control channel, its seat in the meeting, the lifeline and
-the file for its stack. `launchers.boot` says what it does with them.
+A worker inherits four descriptors: the control channel, its end of the rendezvous, the lifeline and
+the file for its stack. `launchers.boot` explains their use.
 
-The keeper is a child of the driver, however it was started: forked by a process that has loaded
-torch (`launchers.fork_servers`), or spawned, as a fresh interpreter.
+The reaper is a child of the driver in both cases: forked by a process that has loaded torch
+(`launchers.fork_servers`), or spawned as a new interpreter.
 """
 
 from __future__ import annotations
@@ -52,23 +52,23 @@ class WorkerChannel(Protocol):
     """The driver's end of a control channel; see `control.channel.Channel`."""
 
     def fileno(self) -> int:
-        """A descriptor that is readable when `take` has something to give, or to raise."""
+        """Return a descriptor that is readable when `take` returns a message or raises."""
 
     def send(self, message: Start | Resume, deadline: Deadline = ...) -> None:
         """Send a message."""
 
     def take(self) -> FromWorker | None:
-        """The next message if it has arrived, else ``None``. Raises `ChannelClosedError`."""
+        """Return the next message if it has arrived, else ``None``. Raises `ChannelClosedError`."""
 
 
 class WorkerHandle(Protocol):
-    """A worker's process: `local.LocalWorker` here, `remote_hosts.RemoteWorker` elsewhere.
+    """A worker's process: a `LocalWorker`, or a `remote_hosts.RemoteWorker` on another host.
 
     Attributes:
         rank: the worker's global rank.
         pid: its process id.
-        connected: whether its `Hello` has come: it can show its stack.
-        detached: whether its `Left` has come: it waits for `start`.
+        connected: whether its `Hello` has arrived: it can show its stack.
+        detached: whether its `Detached` has arrived: it waits for `start`.
     """
 
     rank: int
@@ -78,15 +78,15 @@ class WorkerHandle(Protocol):
 
     @property
     def channel(self) -> WorkerChannel:
-        """The driver's end of the control channel."""
+        """Return the driver's end of the control channel."""
 
     @property
     def pidfd(self) -> int:
-        """A descriptor that is readable when the process has ended."""
+        """Return a descriptor that is readable when the process has ended."""
 
     @property
     def stack_file(self) -> StackFile:
-        """Where the worker's stack comes."""
+        """Return the file for the worker's stack."""
 
     def start(self, start: Start, deadline: Deadline) -> None:
         """Send the start message. Does nothing if the process has ended."""
@@ -95,52 +95,46 @@ class WorkerHandle(Protocol):
         """Wait until the process has ended; False after ``timeout`` seconds."""
 
     def signal(self, number: int) -> None:
-        """Send SIGTERM, SIGKILL or `STACK_SIGNAL`, unless it has ended.
+        """Send SIGTERM, SIGKILL or, after its `Hello`, `STACK_SIGNAL`, unless it has ended.
 
-        The last has its stack come into `stack_file`, and is for a worker whose `Hello` has come.
+        `STACK_SIGNAL` has it write its stack into `stack_file`.
         """
 
     def kill_if_detached(self) -> None:
-        """End the process, whose end of the control channel is closed, unless it ends by itself."""
+        """Kill a process that closed its control channel but keeps running."""
 
     def wait(self) -> str:
-        """Wait for a process that has ended, or was killed; how it ended."""
+        """Wait for an ended or killed process; return its end, as ``"exit status 1"``."""
 
     def close(self) -> None:
         """Close all descriptors, after `wait`; idempotent, from any thread."""
 
 
 _ENDING_SECONDS = 0.5
-"""How long an ordinary end may take after descriptors are closed; sandboxes may not show it."""
-_KEEPER_SECONDS = 4.0
-"""How long a keeper may take to end what its worker has left."""
+"""Longest time from the close of descriptors to a regular exit; sandboxes may hide an exit."""
+_REAPER_SECONDS = 4.0
+"""Longest time of a reaper to kill its worker's descendants."""
 _BOOT = Path(__file__).with_name("boot.py")
 _PACKAGE = __name__.partition(".")[0]
 
 
 class LocalWorker:
-    """The driver's handle of one worker's process and its keeper; see `WorkerHandle`.
+    """The driver's handle of one worker's process and its reaper; see `WorkerHandle`.
 
     Attributes:
-        pid: the worker's process id, which is also the id of its process group and session; until
-            its `Hello` has come, the keeper's.
-        pidfd: a descriptor of the keeper's process, which ends after the worker.
+        pid: the worker's process id, process group and session; before its `Hello` the reaper's
+            pid.
+        pidfd: a descriptor of the reaper's process, which ends after the worker.
     """
 
     def __init__(
         self, rank: int, seat: socket.socket, begin: Callable[[Sequence[int]], ChildProcess]
     ) -> None:
-        """Start the process, with ``seat`` to inherit; `start` tells it what to be.
-
-        Args:
-            rank: its global rank.
-            seat: its end of the meeting.
-            begin: starts the process with the descriptors that it is to inherit.
-        """
+        """Start the process by ``begin(descriptors to inherit)``; `start` follows."""
         self.rank = rank
         self.connected = self.detached = False
-        self._told_path = False
-        self._cut_off = ""
+        self._path_sent = False
+        self._exec_text = ""
         self._memory_kills_before = memory_kills()
         self._closed = False
         self._closing = threading.RLock()  # a signal handler may close it, too
@@ -171,16 +165,13 @@ class LocalWorker:
     def start(self, start: Start, deadline: Deadline) -> None:
         """Send the start message, before the first one also the driver's ``sys.path``.
 
-        Does nothing if the process has ended: whoever watches it reports that.
-
-        Raises:
-            GroupTimeoutError: the process does not read them in time.
+        Does nothing if the process has ended. Raises GroupTimeoutError if it does not read.
         """
         try:
             self.detached = False
-            if not self._told_path:
-                self._told_path = True
-                # By Python's JSON: a folder's name may hold bytes that are no text.
+            if not self._path_sent:
+                self._path_sent = True
+                # By Python's JSON: a folder's name may not be valid UTF-8.
                 self.channel.send(
                     msgspec.Raw(json.dumps(list(map(str, sys.path))).encode()), deadline
                 )
@@ -189,7 +180,7 @@ class LocalWorker:
             return
 
     def ended(self, timeout: float = 0.0) -> bool:
-        """Wait until the process and its keeper have ended; False after ``timeout`` seconds."""
+        """Wait until the process and its reaper have ended; False after ``timeout`` seconds."""
         if self._closed:
             return True
         poll = select.poll()
@@ -197,49 +188,38 @@ class LocalWorker:
         return bool(poll.poll(milliseconds(timeout)))
 
     def signal(self, number: int) -> None:
-        """Send SIGTERM, SIGKILL or `STACK_SIGNAL` to the worker, unless it has ended.
-
-        If this process has changed its user since the start, only SIGKILL arrives.
-        """
+        """Send a signal; if this process has changed its user, only SIGKILL arrives."""
         with self._closing, suppress(ProcessLookupError):
             if not self._closed:
-                # To the keeper, which passes it on: it is the worker's parent, so for it the
-                # worker's pid cannot be reused. SIGKILL would end the keeper instead.
-                passed = END_SIGNAL if number == signal.SIGKILL else number
+                # The reaper forwards it: as the worker's parent it rules out a reused pid. SIGKILL
+                # would end the reaper instead.
+                forwarded = END_SIGNAL if number == signal.SIGKILL else number
                 try:
-                    signal.pidfd_send_signal(self.pidfd, passed)
+                    signal.pidfd_send_signal(self.pidfd, forwarded)
                 except PermissionError:
                     if number == signal.SIGKILL:
-                        self._lifeline.close()  # the kernel kills it then
+                        self._lifeline.close()  # so the kernel kills it
 
     def kill_if_detached(self) -> None:
-        """End the process, whose end of the control channel is closed, unless it ends by itself.
-
-        A worker keeps its end until its process ends (`worker.main`), so it is no worker any more.
-        """
+        """Kill a process that called exec or closed its descriptors: it is no worker any more."""
         if not self.connected or is_ending(self.pid) or self.ended(_ENDING_SECONDS):
             return
-        program: object = "what may not be looked at"
+        program: object = "an unreadable program"
         with suppress(OSError):
             program = Path(f"/proc/{self.pid}/exe").readlink()
-        self._cut_off = (
+        self._exec_text = (
             "it became another program (exec), or closed its descriptors, and was ended; "
             f"it ran {program}"
         )
         self.signal(signal.SIGKILL)
 
     def wait(self) -> str:
-        """Wait for a process that has ended, or was killed, and return its exit status.
-
-        Returns:
-            How it ended, such as ``"killed by SIGKILL"`` or ``"exit status 1"``. It also says if
-            that may have been for want of memory.
-        """
-        if not self.ended(_KEEPER_SECONDS):
-            self._process.kill()  # the keeper is stuck; without it the worker ends itself (`boot`)
+        """Wait and return the kind of end, with a note on the kernel's OOM killer."""
+        if not self.ended(_REAPER_SECONDS):
+            self._process.kill()  # the reaper is stuck; without it the worker ends (`boot`)
         how = self._process.wait()
-        if self._cut_off:
-            return self._cut_off
+        if self._exec_text:
+            return self._exec_text
         kills = memory_kills() - self._memory_kills_before
         if kills and how == "killed by SIGKILL":
             how += f" (the kernel has killed {kills} here for want of memory since it started)"
@@ -262,18 +242,18 @@ def launch(
 ) -> list[LocalWorker]:
     """Start one worker process for each seat, in order. End them with `end`.
 
+    After an error, also one of ``tick``, all started processes have ended.
+
     Args:
-        seats: the workers' ends of the meeting, by rank.
-        threads: how many CPU threads each may use.
-        deadline: when to give up.
-        preload: fork them, where that can be done, from a process that has loaded these modules as
-            well. ``None``: spawn them.
-        tick: called again and again while they are forked; returns the seconds until its next call.
+        seats: the workers' ends of the rendezvous, by rank.
+        threads: CPU threads of each worker.
+        preload: fork them, where possible, from a process that has also loaded these modules.
+            ``None``: spawn them.
+        tick: called repeatedly during a fork; returns the seconds until its next call.
 
     Raises:
-        OSError: a process cannot be started; those already started were ended.
-        WorkerStartError: one was not started in time; likewise.
-        What ``tick`` raises; likewise.
+        OSError: a process cannot be started.
+        WorkerStartError: one was not started in time.
     """
     environment = worker_environment(threads)
 
@@ -308,25 +288,22 @@ def _spawn(environment: Mapping[str, str], inherited: Sequence[int]) -> ChildPro
         pass_fds=inherited,
         start_new_session=True,
     )
-    spawned.returncode = 0  # it is waited for by its pid
+    spawned.returncode = 0  # `ChildProcess` waits for it
     return ChildProcess(spawned.pid)
 
 
 def worker_stacks(workers: Mapping[int, WorkerHandle], seconds: float) -> dict[int, str]:
-    """The Python stacks of workers whose `Hello` has come, by rank: those that come in time."""
+    """Return the Python stacks, by rank, that connected workers write within ``seconds``."""
     files = {rank: worker.stack_file for rank, worker in workers.items()}
-    here = {rank: each.pid for rank, each in workers.items() if isinstance(each, LocalWorker)}
+    local = {rank: each.pid for rank, each in workers.items() if isinstance(each, LocalWorker)}
     deadline = Deadline.after(seconds)
-    return read_stacks(files, here, lambda rank: workers[rank].signal(STACK_SIGNAL), deadline)
+    return read_stacks(files, local, lambda rank: workers[rank].signal(STACK_SIGNAL), deadline)
 
 
 def end(workers: Sequence[WorkerHandle], stop_seconds: float, kill_seconds: float) -> None:
     """End all processes of ``workers`` and wait for them; idempotent.
 
-    Args:
-        workers: all workers of a pool.
-        stop_seconds: how long to wait until they end by themselves, before SIGTERM.
-        kill_seconds: how long to wait after SIGTERM, before SIGKILL.
+    They have ``stop_seconds`` until SIGTERM, and ``kill_seconds`` from there to SIGKILL.
     """
     for seconds, number in ((stop_seconds, signal.SIGTERM), (kill_seconds, signal.SIGKILL)):
         deadline = Deadline.after(seconds)

@@ -1,10 +1,10 @@
-"""Starts the hosts of a pool as actors of a Ray cluster, one in each bundle of a placement group.
+"""Hosts of a pool as actors of a Ray cluster, one in each bundle of a placement group.
 
-An actor runs `serve_host`, which starts its workers itself, so that they share memory. Ray restarts
-no actor: the pool's own ``restart=`` decides, and has one started anew. Needs the extra ``ray``.
+An actor runs `serve_host`, which starts its workers, so that they share memory. Ray restarts no
+actor: the pool's ``restart=`` starts new ones. Needs the extra ``ray``.
 
-The pool's secret goes to the actors as an argument: whoever can read the cluster's objects, which
-Ray itself does not protect, can read it.
+The pool's secret is an argument of the actors: any reader of the cluster's objects, which Ray does
+not protect, can read it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RayCluster:
-    """Where Ray is to start a pool's workers.
+    """The Ray cluster of a pool's workers.
 
     Attributes:
-        address: the cluster's, as for ``ray.init``; ``None``: the one that this process is in, or
-            that its environment names, or else one of this process's own.
-        placement_group: bundles for the workers: as many workers in each, in the order of the
-            ranks. ``None``: a new one with a bundle for each pipeline stage of each replica, spread
-            over nodes, with a CPU for each worker and, for ``device="cuda"``, a GPU.
+        address: the cluster's address, as for ``ray.init``; ``None``: this process's cluster, that
+            of its environment, or a new one.
+        placement_group: bundles for equal numbers of workers, in rank order. ``None``: a new group
+            with a bundle for each pipeline stage of each replica, spread over nodes, with a CPU
+            and, for ``device="cuda"``, a GPU for each worker.
         silence_seconds: as for `Hosts`.
     """
 
@@ -44,18 +44,17 @@ class RayCluster:
         """Connect to the cluster, and reserve the bundles.
 
         Args:
-            n_stages: how many bundles to ask for, if there is no placement group.
-            n_workers: how many workers there are in all.
-            gpus: whether each needs a GPU.
-            timeout: seconds until the bundles are there; ``None``: for ever.
+            n_stages: the number of bundles, if there is no placement group.
+            n_workers, gpus: the number of all workers, and whether each needs a GPU.
+            timeout: seconds until the bundles are ready; ``None``: no limit.
 
         Returns:
             The pool's hosts: a head that runs no workers, and one host for each bundle.
 
         Raises:
             ImportError: Ray is not installed.
-            HostError: the cluster has not the room in time.
-            ValueError: the workers cannot be shared out evenly among the bundles.
+            HostError: the cluster has no room in time.
+            ValueError: the number of workers is not a multiple of that of bundles.
             ConnectionError: there is no cluster at the address.
         """
         import ray  # noqa: PLC0415 - an extra, which takes a second to import
@@ -67,14 +66,14 @@ class RayCluster:
         n_bundles = n_stages if group is None else group.bundle_count
         if n_workers % n_bundles:
             raise ValueError(f"{n_bundles} bundles cannot share {n_workers} workers evenly")
-        here = n_workers // n_bundles
-        wanted = {"CPU": float(here), **({"GPU": float(here)} if gpus else {})}
+        per_bundle = n_workers // n_bundles
+        resources = {"CPU": float(per_bundle), **({"GPU": float(per_bundle)} if gpus else {})}
         if group is None:
-            group = placement_group([wanted] * n_bundles, strategy="SPREAD")
-        actors = _Actors(group, wanted, owned=self.placement_group is None)
+            group = placement_group([resources] * n_bundles, strategy="SPREAD")
+        actors = _Actors(group, resources, owned=self.placement_group is None)
         if not group.wait(Deadline.after(timeout).remaining(at_most=1e6)):
             actors.close()
-            room = f"{n_bundles} x {wanted}"
+            room = f"{n_bundles} x {resources}"
             raise HostError(1, f"the Ray cluster had no room for {room} in {timeout:g} s")
         return Hosts(
             nnodes=n_bundles + 1,
@@ -92,14 +91,14 @@ class RayCluster:
 class _Actors:
     """The actors of one pool; see `hosts.place.HostProvisioner`."""
 
-    def __init__(self, group: PlacementGroup, wanted: dict[str, float], *, owned: bool) -> None:
+    def __init__(self, group: PlacementGroup, resources: dict[str, float], *, owned: bool) -> None:
         self._group = group
-        self._wanted = wanted
+        self._resources = resources
         self._owned = owned
         self._running: dict[int, tuple[Any, Any]] = {}
 
     def start(self, hosts: Hosts, address: str, port: int) -> None:
-        """Start the actor of host ``hosts.node_rank``, in the place of an earlier one."""
+        """Start the actor of host ``hosts.node_rank``, in place of an earlier one."""
         import ray  # noqa: PLC0415
         from ray.util.scheduling_strategies import (  # noqa: PLC0415
             PlacementGroupSchedulingStrategy,
@@ -110,18 +109,19 @@ class _Actors:
         actor = (
             ray.remote(HostActor)
             .options(
-                num_cpus=self._wanted["CPU"],
-                num_gpus=self._wanted.get("GPU", 0.0),
+                num_cpus=self._resources["CPU"],
+                num_gpus=self._resources.get("GPU", 0.0),
                 max_restarts=0,
                 scheduling_strategy=bundle,
             )
             .remote()
         )
-        told = (hosts.nnodes, hosts.node_rank, address, port, hosts.secret, hosts.silence_seconds)
-        self._running[hosts.node_rank] = actor, actor.run.remote(*told)
+        settings = (hosts.secret, hosts.silence_seconds)
+        ending = actor.run.remote(hosts.nnodes, hosts.node_rank, address, port, *settings)
+        self._running[hosts.node_rank] = actor, ending
 
     def problem(self, node: int) -> str:
-        """Why a host's actor has ended; ``""`` if it runs."""
+        """Return the reason why a host's actor has ended; ``""`` if it runs."""
         import ray  # noqa: PLC0415
 
         if node not in self._running:
@@ -131,12 +131,12 @@ class _Actors:
             return ""
         try:
             ray.get(ending)
-        except Exception as error:  # noqa: BLE001 - whatever Ray and the actor raise
+        except Exception as error:  # noqa: BLE001 - any error of Ray or the actor
             return str(error).strip().rpartition("\n")[2]
         return "its actor has ended"
 
     def close(self) -> None:
-        """End all actors, and give the bundles back that were reserved here."""
+        """End all actors, and release the bundles that were reserved here."""
         from ray.util.placement_group import remove_placement_group  # noqa: PLC0415
 
         for node in tuple(self._running):
@@ -152,7 +152,7 @@ class _Actors:
 
 
 class HostActor:
-    """What Ray runs on a host."""
+    """The actor on a host."""
 
     def run(
         self, nnodes: int, node: int, address: str, port: int, secret: bytes, silence: float

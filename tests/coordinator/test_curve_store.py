@@ -136,7 +136,7 @@ def test_what_no_frame_holds_is_refused_and_the_store_goes_on(host: StoreServer)
         guest = StoreGuestClient(host.at, 0, SECRET)
         closing.callback(guest.close)
         assert ask(guest, 1) == 1
-        with pytest.raises(ValueError, match=r"may have 131072 bytes; got 200\d{3}$"):
+        with pytest.raises(ValueError, match=r"limited to 131072 bytes; got 200\d{3}$"):
             guest.ask(CompareSet(2, "n", b"x" * 100_000, b"y" * 100_000), Deadline.after(60))
         refused = guest.ask(Add(3, "n", (1 << 64) - 1), Deadline.after(60))
         assert "it would be 18446744073709551616" in refused.error

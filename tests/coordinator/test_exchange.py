@@ -70,7 +70,7 @@ def test_broadcast_from_any_member() -> None:
 
 
 def test_the_source_of_a_broadcast_gives_something() -> None:
-    with pytest.raises(ValueError, match="member 0 has to give"):
+    with pytest.raises(ValueError, match="member 0 broadcasts and must pass"):
         members(1, lambda exchange: exchange.broadcast("word", None))
 
 

@@ -337,7 +337,7 @@ def beside_torch(rank: int, n: int, path: str) -> list[int]:
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
         os.environ.pop(name, None)
     init_gloo(rank, n, path)
-    with pytest.raises(ValueError, match="distributed has 2 ranks here, and no environment"):
+    with pytest.raises(ValueError, match="distributed has 2 ranks here, and the environment has"):
         coordinator.init()
     store = dist.FileStore(path + "-groups", n)
     with coordinator.init(tp=n, rank=dist.get_rank(), store=store) as groups:

@@ -357,8 +357,8 @@ MUTANTS = (
     Mutant(
         "R1 no answer holds another call's data, whatever the transport",
         "server/calls/pending_call.py",
-        "found = first_divergence(self._begun)",
-        "found = None if self._begun else first_divergence(self._begun)",
+        "difference = first_divergence(self._begun)",
+        "difference = None if self._begun else first_divergence(self._begun)",
         (
             "tests/server/test_pool_divergence.py::"
             "test_calls_do_not_meet_where_a_rank_leaves_a_collective_out",

@@ -112,7 +112,7 @@ def test_cores_and_nodes_can_be_named() -> None:
         ("auto", 5, "5 workers cannot each have a core .* process may use 4"),
         ("0-1", 2, "bind='0-1' is for 1 workers, and this host has 2"),
         ("0-1|2-4", 2, "bind='2-4': this process may not use core 4, but 0, 1, 2, 3"),
-        ("node0|node2", 2, "no core of node2 may be used; there are those of 0, 1"),
+        ("node0|node2", 2, "no core of node2 may be used; usable nodes: 0, 1"),
         ("3-1", 1, "bind='3-1' names no core"),
     ],
 )

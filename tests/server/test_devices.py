@@ -32,7 +32,7 @@ def test_devices(device: str, ranks: int, gpus: int, share: bool, expected: list
     [
         ("cuda", 1, 0, False, "device 'cuda': torch sees no CUDA device"),
         ("cuda", 1, 0, True, "torch sees no CUDA device"),
-        ("cuda", 3, 2, False, "3 ranks for 2 GPUs: several on one have to be asked for"),
+        ("cuda", 3, 2, False, "3 ranks for 2 GPUs: several ranks on one need share_gpu"),
         ("cuda", 2, 1, False, "2 ranks for 1 GPU: several on one .* by share_gpu=True or --share"),
         ("cuda:0", 2, 8, False, "2 ranks for 1 GPU"),
         ("cuda:2", 1, 2, False, "device 'cuda:2': there are 2 GPUs, numbered from 0"),

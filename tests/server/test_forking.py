@@ -341,14 +341,14 @@ def at_start(monkeypatch: pytest.MonkeyPatch, folder: Path, code: str) -> Iterat
             "import sys\n"
             "if 'forking.py' in ' '.join(sys.orig_argv):\n"
             "    sys.modules['coordinator.groups'] = None\n",
-            "importing what workers need failed: ModuleNotFoundError",
+            "importing workers' modules failed: ModuleNotFoundError",
         ),
         (
             "import sys\n"
             "if 'forking.py' in ' '.join(sys.orig_argv):\n"
             "    import torch\n"
             "    torch.cuda._is_in_bad_fork = lambda: True\n",
-            "importing what workers need has asked CUDA for its devices",
+            "importing workers' modules has used CUDA",
         ),
     ],
 )

@@ -184,7 +184,7 @@ def test_a_host_that_can_start_no_thread_shows_what_a_worker_does(
     ("trouble", "why"),
     [
         (ShortOfFiles, r"not started: this process may have \d+ files open"),
-        (TakesNothingIn, "it took nothing in: control channel send: timed out after 0.5 s"),
+        (TakesNothingIn, "it received nothing: control channel send: timed out after 0.5 s"),
     ],
 )
 def test_a_host_that_cannot_begin_a_generation_says_why_and_can_begin_another(

@@ -150,7 +150,9 @@ def test_a_reply_that_cannot_be_decoded_fails_the_oldest_call_of_its_rank() -> N
     first, second = book.send(), book.send()
     book.reply(1, 1)
     book.ledger.garbled(0, MessageDecodeError("garbled"), 1)
-    with pytest.raises(MessageDecodeError, match=r"what rank 0 answers to .* taken in: garbled"):
+    with pytest.raises(
+        MessageDecodeError, match=r"the reply of rank 0 to .* cannot be read: garbled"
+    ):
         first.result()
     assert not second.done
     assert book.asked == []

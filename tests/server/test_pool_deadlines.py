@@ -98,7 +98,7 @@ def test_a_call_that_waits_behind_others_is_told_so(pool: WorkerPool, gate: Gate
     queued = pool.submit("note", 3000, timeout=0.3)
     until(lambda: gate.reached(1))
     told = (
-        r"after 0.3 s \(not sent: the workers are busy with calls before it, the first of which "
+        r"after 0.3 s \(not sent: the workers are busy with calls before it, the first "
         rf"waits for (rank 0 .*; )?rank 1 \(pid {pool.status()[1].pid}\), "
         r"last seen in hold #\d+, [0-9.]+ s ago\)"
     )

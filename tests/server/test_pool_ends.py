@@ -263,7 +263,7 @@ def test_a_main_module_without_a_guard_is_told_so(drivers: list[Driver], tmp_pat
     drivers.append(driver)
     status, errors = driver.end()
     assert status == 1
-    assert "put what makes the pool into a function, or behind if __name__ ==" in errors
+    assert "put the code that makes the pool into a function, or behind if __name__ ==" in errors
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ def test_a_module_that_makes_a_pool_when_workers_import_it_is_told_so(
     drivers.append(driver)
     status, errors = driver.end()
     assert status == 1
-    assert "put what makes the pool into a function, or behind if __name__ ==" in errors
+    assert "put the code that makes the pool into a function, or behind if __name__ ==" in errors
 
 
 def test_a_driver_that_has_no_file_works(drivers: list[Driver]) -> None:

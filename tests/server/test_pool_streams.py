@@ -459,6 +459,6 @@ def test_an_item_that_has_come_is_not_lost_when_the_pool_ends() -> None:
 def test_several_results_are_no_stream() -> None:
     with (
         WorkerPool(Speaker, dp=2) as pool,
-        pytest.raises(ValueError, match="call and submit give one result"),
+        pytest.raises(ValueError, match="call and submit return one result"),
     ):
         pool.stream("count", "replicas", 1)
