@@ -32,7 +32,7 @@ def main() -> int:
     """Serve, ask, compare; 0 if the vectors are those of one process."""
     with tempfile.TemporaryDirectory() as folder:
         secret = Path(folder) / "secret"
-        secret.prefault(0o600)
+        secret.touch(0o600)
         secret.write_text(secrets.token_hex())
         os.environ["GROUP_COORDINATOR_SECRET_FILE"] = str(secret)
         hosts = f"--nnodes 2 --master-addr 127.0.0.1 --master-port {free_port()}"

@@ -16,7 +16,7 @@ def test_a_failure_reaches_the_caller_at_once_and_its_rank_waits_for_the_others(
     book.fail(1, 1, "ValueError")
     assert call.done
     assert book.asked == []
-    with pytest.raises(WorkerError, match="rank 1 failed in embed: ValueError: text"):
+    with pytest.raises(WorkerError, match=r"rank 1 .*embed: ValueError: text"):
         call.result()
     book.fail(0, 1, "KeyError")
     assert book.asked == [("resume", 1, 1), ("resume", 0, 1)]
@@ -39,7 +39,7 @@ def test_the_pool_breaks_when_operations_were_left_half_done() -> None:
     book.reply(0, 1, operations=1)
     assert book.asked == [("broke", WorkerError)]
     for refused in (later.result, book.ledger.state.check, book.send):
-        with pytest.raises(WorkerError, match="rank 1 failed in embed: ValueError"):
+        with pytest.raises(WorkerError, match=r"rank 1 .*embed: ValueError"):
             refused()
 
 
@@ -49,7 +49,7 @@ def test_a_refusal_lets_ranks_go_on_only_if_they_began_the_same() -> None:
     book.fail(1, 1, "CallRefusedError", operations=2, hearsay=True)
     book.fail(0, 1, "ValueError", operations=2)
     assert book.asked == [("resume", 1, 1), ("resume", 0, 1)]
-    with pytest.raises(WorkerError, match="rank 0 failed in embed: ValueError"):
+    with pytest.raises(WorkerError, match=r"rank 0 .*embed: ValueError"):
         call.result()
     book.send()
     book.fail(1, 2, "CallRefusedError", operations=2, hearsay=True)
@@ -134,7 +134,7 @@ def test_hearsay_of_a_failure_gives_way_to_the_failure() -> None:
     book.fail(0, 1, "PeerLostError", hearsay=True)
     assert not call.done
     book.fail(1, 1, "ValueError")
-    with pytest.raises(WorkerError, match="rank 1 failed in embed: ValueError"):
+    with pytest.raises(WorkerError, match=r"rank 1 .*embed: ValueError"):
         call.result()
 
 
@@ -143,7 +143,7 @@ def test_hearsay_counts_when_there_is_nothing_better() -> None:
     call = book.send()
     book.fail(0, 1, "PeerLostError", operations=1, hearsay=True)
     book.reply(1, 1)
-    with pytest.raises(WorkerError, match="rank 0 failed in embed: PeerLostError"):
+    with pytest.raises(WorkerError, match=r"rank 0 .*embed: PeerLostError"):
         call.result()
     assert book.asked == [("broke", WorkerError)]
 
@@ -155,7 +155,7 @@ def test_a_failure_that_aborted_the_board_breaks_the_pool_at_once() -> None:
     assert book.asked == []
     book.fail(1, 1, "DivergenceError", final=True)
     assert book.asked == [("broke", WorkerError)]
-    with pytest.raises(WorkerError, match="rank 1 failed in embed: DivergenceError"):
+    with pytest.raises(WorkerError, match=r"rank 1 .*embed: DivergenceError"):
         book.ledger.state.check()
 
 
@@ -170,7 +170,7 @@ def test_hearsay_does_not_break_the_pool_while_the_reason_is_due() -> None:
     assert not early.done
     book.fail(1, 2, "DivergenceError", final=True)
     assert book.asked == [("broke", WorkerError)]
-    with pytest.raises(WorkerError, match="rank 1 failed in embed: DivergenceError"):
+    with pytest.raises(WorkerError, match=r"rank 1 .*embed: DivergenceError"):
         late.result()
 
 
@@ -185,7 +185,7 @@ def test_hearsay_breaks_the_pool_once_no_reason_is_due() -> None:
     due[0] = False
     book.ledger.tick()
     assert book.asked == [("broke", WorkerError)]
-    with pytest.raises(WorkerError, match="rank 0 failed in embed: GroupAbortedError"):
+    with pytest.raises(WorkerError, match=r"rank 0 .*embed: GroupAbortedError"):
         book.ledger.state.check()
 
 
@@ -213,7 +213,7 @@ def test_hearsay_is_not_handed_out_when_the_rank_that_aborted_has_answered_befor
     assert not early.done
     book.fail(1, 2, "ValueError", final=True)
     for call in (early, late):
-        with pytest.raises(WorkerError, match="rank 1 failed in embed: ValueError"):
+        with pytest.raises(WorkerError, match=r"rank 1 .*embed: ValueError"):
             call.result()
 
 

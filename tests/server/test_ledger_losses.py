@@ -55,7 +55,7 @@ def test_what_is_not_answered_before_a_void_call_is_lost() -> None:
     for rank in (0, 1):
         assert not kept.done
         book.reply(rank, void.number)
-    with pytest.raises(WorkerError, match="rank 1 failed in embed: KeyboardInterrupt"):
+    with pytest.raises(WorkerError, match=r"rank 1 .*embed: KeyboardInterrupt"):
         kept.result()
     assert abandoned.done
     assert book.ledger.queued.size == 0

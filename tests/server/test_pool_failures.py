@@ -173,12 +173,12 @@ def test_a_workers_traceback_arrives_while_its_peers_wait_for_it() -> None:
 def seconds_until_traceback(pool: WorkerPool) -> float:
     pids = pids_of(pool)
     began = time.monotonic()
-    with pytest.raises(WorkerError, match=r"rank 1 failed in fail_in_group: .*not me") as raised:
+    with pytest.raises(WorkerError, match=r"rank 1 .*fail_in_group: .*not me") as raised:
         pool.call("fail_in_group", [1])
     seconds = time.monotonic() - began
     assert isinstance(raised.value.__cause__, BadInputError)
     assert "in fail_in_group" in raised.value.traceback
-    with pytest.raises(WorkerError, match="rank 1 failed in fail_in_group"):
+    with pytest.raises(WorkerError, match=r"rank 1 .*fail_in_group"):
         pool.call("echo", timeout=10)
     assert_gone(pids)
     return seconds
@@ -190,9 +190,9 @@ def test_a_rank_that_aborts_its_group_is_the_first_failure(
 ) -> None:
     """The others end at once, and quietly; they must not be taken for the cause."""
     pids = pids_of(patient_pool)
-    with pytest.raises(WorkerError, match=r"rank 1 failed in abort_board: .*DivergenceError"):
+    with pytest.raises(WorkerError, match=r"rank 1 .*abort_board: .*DivergenceError"):
         patient_pool.call("abort_board", [1], wait)
-    with pytest.raises(WorkerError, match="rank 1 failed in abort_board"):
+    with pytest.raises(WorkerError, match=r"rank 1 .*abort_board"):
         patient_pool.call("echo", timeout=10)
     assert_gone(pids)
 
@@ -206,9 +206,9 @@ def test_who_aborts_its_group_is_the_first_failure_though_it_tells_last(
     with WorkerPool(Worker, tp=3, config=PoolConfig(settle_seconds=0.0)) as pool:
         pids = pids_of(pool)
         failing = BadInputError("not me")
-        with pytest.raises(WorkerError, match=f"rank {rank} failed in tell_last: .*: not me"):
+        with pytest.raises(WorkerError, match=rf"rank {rank} .*tell_last: .*: not me"):
             pool.call("tell_last", rank, failing)
-        with pytest.raises(WorkerError, match=f"rank {rank} failed in tell_last: .*: not me"):
+        with pytest.raises(WorkerError, match=rf"rank {rank} .*tell_last: .*: not me"):
             pool.call("echo", timeout=10)
         assert_gone(pids)
 
@@ -217,7 +217,7 @@ def test_whose_own_thread_has_aborted_its_group_is_the_first_failure() -> None:
     """Though all that it raises itself is that the group was aborted."""
     with WorkerPool(Worker, tp=3, config=PoolConfig(settle_seconds=30.0)) as pool:
         pids = pids_of(pool)
-        told = r"rank 1 failed in tell_last: .*GroupAbortedError: .*rank 1 reported: .*not me"
+        told = r"rank 1 .*tell_last: .*GroupAbortedError: .*rank 1 reported: .*not me"
         with pytest.raises(WorkerError, match=told):
             pool.call("tell_last", 1, BadInputError("not me"), apart=True)
         assert_gone(pids)
