@@ -62,10 +62,17 @@ static inline void gc_count(char *history, const gc_entry *entry) {
     gc_store64(total, TOTAL_ENDED, total->ended + 1);
 }
 
-/* Records an operation; an end of 0 means that it has not ended. */
+/* Records an operation; an end of 0 means that it has not ended. If its entry's last operation has
+ * not ended, the totals count that operation as done now: its end finds no entry. */
 static inline void gc_enter(char *history, gc_entry about, uint64_t sequence) {
     gc_entry *entry = gc_entry_of(history, sequence);
     if (entry == NULL) return;
+    bool reused = sequence > HISTORY_ENTRIES && entry->sequence == sequence - HISTORY_ENTRIES;
+    if (reused && entry->end == 0) {
+        entry->outcome = OUTCOME_DONE;
+        entry->end = about.end ? about.end : about.begin;
+        gc_count(history, entry);
+    }
     about.sequence = sequence;
     about.outcome = about.end ? OUTCOME_DONE : 0;
     *entry = about;

@@ -3,6 +3,7 @@
 They are on the board, so other members and outside observers can read them, even after the member
 has been killed. `shm_broadcast.layout` has their layout; `Board.record_begin`, `Board.record_end`
 and the C extensions write them. A history overwrites its oldest entries; totals include all.
+An operation whose entry is overwritten before its end counts as done at that moment.
 """
 
 from __future__ import annotations

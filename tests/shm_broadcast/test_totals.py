@@ -84,6 +84,26 @@ def test_calls_of_methods_take_no_room(memory: Memory) -> None:
     assert [each.group for each in memory.totals()] == ["tp"]
 
 
+def test_an_operation_that_outlasts_the_whole_history_is_counted(memory: Memory) -> None:
+    barrier = layout.DID_NAMES.index("barrier")
+    number = memory.words.stamp(SLOT, 2, "x", HISTORY, "tp", ALL_REDUCE, 8, 0, 0, 0)
+    for _ in range(layout.HISTORY_ENTRIES):
+        memory.did("tp", barrier, 0)
+    memory.words.leave(HISTORY, number, layout.OUTCOME_DONE, 0, 0)
+    reduced, waited = sorted(memory.totals(), key=lambda each: each.verb)
+    assert (reduced.verb, reduced.ended, reduced.failed, reduced.size) == ("all_reduce", 1, 0, 8)
+    assert (waited.verb, waited.ended, waited.failed) == ("barrier", layout.HISTORY_ENTRIES, 0)
+    assert 0 < reduced.seconds < 60
+
+
+def test_operations_of_an_earlier_process_are_not_counted(memory: Memory) -> None:
+    memory.words.stamp(SLOT, 2, "x", HISTORY, "tp", ALL_REDUCE, 8, 0, 0, 0)
+    memory.words.store64(SLOT + layout.MEMBER_SEQUENCE, 0)  # as when a process takes the slot
+    memory.did("tp")
+    (total,) = memory.totals()
+    assert total.ended == 1
+
+
 def test_further_groups_share_a_place(memory: Memory) -> None:
     names = [f"a group, number {number}" for number in range(40)]
     for name in names * 2:
