@@ -145,7 +145,7 @@ def _member_heartbeat(
 class _Host:
     name: str
     members: tuple[int, ...]
-    heard_at: float
+    received_at: float
     number: int = -1
     heartbeats: dict[int, MemberHeartbeat] = field(default_factory=dict)
     suspected_at: float = -1e9
@@ -202,7 +202,7 @@ class RemoteBoards:
             if heartbeat is None:
                 continue
             if heartbeat.number > host.number:
-                host.number, host.heard_at = heartbeat.number, now
+                host.number, host.received_at = heartbeat.number, now
                 host.heartbeats = {each.member: each for each in heartbeat.members}
             if heartbeat.failure is not None:
                 failures.append(heartbeat.failure)
@@ -236,7 +236,7 @@ class RemoteBoards:
             "lost" if heartbeat.state != "closed" and self._has_died(member) else heartbeat.state,
             heartbeat.operation,
             heartbeat.sequence,
-            None if heartbeat.age is None else heartbeat.age + self._clock() - host.heard_at,
+            None if heartbeat.age is None else heartbeat.age + self._clock() - host.received_at,
             host.name,
             silence if heartbeat.state in ("idle", "busy") and silence > _NORMAL_SILENCE else 0.0,
             heartbeat.collective,
@@ -262,7 +262,7 @@ class RemoteBoards:
             return True
         suspected = self._answered_at < host.suspected_at + _SUSPECTED_FOR
         limit = SUSPECT_SECONDS if suspected else SILENCE_SECONDS
-        if self._answered_at - host.heard_at > limit:
+        if self._answered_at - host.received_at > limit:
             self._log_lost(host)
             return True
         return member == self._keeper and self._store_is_silent()
@@ -293,16 +293,15 @@ class RemoteBoards:
     def problems(self) -> str:
         """Return a text for errors if hosts or the store are silent; else ``""``."""
         if self._ended:
-            return f"other hosts are not heard any more: {self._ended}"
+            return f"no heartbeats of other hosts arrive any more: {self._ended}"
         if self._unanswered() > _NORMAL_SILENCE:
             return (
-                f"other hosts are not heard: the store at {self._store}{self._kept()} has not "
-                f"answered for {self._unanswered():.1f} s"
+                f"no heartbeats of other hosts arrive: the store at {self._store}{self._kept()} "
+                f"has not answered for {self._unanswered():.1f} s"
             )
         silent = [each for each in self._hosts if self._is_silent(each)]
         return "; ".join(
-            f"{each.name} ({self._called(each.members)}) not heard of for "
-            f"{self._silence(each):.1f} s"
+            f"{each.name} ({self._called(each.members)}) silent for {self._silence(each):.1f} s"
             for each in silent
         )
 
@@ -326,7 +325,7 @@ class RemoteBoards:
         if not host.logged:
             host.logged = True
             _log.info(
-                "host %s (%s) is lost: not heard of for %.1f s",
+                "host %s (%s) is lost: silent for %.1f s",
                 host.name,
                 self._called(host.members),
                 self._silence(host),
@@ -334,7 +333,7 @@ class RemoteBoards:
             )
 
     def _silence(self, host: _Host) -> float:
-        return max(self._clock() - host.heard_at, 0.0)
+        return max(self._clock() - host.received_at, 0.0)
 
     def _is_silent(self, host: _Host) -> bool:
         states = {each.state for each in host.heartbeats.values()}

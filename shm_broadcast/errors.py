@@ -83,7 +83,7 @@ class MemberStatus:
     def who(self) -> str:
         """Return rank, pid and host, for messages."""
         host = f" on {self.host}" if self.host else ""
-        silence = f", not heard of for {self.silence:.1f} s" if self.silence else ""
+        silence = f", silent for {self.silence:.1f} s" if self.silence else ""
         return f"{name_of(self.rank)} (pid {self.pid}{host}{silence})"
 
     @property

@@ -90,7 +90,7 @@ class Dispatcher:
         self._spin = AdaptiveSpin(_LOOK_SECONDS)
         self._sending = Turn()
         self._listening = Turn()
-        # Not empty when calls are under way and nobody may be listening: wakes the collector. An
+        # Not empty when calls are under way and no thread may be receiving: wakes the collector. An
         # Event's lock would stay taken if a signal handler raised in `set`.
         self._needs_collector: SimpleQueue[None] = SimpleQueue()
         self.threads = [

@@ -1,7 +1,7 @@
-"""Runs on every host of a pool except the head: starts the workers there, and watches them.
+"""Start and watch the workers on a host of a pool that is not the head.
 
-The main thread owns the workers, and does what the head says. The link's thread talks to the head
-even while workers are being started, which takes seconds.
+The main thread owns the workers, and executes the head's messages. The link's thread communicates
+with the head even during a start of workers, which takes seconds.
 """
 
 from __future__ import annotations
@@ -59,39 +59,39 @@ from .link import (
 if TYPE_CHECKING:
     from .place import Hosts
 
-_LOOK_SECONDS = 0.05
-"""How often to look whether the board was aborted."""
+_POLL_SECONDS = 0.05
+"""The interval of checks for the board's abort."""
 _LINE_SECONDS = 10.0
-"""How often a line says that the head is not there."""
-_ASK_SECONDS = 1.0
-"""How often to look why."""
+"""The interval of log lines while the head does not answer."""
+_PROBLEM_SECONDS = 1.0
+"""The interval of checks for the reason."""
 _log = logging.getLogger(__name__)
 
 
 class _HeadLost(NamedTuple):
-    """The last message in the inbox: why nothing more will come."""
+    """The last message in the inbox: the reason for the end of the link."""
 
     why: str
 
 
 def serve_host(hosts: Hosts, timeout: float | None = 300.0) -> None:
-    """Run this host's part of a pool whose driver is on another host, until the pool is shut down.
+    """Run this host's part of a pool until the pool is shut down.
 
-    The head says which workers to start; they need to find the worker's class here, too. Workers
-    end with this process, however it ends. Any thread may call; the main thread, if it is to hear
+    The head chooses the workers to start; the worker's class must be importable on this host.
+    Workers end with this process, however it ends. Any thread may call; the main thread, to handle
     signals.
 
     Args:
-        hosts: which host this is; not the head.
-        timeout: seconds to wait for the head, each time; ``None``: for ever.
+        hosts: the hosts, and this one's number; not the head.
+        timeout: seconds to wait for the head, each time; ``None``: no limit.
 
     Raises:
-        HostError: the head did not answer in time, refused this host, or was lost; of a pool that
-            is restarted, it was lost and has not come back in time.
+        HostError: the head did not answer in time, refused this host, or was lost. If the pool is
+            restarted: the head was lost, and did not answer again in time.
         ValueError: this is the head.
-        DescriptorLimitError: too few files may be open (``ulimit -n``).
+        DescriptorLimitError: the limit of open files is too low (``ulimit -n``).
         ProcessLimitError: no further thread can be started.
-        OSError: the head's name cannot be looked up, for a reason that does not pass.
+        OSError: the head's name cannot be resolved, for a permanent reason.
     """
     if hosts.is_head:
         raise ValueError("node 0 is the head: make a WorkerPool there")
@@ -116,41 +116,41 @@ class HostSupervisor(WorkerEvents):
         """Wait until the head has admitted this host.
 
         Args:
-            hosts: with the port at which the head listens.
-            visitor: as of `HostHello`.
-            deadline: for the head's answer.
+            hosts: with the head's port.
+            instance_id: as in `HostHello`.
+            deadline: limits the wait for the head's answer.
 
         Raises:
-            HostError: it did not answer in time, or refused.
-            OSError: its name cannot be looked up, for a reason that does not pass.
+            HostError: the head did not answer in time, or refused.
+            OSError: its name cannot be resolved, for a permanent reason.
         """
         self._node = hosts.node_rank
         self._inbox: deque[FromHead | _HeadLost] = deque()
-        self._spoken = threading.Event()
-        self._boarding = threading.Lock()
+        self._received = threading.Event()
+        self._board_lock = threading.Lock()
         self._board: Board | None = None
         self._generation = 0
-        self._told_abort = False
+        self._abort_reported = False
         self._workers: dict[int, LocalWorker] = {}
         self._since: dict[int, int] = {}
         self._supervisor = Supervisor()
-        self._meeting = RendezvousServer()
+        self._rendezvous = RendezvousServer()
         self._memory = ExitStack()
         with ExitStack() as undo:
             undo.callback(self._supervisor.close)
-            undo.callback(self._meeting.close)
+            undo.callback(self._rendezvous.close)
             self._pool = self._join(hosts, instance_id, deadline, undo)
             self._closing = undo.pop_all()
 
     def run(self) -> bool:
-        """Do what the head says; False when the pool was shut down, True to come again.
+        """Execute the head's messages; False after the pool's shutdown, True to reconnect.
 
         Raises:
-            HostError: the head is lost, and has not said that this host is to come again.
+            HostError: the head is lost, and the pool is not restarted.
         """
         while True:
-            self._supervisor.step(self, _LOOK_SECONDS if self._workers else 1.0)
-            self._tell_abort()
+            self._supervisor.step(self, _POLL_SECONDS if self._workers else 1.0)
+            self._report_abort()
             while self._inbox:
                 match self._inbox.popleft():
                     case HostShutdown():
@@ -161,50 +161,50 @@ class HostSupervisor(WorkerEvents):
                             return True
                         raise HostError(self._node, why)
                     case message:
-                        self._obey(message)
+                        self._execute(message)
 
     def __enter__(self) -> HostSupervisor:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the workers here, and leave."""
+        """End the workers here, and close the link."""
         end(list(self._workers.values()), 0.0, self._pool.config.kill_seconds)
         for worker in self._workers.values():
             worker.close()
         self._leave_board()
         self._closing.close()
 
-    # --- what the link brings, in its thread -----------------------------------------------
+    # --- messages of the link, in its thread -----------------------------------------------
 
     def hear(self, message: FromHead) -> None:
-        """Take in a message of the head."""
+        """Handle a message of the head."""
         match message:
             case HeartbeatMessage():
-                self._take_beat(message)
+                self._handle_heartbeat(message)
             case MarkCall():
                 self._mark(message)
             case _:
                 self._put(message)
 
     def lose(self, why: str) -> None:
-        """Take in that the head is gone, behind what it said before."""
+        """Handle the loss of the head, after its earlier messages."""
         self._put(_HeadLost(why))
 
-    def _put(self, news: FromHead | _HeadLost) -> None:
-        self._inbox.append(news)
-        self._spoken.set()
+    def _put(self, message: FromHead | _HeadLost) -> None:
+        self._inbox.append(message)
+        self._received.set()
         self._supervisor.wake()
 
     def heartbeat_message(self) -> HeartbeatMessage:
-        """What this host's board says."""
-        with self._boarding:
+        """Return the state of this host's board."""
+        with self._board_lock:
             if self._board is None:
                 return HeartbeatMessage(0, b"")
             heartbeat = encode_heartbeat(self._board, self._pool.ranks, time.monotonic_ns())
             return HeartbeatMessage(self._generation, heartbeat)
 
-    def _take_beat(self, heartbeat_message: HeartbeatMessage) -> None:
-        with self._boarding:
+    def _handle_heartbeat(self, heartbeat_message: HeartbeatMessage) -> None:
+        with self._board_lock:
             board = self._board
             if (
                 board is None
@@ -215,19 +215,19 @@ class HostSupervisor(WorkerEvents):
             heartbeat = decode_heartbeat(heartbeat_message.heartbeat)
             failure = None if heartbeat is None else heartbeat.failure
             if failure is not None:
-                self._told_abort = True
+                self._abort_reported = True
                 board.report(failure.member, failure.kind, failure.message, failure.culprit)
 
-    def _mark(self, told: MarkCall) -> None:
-        with self._boarding:
-            if self._board is not None and told.generation == self._generation:
-                self._cancelled.mark(told.number)
+    def _mark(self, message: MarkCall) -> None:
+        with self._board_lock:
+            if self._board is not None and message.generation == self._generation:
+                self._cancelled.mark(message.number)
 
-    # --- what the workers do, in the main thread -------------------------------------------
+    # --- events of the workers, in the main thread -----------------------------------------
 
     def on_message(self, rank: int, message: FromWorker) -> None:
-        """Pass a worker's message on; called by the supervisor."""
-        self._tell_abort()  # first: it says how to understand a failure
+        """Forward a worker's message; called by the supervisor."""
+        self._report_abort()  # first: the head interprets a failure by it
         if isinstance(message, Ready):
             self._starting.discard(rank)
             self._show(sorted(self._starting))
@@ -235,9 +235,9 @@ class HostSupervisor(WorkerEvents):
         self._link.heartbeat_now()
 
     def on_death(self, rank: int, how: str, stack: str) -> None:
-        """Tell that a worker has ended; called by the supervisor."""
-        self._tell_abort()
-        self._link.post(self.heartbeat_message())  # the head compares what the worker did last
+        """Report that a worker has ended; called by the supervisor."""
+        self._report_abort()
+        self._link.post(self.heartbeat_message())  # the head compares the last operations
         self._link.post(WorkerEnded(rank, self._since[rank], how, stack))
         self._forget(self._workers[rank])
 
@@ -246,23 +246,23 @@ class HostSupervisor(WorkerEvents):
         self._supervisor.forget(worker)
         worker.close()
 
-    def _tell_abort(self) -> None:
-        if self._board is not None and not self._told_abort and self._board.aborted is not None:
-            self._told_abort = True
+    def _report_abort(self) -> None:
+        if self._board is not None and not self._abort_reported and self._board.aborted is not None:
+            self._abort_reported = True
             self._link.post(self.heartbeat_message())
 
-    # --- what the head says, in the main thread --------------------------------------------
+    # --- messages of the head, in the main thread ------------------------------------------
 
-    def _obey(self, message: FromHead) -> None:
+    def _execute(self, message: FromHead) -> None:
         match message:
             case BeginGeneration():
                 self._assemble(message)
-            case ToWorker(rank, told) if rank in self._workers:
-                if isinstance(told, Start):
-                    self._start(rank, told)
+            case ToWorker(rank, content) if rank in self._workers:
+                if isinstance(content, Start):
+                    self._start(rank, content)
                 else:
-                    with suppress(ChannelClosedError):  # its death is told by itself
-                        self._workers[rank].channel.send(told)
+                    with suppress(ChannelClosedError):  # `on_death` reports the worker's end
+                        self._workers[rank].channel.send(content)
             case SignalWorker(rank, number) if rank in self._workers:
                 if number == STACK_SIGNAL:
                     self._show_stack(rank)
@@ -271,50 +271,51 @@ class HostSupervisor(WorkerEvents):
             case QueryState(number):
                 run_in_thread(lambda: self._query_state(number), "pool-look")
 
-    def _assemble(self, told: BeginGeneration) -> None:
-        self._end(told.missing)
+    def _assemble(self, message: BeginGeneration) -> None:
+        self._end(message.missing)
         self._leave_board()
-        self._since.update(dict.fromkeys(told.missing, told.generation))
+        self._since.update(dict.fromkeys(message.missing, message.generation))
         try:
-            with translated_limit_errors(len(told.missing), None):
-                self._make_board(told)
-                started = self._launch(told)
+            with translated_limit_errors(len(message.missing), None):
+                self._make_board(message)
+                started = self._launch(message)
         except (OSError, ValueError, SharedMemoryError, WorkerStartError) as error:
-            self._give_up(told.missing or self._pool.ranks, f"not started: {error}")
+            self._give_up(message.missing or self._pool.ranks, f"not started: {error}")
             return
         for worker in started:
             self._workers[worker.rank] = worker
             self._supervisor.watch(worker)
 
-    def _make_board(self, told: BeginGeneration) -> None:
+    def _make_board(self, message: BeginGeneration) -> None:
         with ExitStack() as undo:
             pool = self._pool
             board = undo.enter_context(
-                create_pool_board(pool.n_workers, told.generation, pool.config.name)
+                create_pool_board(pool.n_workers, message.generation, pool.config.name)
             )
-            self._cancelled = undo.enter_context(CancellationFlags.create(told.in_flight))
+            self._cancelled = undo.enter_context(CancellationFlags.create(message.in_flight))
             self._show = undo.enter_context(board.published_wait("the start of the pool"))
             self._starting = {*self._pool.ranks}
             self._show(self._pool.ranks)
-            with self._boarding:
-                self._board, self._generation, self._told_abort = board, told.generation, False
+            with self._board_lock:
+                self._board, self._generation = board, message.generation
+                self._abort_reported = False
             self._memory = undo.pop_all()
 
-    def _launch(self, told: BeginGeneration) -> list[LocalWorker]:
+    def _launch(self, message: BeginGeneration) -> list[LocalWorker]:
         config, ranks = self._pool.config, self._pool.ranks
         threads = config.threads or worker_threads(len(ranks), self._bound)
         preload = config.preload if config.fork else None
-        with self._meeting.open_round(told.missing) as seats:
-            return launch(seats, threads, Deadline.after(told.seconds), preload=preload)
+        with self._rendezvous.open_round(message.missing) as sockets:
+            return launch(sockets, threads, Deadline.after(message.seconds), preload=preload)
 
     def _give_up(self, ranks: Iterable[int], why: str) -> None:
-        """End workers that cannot take part in a generation, and tell why of all of them."""
+        """End workers that cannot join a generation, and report the reason for each."""
         self._end(ranks)
         for rank in ranks:
             self._link.post(WorkerEnded(rank, self._since[rank], why, ""))
 
     def _end(self, ranks: Iterable[int]) -> None:
-        """End those of these workers that run; the head is not told."""
+        """End the running workers among ``ranks`` without a report to the head."""
         replaced = [self._workers[rank] for rank in ranks if rank in self._workers]
         end(replaced, 0.0, 0.0)
         for worker in replaced:
@@ -322,7 +323,7 @@ class HostSupervisor(WorkerEvents):
 
     @cached_property
     def _bound(self) -> Bound:
-        """The cores of each worker here, the same for those that replace others."""
+        """The cores of each worker here, unchanged when workers are replaced."""
         return bound_here(self._pool.config.bind, len(self._pool.ranks))
 
     def _start(self, rank: int, start: Start) -> None:
@@ -332,9 +333,9 @@ class HostSupervisor(WorkerEvents):
             start.handles, board=self._board.handle(), cancelled=self._cancelled.handle()
         )
         cores = self._bound[self._pool.ranks.index(rank)] if self._bound else ()
-        whole = structs.replace(start, handles=handles, address=self._address, cores=cores)
+        completed = structs.replace(start, handles=handles, address=self._address, cores=cores)
         try:
-            self._workers[rank].start(whole, Deadline.after(start.timeout))
+            self._workers[rank].start(completed, Deadline.after(start.timeout))
         except GroupTimeoutError as error:
             self._give_up((rank,), f"it received nothing: {error}")
 
@@ -343,14 +344,14 @@ class HostSupervisor(WorkerEvents):
         seconds = self._pool.config.stack_seconds
 
         def show() -> None:
-            found = worker_stacks({rank: worker}, seconds)
-            self._link.post(WorkerStack(rank, since, found.get(rank, "")))
+            stacks = worker_stacks({rank: worker}, seconds)
+            self._link.post(WorkerStack(rank, since, stacks.get(rank, "")))
 
         if worker.connected:
             run_in_thread(show, "pool-stack")
 
     def _query_state(self, number: int) -> None:
-        with self._boarding:
+        with self._board_lock:
             key = "" if self._board is None else self._board.handle().segment.nonce.hex()
         try:
             boards = tuple(board for each in own_programs() for board in each.boards)
@@ -359,7 +360,7 @@ class HostSupervisor(WorkerEvents):
         self._link.post(HostState(number, key, boards))
 
     def _leave_board(self) -> None:
-        with self._boarding:
+        with self._board_lock:
             self._board = None
         self._memory.close()
 
@@ -367,10 +368,10 @@ class HostSupervisor(WorkerEvents):
         self, hosts: Hosts, instance_id: str, deadline: Deadline, undo: ExitStack
     ) -> HostAdmitted:
         """Make the link, and wait until the head admits this host."""
-        began = said = time.monotonic()
+        began = logged = time.monotonic()
         port = hosts.master_port
         _log.info(
-            "node %d of %d, as %s say; the head is %s, port %d",
+            "node %d of %d, from %s; the head is %s, port %d",
             *(hosts.node_rank, hosts.nnodes, hosts.told_by, hosts.master_addr, port),
         )
         head = str(address_of_head(self._node, hosts.master_addr, deadline))
@@ -383,14 +384,14 @@ class HostSupervisor(WorkerEvents):
         self._link = HostLink(hosts, head, port, hello, self)
         undo.callback(self._link.close)
         self._link.begin()
-        while not self._spoken.wait(deadline.remaining(_ASK_SECONDS)):
-            trouble = self._link.problem()
+        while not self._received.wait(deadline.remaining(_PROBLEM_SECONDS)):
+            problem = self._link.problem()
             if deadline.expired:
-                reason = f"the head has not answered in {deadline.timeout:g} s: {trouble}"
+                reason = f"the head has not answered in {deadline.timeout:g} s: {problem}"
                 raise HostError(self._node, reason)
-            if (now := time.monotonic()) - said >= _LINE_SECONDS:
-                said = now
-                _log.warning("waiting for the head, for %.0f s now: %s", now - began, trouble)
+            if (now := time.monotonic()) - logged >= _LINE_SECONDS:
+                logged = now
+                _log.warning("waiting for the head, for %.0f s now: %s", now - began, problem)
         answer = self._inbox.popleft()
         if isinstance(answer, _HeadLost):
             raise HostError(self._node, answer.why)

@@ -1,13 +1,13 @@
-"""Connect the head of a pool and its other hosts: messages, one socket, and both ends.
+"""The links between a pool's head and its other hosts: messages, one socket, and both ends.
 
-host -> head    HostHello; then Pulse, OfWorker, WorkerEnded, WorkerStack, HostSees; HostGaveUp at
-                the end, if the head was silent
-head -> host    HostAdmitted or HostRefused; then Pulse, BeginGeneration, ToWorker, SignalWorker,
-                MarkCall, LookAround; HostDismissed at the end
+host -> head    HostHello; then HeartbeatMessage, OfWorker, WorkerEnded, WorkerStack, HostState;
+                HostGaveUp at the end, if the head was silent
+head -> host    HostAdmitted or HostRefused; then HeartbeatMessage, BeginGeneration, ToWorker,
+                SignalWorker, MarkCall, QueryState; HostShutdown at the end
 
-Both sides send a pulse in short intervals and say that they leave, so a silence means that a host
-is gone, or cannot be reached. Encrypted; each end proves that it knows the launcher's secret before
-anything else is exchanged (`shm_broadcast.net.keys`).
+Both ends send heartbeats in short intervals and announce a close, so a silence means that a host is
+lost or unreachable. Links are encrypted; each end proves possession of the launcher's secret before
+any other exchange (`shm_broadcast.net.keys`).
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ _PACKAGES = ("torch", "msgspec", "pyzmq")
 
 
 def facts_here(given: Mapping[str, str]) -> dict[str, str]:
-    """This host's facts, by name: versions, and what it was ``given``.
+    """Return this host's facts, by name: versions, and those ``given``.
 
-    torch's build for CPU or CUDA is not part of its version here: that may differ.
+    Without torch's build for CPU or CUDA: that may differ.
     """
     versions = {name: version(name).partition("+")[0] for name in _PACKAGES}
     python = ".".join(map(str, sys.version_info[:2]))
@@ -78,7 +78,7 @@ def facts_here(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def differing_fact(here: Mapping[str, str], there: Mapping[str, str]) -> str:
-    """The first fact that both sides state and that differs, as text; ``""`` if there is none."""
+    """Return text on the first fact that both sides state differently, or ``""``."""
     for name, value in here.items():
         if name in there and there[name] != value:
             return f"{name} is {there[name]} there, and {value} on the head"
@@ -90,11 +90,11 @@ class HostHello(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         name: its host name.
-        address: its address on the way to the head.
-        pid: the process that speaks.
-        node: which host it says it is.
-        facts: what has to be the same on all hosts, by name.
-        visitor: random text, the same whenever this process comes again.
+        address: its address on the route to the head.
+        pid: the sending process.
+        node: its node number.
+        facts: values that must be equal on all hosts, by name.
+        instance_id: random; stable across reconnects of one process.
     """
 
     name: str
@@ -106,7 +106,7 @@ class HostHello(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def who(self) -> str:
-        """The host's name and address, for messages."""
+        """Return the host's name and address, for messages."""
         return f"host {self.name} ({self.address})"
 
 
@@ -115,9 +115,9 @@ class HostAdmitted(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         n_workers: the pool's workers on all hosts.
-        ranks: those that this host runs.
+        ranks: the host's workers.
         config: the pool's settings.
-        stays: whether the host is to come again when the link has broken.
+        stays: whether the host reconnects when the link has broken.
     """
 
     n_workers: int
@@ -137,13 +137,13 @@ class HostShutdown(msgspec.Struct, frozen=True, tag=True):
 
 
 class BeginGeneration(msgspec.Struct, frozen=True, tag=True):
-    """Begin a generation: make its board, and start the missing workers.
+    """Start a generation: make its board, and start the missing workers.
 
     Attributes:
         generation: its number.
         missing: the ranks to start.
-        in_flight: how many calls may be under way at once.
-        seconds: how long the start may take; ``None``: for ever.
+        in_flight: most calls in flight.
+        seconds: time for the start; ``None``: no limit.
     """
 
     generation: int
@@ -153,33 +153,33 @@ class BeginGeneration(msgspec.Struct, frozen=True, tag=True):
 
 
 class ToWorker(msgspec.Struct, frozen=True, tag=True):
-    """Pass a message on to a worker. In `Start.handles` the host fills its own memory in."""
+    """Forward a message to a worker. The host adds its own memory to `Start.handles`."""
 
     rank: int
     message: Start | Resume
 
 
 class SignalWorker(msgspec.Struct, frozen=True, tag=True):
-    """Send a worker a signal; `STACK_SIGNAL` asks for a `WorkerStack`."""
+    """Send a worker a signal; `STACK_SIGNAL` requests a `WorkerStack`."""
 
     rank: int
     number: int
 
 
 class MarkCall(msgspec.Struct, frozen=True, tag=True):
-    """Nobody waits for a call any more."""
+    """Set the cancellation flag of a call."""
 
     generation: int
     number: int
 
 
 class HeartbeatMessage(msgspec.Struct, frozen=True, tag=True):
-    """What the sender's board says; sent at once when it was aborted, and in short intervals.
+    """The state of the sender's board; sent at its abort, and in short intervals.
 
     Attributes:
-        generation: the board's; 0 before the first.
-        beat: an encoded `coordinator.remote_boards.HostHeartbeat`; empty before the first
-        generation.
+        generation: the board's generation; 0 before the first.
+        heartbeat: an encoded `coordinator.remote_boards.HostHeartbeat`; empty before the first
+            generation.
     """
 
     generation: int
@@ -190,8 +190,8 @@ class OfWorker(msgspec.Struct, frozen=True, tag=True):
     """A message of a worker.
 
     Attributes:
-        since: the generation in which the worker was started, here and below: what is said of one
-            that was replaced meanwhile is not about the one in its place.
+        since: the generation in which the worker was started, here and below: messages of a
+            replaced worker do not apply to its replacement.
     """
 
     rank: int
@@ -214,7 +214,7 @@ class WorkerEnded(msgspec.Struct, frozen=True, tag=True):
 
 
 class WorkerStack(msgspec.Struct, frozen=True, tag=True):
-    """The stack that was asked for."""
+    """The requested stack."""
 
     rank: int
     since: int
@@ -222,18 +222,18 @@ class WorkerStack(msgspec.Struct, frozen=True, tag=True):
 
 
 class QueryState(msgspec.Struct, frozen=True, tag=True):
-    """Asks a host for a `HostState` of the same number."""
+    """Request a host's `HostState` with the same number."""
 
     number: int
 
 
 class HostState(msgspec.Struct, frozen=True, tag=True):
-    """What a host sees of its processes.
+    """The state of a host's processes.
 
     Attributes:
-        number: the question's.
-        key: of the pool's board on that host.
-        boards: all boards of these processes; empty if they cannot be looked at.
+        number: the number of the `QueryState`.
+        key: the key of the pool's board on that host.
+        boards: all boards of these processes; empty if they cannot be read.
     """
 
     number: int
@@ -242,10 +242,9 @@ class HostState(msgspec.Struct, frozen=True, tag=True):
 
 
 class HostGaveUp(msgspec.Struct, frozen=True, tag=True):
-    """The host ends its workers, since it has not heard of the head; read by a head that goes on.
+    """The host ends its workers after ``seconds`` without a message of the head.
 
-    Attributes:
-        seconds: for how long.
+    A head that was suspended reads it later.
     """
 
     seconds: float
@@ -269,31 +268,31 @@ FromHead: TypeAlias = (
 LINK_NONCE: Final = b"the link between the hosts of a pool".ljust(HANDSHAKE_NONCE_BYTES, b".")[
     :HANDSHAKE_NONCE_BYTES
 ]
-"""Fixed, since nothing publishes a link's address: hosts know it from their launcher."""
+"""Fixed, since a link's address comes from the launcher, without a nonce."""
 
 ANY_HOST: Final = 1
-"""The rank of the key that all hosts but the head have: which node one is, it says in its hello."""
+"""The rank of the key of all hosts but the head; a host's hello has its node number."""
 
 HEARTBEAT_SECONDS: Final = 0.25
-"""How often each end tells the other what its board says."""
+"""The interval of heartbeats."""
 
 _FRAME_BYTES: Final = 1 << 28
-"""The longest message; a worker's arguments are in one."""
+"""The longest message, which must hold a worker's arguments."""
 
 _LOOK_SECONDS: Final = 0.1
 _log = logging.getLogger(__name__)
 
 
 def endpoint(address: str, port: int) -> str:
-    """Where a link leads, as zmq and people write it."""
+    """Return a link's endpoint in the form of ZeroMQ."""
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 class LinkEnd(RemoteEnd):
-    """One end; a subclass says what to do with messages. Call `begin`, and close it."""
+    """One end; a subclass handles the messages. Call `begin`, and close it."""
 
     def __init__(self, kind: int, key: CurveKey, silence: float, *, ipv6: bool) -> None:
-        # libzmq would close a silent link as if it had ended; here it says that it was silent.
+        # Longer than ours: libzmq reports a silent link as closed, this class as silent.
         super().__init__(kind, key, silence=4 * silence, frame_bytes=_FRAME_BYTES, ipv6=ipv6)
         self._silence = silence
         self._clock = PauseAwareClock(HEARTBEAT_SECONDS)
@@ -313,16 +312,16 @@ class LinkEnd(RemoteEnd):
         try:
             self._thread.start()
         except RuntimeError:
-            self._thread = None  # `close` waits for none
+            self._thread = None  # not for `close` to join
             raise
 
     def heartbeat_now(self) -> None:
-        """Send a pulse at once: the board has news. Any thread; does not wait."""
+        """Send a heartbeat at once: the board has changed. Any thread; does not wait."""
         self._heartbeat_at = 0.0
         self._wake.notify()
 
     def close(self) -> None:
-        """Send what was posted, say that this end leaves, and close. Idempotent."""
+        """Send all posted messages, announce the close, and close. Idempotent."""
         self._closing = True
         if self._thread is None:
             self._tear_down()
@@ -331,7 +330,7 @@ class LinkEnd(RemoteEnd):
             self._thread.join()
 
     def _post(self, message: Any) -> None:
-        """Send a message soon. Any thread; does not wait."""
+        """Queue a message. Any thread; does not wait."""
         self._outbox.append(message)
         self._wake.notify()
 
@@ -340,7 +339,7 @@ class LinkEnd(RemoteEnd):
             while not self._closing:
                 self._step()
             self._send_posted()
-        except Exception as error:  # noqa: BLE001 - or it would look like silence
+        except Exception as error:  # noqa: BLE001 - otherwise it would count as silence
             _log.exception("the link between the hosts has failed")
             self._fail(f"the link has failed: {type(error).__name__}: {error}")
         finally:
@@ -366,19 +365,19 @@ class LinkEnd(RemoteEnd):
 
     @abstractmethod
     def _send(self, posted: Any) -> None:
-        """Send what was posted."""
+        """Send a posted message."""
 
     @abstractmethod
     def _send_heartbeat(self) -> None:
-        """Tell the other side what the board here says."""
+        """Send the state of the board here."""
 
     @abstractmethod
     def _look_for_silence(self, now: float) -> None:
-        """Note who was not heard of for too long; ``now`` is of the `PauseAwareClock`."""
+        """Handle peers that were silent for too long; ``now`` is of the `PauseAwareClock`."""
 
     @abstractmethod
     def _fail(self, why: str) -> None:
-        """Note that the link has ended by a fault here."""
+        """Handle the end of the link by a local fault."""
 
     def _release(self) -> None:
         self._wake.close()
@@ -388,7 +387,7 @@ _FROM_HOST = msgspec.msgpack.Decoder(FromHost)
 
 
 class HeadLinkHandler(Protocol):
-    """Handles what comes over the links; called in their thread."""
+    """Handles the links' events; called in their thread."""
 
     def admit(self, hello: HostHello) -> HostAdmitted | HostRefused:
         """Decide whether a host may take part."""
@@ -400,14 +399,14 @@ class HeadLinkHandler(Protocol):
         """Handle the end of an admitted host, or of the link to it."""
 
     def heartbeat_message(self) -> HeartbeatMessage:
-        """What to tell the hosts of this host's board."""
+        """Return the state of this host's board."""
 
 
 @dataclass(slots=True)
 class _Peer:
     identity: bytes
     hello: HostHello
-    heard_at: float
+    received_at: float
 
     def __str__(self) -> str:
         return f"{self.hello.who}, pid {self.hello.pid}"
@@ -424,15 +423,10 @@ class HeadLink(LinkEnd):
     def __init__(
         self, hosts: Hosts, address: IPv4Address | IPv6Address, handler: HeadLinkHandler
     ) -> None:
-        """Listen.
-
-        Args:
-            hosts: which host this is: the head.
-            address: where it listens.
-            heeder: handles what comes.
+        """Listen at ``address``; ``handler`` handles the events.
 
         Raises:
-            OSError: the address is none of this host's, or its port is in use.
+            OSError: the address is not an address of this host, or its port is in use.
         """
         secret = hosts.secret or b""
         key = writer_key(secret, LINK_NONCE)
@@ -440,7 +434,7 @@ class HeadLink(LinkEnd):
         self._handler = handler
         self._peers: dict[int, _Peer] = {}
         self._pending: list[_Peer] = []
-        self._zmq.router_mandatory = 1  # sending over a link that has ended is an error
+        self._zmq.router_mandatory = 1  # a send over an ended link raises an error
         self._admission = AllowList(self._context, secret, LINK_NONCE, [ANY_HOST])
         try:
             self._admission.start()
@@ -452,7 +446,7 @@ class HeadLink(LinkEnd):
         self.port = int(bound.rpartition(":")[2])
 
     def post(self, node: int, message: FromHead) -> None:
-        """Send a host a message soon. Any thread; does not wait. Lost if the host is."""
+        """Queue a message to a host. Any thread; does not wait. Lost if the host is."""
         self._post((node, message))
 
     def _take_in(self) -> None:
@@ -463,55 +457,53 @@ class HeadLink(LinkEnd):
                 message = _FROM_HOST.decode(frame.buffer)
             except UNDECODABLE as error:
                 if node is not None:
-                    self._lose(node, f"has sent what is no message: {error}")
+                    self._lose(node, f"has sent an undecodable message: {error}")
                 continue
             if node is not None and isinstance(message, HostGaveUp):
-                silence = f"not heard of the head for {message.seconds:.1f} s"
-                self._lose(node, f"has ended its workers, having {silence}")
+                silence = f"nothing from the head for {message.seconds:.1f} s"
+                self._lose(node, f"has ended its workers, having received {silence}")
             elif node is not None:
-                self._peers[node].heard_at = self._clock.read()
+                self._peers[node].received_at = self._clock.read()
                 self._handler.on_message(node, message)
             elif isinstance(message, HostHello):
-                self._greet(_Peer(identity.bytes, message, self._clock.read()))
+                self._handle_hello(_Peer(identity.bytes, message, self._clock.read()))
         self._admit_pending()
 
     def _node_at(self, identity: bytes) -> int | None:
-        """The admitted host at the other end of a connection."""
+        """Return the admitted host at the other end of a connection."""
         return next((node for node, at in self._peers.items() if at.identity == identity), None)
 
-    def _greet(self, pending: _Peer) -> None:
+    def _handle_hello(self, pending: _Peer) -> None:
         node = pending.hello.node
         known = self._peers.get(node)
         if known is None:
             self._admit(pending)
-        elif (
-            known.hello.instance_id == pending.hello.instance_id
-        ):  # what its old link still brings is old
-            self._lose(node, "has closed the link, and come again")
+        elif known.hello.instance_id == pending.hello.instance_id:
+            # Its old link may still deliver messages, which must not count.
+            self._lose(node, "has closed the link, and connected again")
             self._admit(pending)
         else:
-            self._pending.append(pending)  # in the place of one that may have ended just now
+            self._pending.append(pending)  # the holder of the number may have ended
 
     def _admit(self, pending: _Peer) -> None:
         answer = self._handler.admit(pending.hello)
         if isinstance(answer, HostAdmitted):
-            pending.heard_at = self._clock.read()  # it was not to speak while it was to wait
+            pending.received_at = self._clock.read()  # a pending host sends nothing
             self._peers[pending.hello.node] = pending
         self._tell(pending.identity, answer)
 
     def _admit_pending(self) -> None:
-        """Admit those whose place is free by now; refuse those whose place has spoken since."""
-        comers, self._pending = self._pending, []
-        for pending in comers:
+        """Admit pending hosts whose number is free; refuse those whose holder is alive."""
+        waiting, self._pending = self._pending, []
+        for pending in waiting:
             node = pending.hello.node
             known = self._peers.get(node)
             if known is None:
-                if self._tell(
-                    pending.identity, self._handler.heartbeat_message()
-                ):  # it has not ended meanwhile
+                # The heartbeat fails if the pending host has ended.
+                if self._tell(pending.identity, self._handler.heartbeat_message()):
                     self._admit(pending)
-            elif known.heard_at > pending.heard_at:
-                reason = f"node {node} is here already: {known}"
+            elif known.received_at > pending.received_at:
+                reason = f"node {node} is connected already: {known}"
                 _log.warning("refused %s: %s", pending, reason)
                 self._tell(pending.identity, HostRefused(reason))
             else:
@@ -521,7 +513,7 @@ class HeadLink(LinkEnd):
         node, message = posted
         peer = self._peers.get(node)
         if peer is not None and not self._tell(peer.identity, message):
-            self._take_in()  # it may have said why
+            self._take_in()  # its last message may have the reason
             if self._peers.get(node) is peer:
                 self._lose(node, "has ended: the process that started its workers")
 
@@ -532,9 +524,9 @@ class HeadLink(LinkEnd):
 
     def _look_for_silence(self, now: float) -> None:
         for node, peer in tuple(self._peers.items()):
-            silence = now - peer.heard_at
+            silence = now - peer.received_at
             if silence > self._silence:
-                self._lose(node, f"has not been heard of for {silence:.1f} s")
+                self._lose(node, f"has sent nothing for {silence:.1f} s")
 
     def _lose(self, node: int, why: str) -> None:
         self._handler.on_lost(node, f"{self._peers.pop(node).hello.who} {why}")
@@ -548,7 +540,7 @@ class HeadLink(LinkEnd):
             self._lose(node, f"cannot be reached: {why}")
 
     def _send_closed(self) -> None:
-        """Nothing: hosts see that the link ends, and were dismissed before if that is in order."""
+        """Do nothing: hosts detect the end of the link."""
 
     def _release(self) -> None:
         self._admission.stop()
@@ -556,34 +548,34 @@ class HeadLink(LinkEnd):
 
 
 def _bind(link: zmq.Socket[bytes], hosts: Hosts, address: IPv4Address | IPv6Address) -> str:
-    """Listen at the head's address; returns the endpoint.
+    """Listen at the head's address; return the endpoint.
 
     Raises:
-        OSError: it is none of this host's, or the port is in use.
+        OSError: it is not an address of this host, or the port is in use.
     """
     try:
         return bind_socket(link, address, hosts.master_port)
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:
             raise
-        named = f"the head's address {hosts.master_addr!r}"
-        named += "" if str(address) == hosts.master_addr else f" ({address})"
+        text = f"the head's address {hosts.master_addr!r}"
+        text += "" if str(address) == hosts.master_addr else f" ({address})"
         own = ""
         with suppress(OSError):
             own = f", which has {own_address(str(address), 1)} on the way there"
         raise OSError(
             error.errno,
-            f"{named} is none of this host's{own}: is this node {hosts.node_rank}, the head?",
+            f"{text} is none of this host's{own}: is this node {hosts.node_rank}, the head?",
         ) from error
 
 
 _FROM_HEAD = msgspec.msgpack.Decoder(FromHead)
 _TRY_SECONDS = 0.2
-"""How long to try to connect, to learn why it fails."""
+"""Time of a test connection, whose error is the reason."""
 
 
 class HostLinkHandler(Protocol):
-    """Handles what comes over the link; called in its thread."""
+    """Handles the link's events; called in its thread."""
 
     def hear(self, message: FromHead) -> None:
         """Handle a message of the head."""
@@ -592,7 +584,7 @@ class HostLinkHandler(Protocol):
         """Handle the end of the link; called once."""
 
     def heartbeat_message(self) -> HeartbeatMessage:
-        """What to tell the head of this host's board."""
+        """Return the state of this host's board."""
 
 
 class HostLink(LinkEnd):
@@ -601,36 +593,28 @@ class HostLink(LinkEnd):
     def __init__(
         self, hosts: Hosts, address: str, port: int, hello: HostHello, handler: HostLinkHandler
     ) -> None:
-        """Begin to connect, and say hello when that has succeeded.
-
-        Args:
-            hosts: which host this is.
-            address: the head's IP address.
-            port: the head's port.
-            hello: the first message.
-            heeder: handles what comes.
-        """
+        """Start to connect to the head at ``address``; ``hello`` is the first message."""
         secret = hosts.secret or b""
         key = reader_key(secret, LINK_NONCE, ANY_HOST)
         super().__init__(zmq.DEALER, key, hosts.silence_seconds, ipv6=":" in address)
         self._head = address, port
         self._leads_here = hello.address == address or ipaddress.ip_address(address).is_loopback
         self._handler = handler
-        self._heard_at: float | None = None
+        self._received_at: float | None = None
         self._lost = False
         self._zmq.curve_serverkey = writer_key(secret, LINK_NONCE).public
-        where, denied = f"tcp://{endpoint(address, port)}", "it does not admit this host's key"
-        self._connection = Connection(self._context, self._zmq, where, denied)
+        url, denied = f"tcp://{endpoint(address, port)}", "it does not admit this host's key"
+        self._connection = Connection(self._context, self._zmq, url, denied)
         self._poller.register(self._connection.events, zmq.POLLIN)
         self._connection.begin()
         self.post(hello)
 
     def post(self, message: FromHost) -> None:
-        """Send a message soon. Any thread; does not wait. Lost if the link is."""
+        """Queue a message. Any thread; does not wait. Lost if the link is."""
         self._post(message)
 
     def problem(self) -> str:
-        """Why the head has not answered, as far as is known; `_TRY_SECONDS` to find out."""
+        """Return the reason why the head has not answered; takes `_TRY_SECONDS`."""
         known = self._connection.fault or self._connection.problem()
         if self._connection.reached:
             return known
@@ -645,11 +629,11 @@ class HostLink(LinkEnd):
     def _take_in(self) -> None:
         self._connection.poll()
         while (received := self._receive()) is not None:
-            self._heard_at = self._clock.read()
+            self._received_at = self._clock.read()
             try:
                 message = _FROM_HEAD.decode(received[0].buffer)
             except UNDECODABLE as error:
-                self._fail(f"the head has sent what is no message: {error}")
+                self._fail(f"the head has sent an undecodable message: {error}")
                 return
             self._handler.hear(message)
         if self._connection.fault:
@@ -658,18 +642,20 @@ class HostLink(LinkEnd):
             self._fail("the head has ended, or closed the link")
 
     def _send(self, posted: FromHost) -> None:
-        with suppress(zmq.Again):  # there is no link any more: its events say why
+        with suppress(zmq.Again):  # the link has ended: its events have the reason
             self._zmq.send(msgspec.msgpack.encode(posted), zmq.NOBLOCK)
 
     def _send_heartbeat(self) -> None:
-        if self._heard_at is not None:
+        if self._received_at is not None:
             self._send(self._handler.heartbeat_message())
 
     def _look_for_silence(self, now: float) -> None:
-        if self._heard_at is not None and now - self._heard_at > self._silence and not self._lost:
-            seconds = now - self._heard_at
+        if self._received_at is None or self._lost:
+            return
+        seconds = now - self._received_at
+        if seconds > self._silence:
             self._send(HostGaveUp(seconds))
-            self._fail(f"the head has not been heard of for {seconds:.1f} s")
+            self._fail(f"the head has sent nothing for {seconds:.1f} s")
 
     def _fail(self, why: str) -> None:
         if not self._lost:

@@ -1,6 +1,6 @@
-"""Which hosts a pool has, and which of them this one is: from arguments, or from the launcher.
+"""The hosts of a pool, and this host's number: from arguments, or from the launcher.
 
-Read in this order, and the first that is there counts:
+The first complete source counts, in this order:
 
     arguments               nnodes, node_rank, master_addr, master_port
     torchrun                WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR, MASTER_PORT
@@ -24,44 +24,43 @@ from coordinator.secret import ADVICE, SECRET_FILE, SecretError, launcher_secret
 from ..config import HEAD_PORT, HOST_SILENCE_SECONDS, LAUNCHERS
 
 _LONGEST_SILENCE = 7.0
-"""Seconds. The pool's queues give up after 7.5, its groups after 10, and do not say which host."""
+"""Seconds. Queues time out after 7.5 and groups after 10, with errors that name no host."""
 
 
 class HostProvisioner(Protocol):
-    """Starts the processes of the other hosts, if no launcher has."""
+    """Starts the processes of the other hosts, in place of a launcher."""
 
     def start(self, hosts: Hosts, address: str, port: int) -> None:
         """Start the process of one host, replacing an earlier one; does not wait.
 
         Args:
-            hosts: as that host is to see them.
-            address, port: where the head listens.
+            hosts: the arguments of that host.
+            address, port: the head's.
         """
 
     def problem(self, node: int) -> str:
-        """Why the process of a host has ended; ``""`` if it runs, as far as is known."""
+        """Return the reason why a host's process has ended; ``""`` if none is known."""
 
     def close(self) -> None:
-        """End the processes that are left."""
+        """End the processes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """The hosts of one pool, and which of them this one is.
+    """The hosts of one pool, and this host's number.
 
     Attributes:
-        nnodes: how many hosts there are.
+        nnodes: the number of hosts.
         node_rank: this host's number. 0 is the head: the pool's driver runs there.
         master_addr: the address or name at which this host reaches the head; on the head, one of
             its own addresses that the others can reach.
-        master_port: the head's port. 0: the head tells it to the others through torchrun's store.
-        secret: the launcher's secret, 16 bytes or more, the same on all hosts. ``None``: what is in
-            the file that ``GROUP_COORDINATOR_SECRET_FILE`` names.
-        silence_seconds: a host counts as lost when nothing was heard from it for this long, at
-            most 7 seconds.
-        facts: values by name that must be the same on all hosts that state them; versions are
+        master_port: the head's port. 0: the head publishes it in torchrun's store.
+        secret: the launcher's secret, 16 bytes or more, the same on all hosts. ``None``: the
+            content of the file ``GROUP_COORDINATOR_SECRET_FILE``.
+        silence_seconds: seconds without a message after which a host counts as lost, at most 7.
+        facts: values by name that must be equal on all hosts that state them; versions are
             always compared.
-        told_by: where these values come from, for messages.
+        told_by: the source of these values, for messages.
         head_works: whether the head runs workers, too.
         provisioner: starts the other hosts' processes; ``None``: a launcher has.
 
@@ -92,16 +91,16 @@ class Hosts:
         if not 0 <= self.master_port < 1 << 16:
             raise ValueError(f"master_port must be below 65536; got {self.master_port}")
         if not 0 < self.silence_seconds <= _LONGEST_SILENCE:
-            wanted = f"silence_seconds must be more than 0, and {_LONGEST_SILENCE:g} at most"
-            raise ValueError(f"{wanted}; got {self.silence_seconds!r}")
+            limits = f"silence_seconds must be more than 0, and {_LONGEST_SILENCE:g} at most"
+            raise ValueError(f"{limits}; got {self.silence_seconds!r}")
         secret = launcher_secret(self.secret)
         if secret is None:
-            needed = "a pool over hosts needs a secret that all of them have"
-            raise SecretError(f"{needed}: {ADVICE}, and set {SECRET_FILE}=FILE")
+            need = "a pool over hosts needs a secret that all of them have"
+            raise SecretError(f"{need}: {ADVICE}, and set {SECRET_FILE}=FILE")
         object.__setattr__(self, "secret", secret)
 
     def ranks_of(self, node: int, n_workers: int) -> range:
-        """The ranks of the workers on one host, of ``n_workers`` in all."""
+        """Return the ranks of the workers on one host, of ``n_workers`` in all."""
         idle = 0 if self.head_works else 1
         size = n_workers // (self.nnodes - idle)
         return range((node - idle) * size, (node - idle + 1) * size) if node >= idle else range(0)
@@ -116,11 +115,11 @@ class Hosts:
         *,
         environ: Mapping[str, str] = os.environ,
     ) -> Hosts:
-        """Take the arguments, or what torchrun, Slurm or LeaderWorkerSet say.
+        """Return the hosts of the arguments, or of torchrun, Slurm or LeaderWorkerSet.
 
         Raises:
-            ValueError: nobody says it, a part is missing, or the launcher runs several processes on
-                a host.
+            ValueError: no source, a part is missing, or the launcher runs several processes on a
+                host.
             SecretError: as for the class.
         """
         given = {"nnodes": nnodes, "node_rank": node_rank, "master_addr": master_addr}
@@ -132,19 +131,19 @@ class Hosts:
             raise ValueError(f"the hosts are not complete: {missing} is missing as well")
         for name, reader in _ENVIRONMENTS:
             if name in environ:
-                found = reader(environ)
-                return found if master_port is None else replace(found, master_port=master_port)
+                hosts = reader(environ)
+                return hosts if master_port is None else replace(hosts, master_port=master_port)
         raise ValueError(
-            "nobody says which hosts there are: give nnodes, node_rank and master_addr, or start "
+            "the pool's hosts are not given: give nnodes, node_rank and master_addr, or start "
             "one process on each host with torchrun, Slurm or a LeaderWorkerSet"
         )
 
     @classmethod
     def of_torchrun(cls) -> Hosts:
-        """What torchrun says.
+        """Return the hosts of torchrun's environment.
 
         Raises:
-            ValueError: it did not start this process, or runs several on a host.
+            ValueError: torchrun did not start this process, or runs several on a host.
             SecretError: as for the class.
         """
         if "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -153,23 +152,22 @@ class Hosts:
 
     @property
     def compared(self) -> dict[str, str]:
-        """What has to be the same on all hosts, by name, beside versions."""
+        """Return the values that must be equal on all hosts, by name, without versions."""
         return {"nnodes": str(self.nnodes), **self.facts}
 
     @property
     def is_head(self) -> bool:
-        """Whether this is the host where the pool's driver runs."""
+        """Return whether the pool's driver runs on this host."""
         return self.node_rank == 0
 
 
 def hosts_of(launcher: str, given: Hosts | None) -> Hosts | None:
-    """The hosts of the pool whose driver this process is; ``None``: this one alone.
+    """Return the hosts of the pool of this driver; ``None``: this host alone.
 
-    Args:
-        launcher, given: as for `pool.WorkerPool`.
+    ``launcher`` and ``given`` are as for `pool.WorkerPool`.
 
     Raises:
-        ValueError: there is no such launcher, it does not say who is who, or this is not the head.
+        ValueError: no such launcher, an incomplete environment, or this is not the head.
         SecretError: as for `Hosts`.
     """
     if launcher not in LAUNCHERS:
@@ -178,20 +176,20 @@ def hosts_of(launcher: str, given: Hosts | None) -> Hosts | None:
         if given is not None:
             raise ValueError("hosts are given, so launcher must be 'hosts'; got 'local'")
         return None
-    found = given or (Hosts.of_torchrun() if launcher == "torchrun" else Hosts.read())
-    if not found.is_head:
+    hosts = given or (Hosts.of_torchrun() if launcher == "torchrun" else Hosts.read())
+    if not hosts.is_head:
         raise ValueError(
-            f"the pool's driver is on node 0, and this is node {found.node_rank}: "
+            f"the pool's driver is on node 0, and this is node {hosts.node_rank}: "
             "call serve_host here"
         )
-    return found
+    return hosts
 
 
 def _by_torchrun(environ: Mapping[str, str]) -> Hosts:
-    here = number_in(environ, "LOCAL_WORLD_SIZE", "1")
-    if here != 1:
+    n_local = number_in(environ, "LOCAL_WORLD_SIZE", "1")
+    if n_local != 1:
         raise ValueError(
-            f"torchrun runs {here} processes on this host: start one with --nproc-per-node 1; "
+            f"torchrun runs {n_local} processes on this host: start one with --nproc-per-node 1; "
             "it starts the host's workers itself"
         )
     launch = Launch.from_environment(environ)
@@ -199,7 +197,7 @@ def _by_torchrun(environ: Mapping[str, str]) -> Hosts:
         nnodes=launch.world_size,
         node_rank=launch.rank,
         master_addr=launch.master_addr,
-        # Its own store has the port already, and tells the hosts the head's.
+        # torchrun's own store uses the port; the head publishes another one there.
         master_port=0 if launch.hosted else launch.master_port,
         secret=launch.secret,
         told_by="torchrun's environment (WORLD_SIZE, RANK, MASTER_ADDR)",
@@ -236,17 +234,17 @@ _ENVIRONMENTS: Final = (
     ("SLURM_PROCID", _by_slurm),
     ("LWS_GROUP_SIZE", _by_leader_worker_set),
 )
-"""The variable by which each launcher shows, and what reads its environment."""
+"""By launcher: the variable that indicates it, and the reader of its environment."""
 
 
 def first_of(nodes: str) -> str:
-    """The first host of a list in Slurm's form, such as ``"gpu[003-010,12],big1"``: ``"gpu003"``.
+    """Return the first host of Slurm's list, such as ``"gpu003"`` of ``"gpu[003-010,12],big1"``.
 
     Raises:
         ValueError: it begins with no name.
     """
-    found = re.match(r"([^\s,\[\]]*)(?:\[(\d+)[^\]]*\])?([^\s,\[\]]*)", nodes)
-    name = "".join(part or "" for part in found.groups()) if found else ""
+    match = re.match(r"([^\s,\[\]]*)(?:\[(\d+)[^\]]*\])?([^\s,\[\]]*)", nodes)
+    name = "".join(part or "" for part in match.groups()) if match else ""
     if not name:
         raise ValueError(f"SLURM_JOB_NODELIST must be a list of hosts; got {nodes!r}")
     return name

@@ -1,6 +1,6 @@
-"""Represent the other hosts of a pool, and the workers on them, in the driver.
+"""The other hosts of a pool, and their workers, as the driver's objects.
 
-The worker's host watches it and passes its messages on; here they arrive by the link's thread.
+A worker's host watches it and forwards its messages, which arrive here in the link's thread.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ if TYPE_CHECKING:
     from .place import Hosts
 
 
-_BURY_SECONDS = 4.0
-"""How long to wait for the word that a worker has ended which was killed."""
+_END_SECONDS = 4.0
+"""Longest wait for the report that a killed worker has ended."""
 
 
 class RemoteChannel:
@@ -74,21 +74,21 @@ class RemoteChannel:
         self._news = WakeFd()
 
     def fileno(self) -> int:
-        """A descriptor that is readable if something has come since `take` gave ``None`` last."""
+        """Return a descriptor that is readable after an arrival since the last empty `take`."""
         return self._news.fileno()
 
     def send(self, message: Start | Resume, deadline: Deadline = NEVER) -> None:  # noqa: ARG002
-        """Send a message soon; does not wait. Lost if the worker, or the link to it, is gone."""
+        """Queue a message; does not wait. Lost if the worker, or the link to it, is."""
         self._send(message)
 
     def take(self) -> FromWorker | None:
-        """The next message if one has arrived, else ``None``.
+        """Return the next message if one has arrived, else ``None``.
 
         Raises:
-            ChannelClosedError: there will be none.
+            ChannelClosedError: the worker has ended, and no message is left.
         """
         if not self._arrived and not self._ended:
-            self._news.clear()  # before the look: what comes after it is announced anew
+            self._news.clear()  # before the check: a later message notifies again
         if self._arrived:
             return self._arrived.popleft()
         if self._ended:
@@ -96,12 +96,12 @@ class RemoteChannel:
         return None
 
     def put(self, message: FromWorker) -> None:
-        """Let a message of the worker arrive; from the link's thread."""
+        """Append a message of the worker; from the link's thread."""
         self._arrived.append(message)
         self._news.notify()
 
     def end(self) -> None:
-        """No more messages will arrive."""
+        """Mark the last message."""
         self._ended = True
         self._news.notify()
 
@@ -114,7 +114,7 @@ class RemoteWorker:
     """One worker's process on another host; see `WorkerHandle`.
 
     Attributes:
-        pidfd: a descriptor that becomes readable when the worker has ended, or its host is lost.
+        pidfd: a descriptor that is readable when the worker has ended, or its host is lost.
 
     Args:
         rank: its global rank.
@@ -145,7 +145,7 @@ class RemoteWorker:
         """Wait until the process has ended or is lost; False after ``timeout`` seconds."""
         if timeout > 0:
             return self._over.wait(min(timeout, threading.TIMEOUT_MAX))
-        return self._over.is_set()  # takes no lock, which a signal handler could leave taken
+        return self._over.is_set()  # without a lock, which a signal handler could leave held
 
     def signal(self, number: int) -> None:
         """Send SIGTERM, SIGKILL or `STACK_SIGNAL` to the worker, unless it has ended."""
@@ -153,12 +153,12 @@ class RemoteWorker:
             self._post(SignalWorker(self.rank, number))
 
     def kill_if_detached(self) -> None:
-        """Nothing: its host does that."""
+        """Do nothing: its host does it."""
 
     def wait(self) -> str:
-        """Wait for a process that has ended, or was killed, and return how it ended."""
-        if not self.ended(_BURY_SECONDS):
-            return "its host does not say how"
+        """Wait for an ended or killed process; return its end, as ``"exit status 1"``."""
+        if not self.ended(_END_SECONDS):
+            return "its host did not report how"
         return self._how
 
     def close(self) -> None:
@@ -169,13 +169,13 @@ class RemoteWorker:
             self._gone.close()
 
     def show_stack(self, text: str) -> None:
-        """Let the worker's stack arrive; from the link's thread."""
+        """Store the worker's stack; from the link's thread."""
         with self._closing:
             if self.stack_file.fd >= 0:
                 os.write(self.stack_file.fd, text.encode())
 
     def end(self, how: str, stack: str = "") -> None:
-        """Note that the process has ended, or its host is lost; from the link's thread."""
+        """Record the end of the process, or the loss of its host; from the link's thread."""
         if self.ended():
             return
         self._how = how
@@ -187,26 +187,26 @@ class RemoteWorker:
 
 
 _LINE_SECONDS = 10.0
-"""How often a line says who is missing."""
+"""The interval of log lines on missing hosts."""
 _log = logging.getLogger(__name__)
 
 
 class RemoteHosts:
-    """All hosts of a pool but this one, the head. Any thread may use it; close it.
+    """All other hosts of a pool, on the head. Any thread may use it; close it.
 
     Attributes:
         address: this host's address, as the others reach it.
     """
 
     def __init__(self, hosts: Hosts, plan: PoolPlan, deadline: Deadline) -> None:
-        """Listen for them. If that fails, the summoner is closed.
+        """Listen for them. After an error, the provisioner is closed.
 
         Raises:
-            HostError: the head's name leads to no address in time.
-            OSError: the address is none of this host's, or its port is in use.
+            HostError: the head's name was not resolved in time.
+            OSError: the address is not an address of this host, or its port is in use.
             ValueError: it means all interfaces.
-            GroupTimeoutError: torchrun's store, which is to tell them the port, does not answer.
-            TransportError: that store has gone.
+            GroupTimeoutError: torchrun's store does not reply to the publication of the port.
+            TransportError: that store has closed.
         """
         self._plan = plan
         self._hosts = hosts
@@ -216,7 +216,7 @@ class RemoteHosts:
         self._present: dict[int, HostHello] = {}
         self._refusal: HostError | None = None
         self._workers: dict[int, RemoteWorker] = {}
-        self._questions = 0
+        self._n_queries = 0
         self._asked: set[int] = set()
         self._seen: list[HostSnapshot] = []
         self._generation = 0
@@ -230,9 +230,9 @@ class RemoteHosts:
             self._link = HeadLink(hosts, head, self)
             undo.callback(self._link.close)
             self.address = self._link.address
-            self._where = _told_where(hosts.master_addr, self.address, self._link.port)
-            told = "%d hosts, as %s say; this one is the head, and listens at %s"
-            _log.info(told, hosts.nnodes, hosts.told_by, self._where)
+            self._endpoint = _endpoint_text(hosts.master_addr, self.address, self._link.port)
+            text = "%d hosts, from %s; this one is the head, and listens at %s"
+            _log.info(text, hosts.nnodes, hosts.told_by, self._endpoint)
             self._link.begin()
             if hosts.provisioner is None:
                 publish_port(hosts, self._link.port, deadline)
@@ -244,30 +244,29 @@ class RemoteHosts:
         tick: Callable[[], float],
         show: Callable[[Iterable[int]], None],
     ) -> None:
-        """Wait until all hosts are there; a line every ten seconds says who is missing.
+        """Wait until all hosts are connected; log the missing ones every ten seconds.
 
         Args:
-            deadline: when to give up.
-            tick: called again and again; returns the seconds until its next call.
-            show: called with the ranks of the hosts that are not there.
+            deadline: limits the wait.
+            tick: called repeatedly; returns the seconds until its next call; may raise.
+            show: called with the ranks of the missing hosts.
 
         Raises:
-            HostError: one was refused, or has not come in time.
-            What ``tick`` raises.
+            HostError: one was refused, or did not connect in time.
         """
-        began = said = time.monotonic()
-        self._summon()
+        began = logged = time.monotonic()
+        self._provision()
         while absent := self._absent():
             if deadline.expired:
-                late = f"{_nodes(absent)} did not come in {deadline.timeout:g} s"
-                late += f"; the head listens at {self._where}"
+                late = f"{_nodes(absent)} did not connect in {deadline.timeout:g} s"
+                late += f"; the head listens at {self._endpoint}"
                 raise HostError(absent[0], late, absent=True)
             show([rank for node in absent for rank in self._plan.ranks_of(node)])
-            self._look_for_trouble(absent)
-            if (now := time.monotonic()) - said >= _LINE_SECONDS:
-                said = now
-                told = "waiting for %s, for %.0f s now; this host, the head, listens at %s"
-                _log.warning(told, _nodes(absent), now - began, self._where)
+            self._check_provisioner(absent)
+            if (now := time.monotonic()) - logged >= _LINE_SECONDS:
+                logged = now
+                text = "waiting for %s, for %.0f s now; this host, the head, listens at %s"
+                _log.warning(text, _nodes(absent), now - began, self._endpoint)
             pause = min(deadline.remaining(), tick(), 1.0)
             with self._changed:
                 if self._refusal is None and self._absent() == absent:
@@ -277,7 +276,7 @@ class RemoteHosts:
                     raise refusal
 
     def begin(self, generation: int, board: Board) -> None:
-        """Swap what ``board`` says with the other hosts' boards of its generation until `leave`."""
+        """Exchange the state of ``board`` with the other hosts' boards until `leave`."""
         with self._changed:
             names = self._names()
             named = {name: self._plan.ranks_of(node) for node, name in names.items()}
@@ -287,7 +286,7 @@ class RemoteHosts:
             board.set_remote_members(self._boards)
 
     def leave(self, generation: int) -> None:
-        """Swap no more: the board of ``generation`` is about to be closed. Idempotent."""
+        """End the exchange: the board of ``generation`` is about to be closed. Idempotent."""
         with self._changed:
             if self._generation == generation:
                 self._board = None
@@ -295,15 +294,15 @@ class RemoteHosts:
     def launch(
         self, missing: Iterable[int], generation: int, deadline: Deadline
     ) -> Iterator[RemoteWorker]:
-        """Have all hosts begin a generation, and start those workers of theirs that are missing.
+        """Have all hosts start a generation, and their missing workers.
 
         Yields:
             Each of these workers, to be closed by the caller.
         """
-        wanted = set(missing)
+        missing_ranks = set(missing)
         seconds = None if deadline.timeout is None else deadline.remaining()
         for node in self._nodes:
-            ranks = [rank for rank in self._plan.ranks_of(node) if rank in wanted]
+            ranks = [rank for rank in self._plan.ranks_of(node) if rank in missing_ranks]
             for rank in ranks:
                 worker = RemoteWorker(rank, generation, partial(self._link.post, node))
                 self._workers[rank] = worker
@@ -314,50 +313,50 @@ class RemoteHosts:
             with self._changed:
                 if node not in self._present:
                     for rank in ranks:
-                        self._workers[rank].end("its host is gone")
+                        self._workers[rank].end("its host is lost")
 
     def mark(self, generation: int, number: int) -> None:
-        """Tell the other hosts that nobody waits for a call any more."""
+        """Set the cancellation flag of a call on the other hosts."""
         for node in self._nodes:
             self._link.post(node, MarkCall(generation, number))
 
     def query_state(self) -> None:
-        """Ask all hosts what they see of their workers; `seen` has the answers."""
+        """Request the states of all hosts' processes; `seen` returns them."""
         with self._changed:
-            self._questions += 1
+            self._n_queries += 1
             self._seen = []
             self._asked = set() if self._board is None else {*self._present}
             for node in self._asked:
-                self._link.post(node, QueryState(self._questions))
+                self._link.post(node, QueryState(self._n_queries))
 
     def seen(self, deadline: Deadline) -> list[HostSnapshot]:
-        """What the hosts saw after the latest `query_state`: those that tell it in time."""
+        """Return the states after the latest `query_state` that arrive by the deadline."""
         with self._changed:
             self._changed.wait_for(lambda: not self._asked, deadline.remaining())
             return list(self._seen)
 
     def close(self) -> None:
-        """Dismiss the hosts, which end what is left of their workers. Idempotent."""
+        """Dismiss the hosts, which end their workers. Idempotent."""
         for node in self._nodes:
             self._link.post(node, HostShutdown())
         self._link.close()
         if self._hosts.provisioner is not None:
             self._hosts.provisioner.close()
 
-    # --- what the link tells, in its thread ------------------------------------------------
+    # --- events of the link, in its thread -------------------------------------------------
 
     def admit(self, hello: HostHello) -> HostAdmitted | HostRefused:
-        """Let a host take part, unless something is different there."""
-        node, differs = hello.node, differing_fact(self._facts, hello.facts)
-        if not differs and node not in self._nodes:
-            differs = f"there is no node {node} to come, of {self._hosts.nnodes}"
-        if differs:
-            self._refuse(node, f"{hello.who}, node {node}: {differs}")
-            return HostRefused(differs)
+        """Admit a host, unless its facts or number differ."""
+        node, reason = hello.node, differing_fact(self._facts, hello.facts)
+        if not reason and node not in self._nodes:
+            reason = f"node must be in 1..{self._hosts.nnodes - 1}; got {node}"
+        if reason:
+            self._refuse(node, f"{hello.who}, node {node}: {reason}")
+            return HostRefused(reason)
         with self._changed:
             self._present[node] = hello
             self._changed.notify_all()
-        _log.info("%s is here, as node %d", hello.who, node)
+        _log.info("%s is connected, as node %d", hello.who, node)
         plan = self._plan
         return HostAdmitted(
             n_workers=plan.n_workers,
@@ -369,32 +368,32 @@ class RemoteHosts:
     def _refuse(self, node: int, reason: str) -> None:
         _log.warning("refused %s", reason)
         with self._changed:
-            if self._absent():  # otherwise all are there, whom it does not disturb
+            if self._absent():  # otherwise the pool is complete, and goes on
                 self._refusal = HostError(node, reason)
                 self._changed.notify_all()
 
     def on_message(self, node: int, message: FromHost) -> None:
-        """Take in what a host says."""
+        """Handle a message of a host."""
         match message:
             case HeartbeatMessage(generation, heartbeat):
-                self._take_beat(node, generation, heartbeat)
-            case OfWorker(rank, since, told) if worker := self._worker(node, rank, since):
-                worker.channel.put(told)
+                self._handle_heartbeat(node, generation, heartbeat)
+            case OfWorker(rank, since, content) if worker := self._worker(node, rank, since):
+                worker.channel.put(content)
             case WorkerStack(rank, since, text) if worker := self._worker(node, rank, since):
                 worker.show_stack(text)
             case WorkerEnded(rank, since, how, stack) if worker := self._worker(node, rank, since):
                 worker.end(f"{how} on host {self._names()[node]}", stack)
             case HostState(number, key, boards):
-                self._take_sight(node, number, key, boards)
+                self._handle_state(node, number, key, boards)
 
     def _worker(self, node: int, rank: int, since: int) -> RemoteWorker | None:
-        """The worker that a host speaks of, unless it was replaced meanwhile."""
+        """Return the worker of a message, unless it was replaced."""
         worker = self._workers.get(rank)
-        speaks_of_it = worker is not None and worker.since == since
-        return worker if speaks_of_it and rank in self._plan.ranks_of(node) else None
+        is_current = worker is not None and worker.since == since
+        return worker if is_current and rank in self._plan.ranks_of(node) else None
 
     def on_lost(self, node: int, why: str) -> None:
-        """Take in that a host is gone: its workers are, too."""
+        """Handle the loss of a host and its workers."""
         _log.error("%s", why)
         with self._changed:
             self._present.pop(node, None)
@@ -405,16 +404,16 @@ class RemoteHosts:
                 self._workers[rank].end(why)
 
     def heartbeat_message(self) -> HeartbeatMessage:
-        """What this host's board says."""
+        """Return the state of this host's board."""
         with self._changed:
             if self._board is None:
                 return HeartbeatMessage(0, b"")
-            here = self._plan.ranks_of(0)
+            local = self._plan.ranks_of(0)
             return HeartbeatMessage(
-                self._generation, encode_heartbeat(self._board, here, time.monotonic_ns())
+                self._generation, encode_heartbeat(self._board, local, time.monotonic_ns())
             )
 
-    def _take_beat(self, node: int, generation: int, heartbeat: bytes) -> None:
+    def _handle_heartbeat(self, node: int, generation: int, heartbeat: bytes) -> None:
         with self._changed:
             board = self._board
             if board is None or generation != self._generation or node not in self._heartbeats:
@@ -422,43 +421,42 @@ class RemoteHosts:
             self._heartbeats[node] = heartbeat
             self._boards.pass_on(self._heartbeats.values(), board)
 
-    def _take_sight(
+    def _handle_state(
         self, node: int, number: int, key: str, boards: Iterable[BoardSnapshot]
     ) -> None:
         with self._changed:
-            if number != self._questions or node not in self._asked:
+            if number != self._n_queries or node not in self._asked:
                 return
-            beside = {each.key: each for each in boards}
-            there = beside.pop(key, None)
-            if self._board is not None and there is not None:
+            others = {each.key: each for each in boards}
+            pool_board = others.pop(key, None)
+            if self._board is not None and pool_board is not None:
                 shared, name = self._board.handle().segment.nonce.hex(), self._names()[node]
-                self._seen.append(HostSnapshot(name, shared, there, tuple(beside.values())))
+                self._seen.append(HostSnapshot(name, shared, pool_board, tuple(others.values())))
             self._asked.discard(node)
             self._changed.notify_all()
 
-    def _summon(self) -> None:
-        """Have the absent hosts' processes started, if that is not a launcher's task."""
-        summoner = self._hosts.provisioner
-        if summoner is None:
+    def _provision(self) -> None:
+        provisioner = self._hosts.provisioner
+        if provisioner is None:
             return
         for node in self._absent():
-            there = replace(self._hosts, node_rank=node, provisioner=None)
-            summoner.start(there, self.address, self._link.port)
+            arguments = replace(self._hosts, node_rank=node, provisioner=None)
+            provisioner.start(arguments, self.address, self._link.port)
 
-    def _look_for_trouble(self, absent: Iterable[int]) -> None:
-        summoner = self._hosts.provisioner
-        if summoner is None:
+    def _check_provisioner(self, absent: Iterable[int]) -> None:
+        provisioner = self._hosts.provisioner
+        if provisioner is None:
             return
         for node in absent:
-            trouble = summoner.problem(node)
-            if trouble:
-                raise HostError(node, f"node {node} did not come: {trouble}")
+            problem = provisioner.problem(node)
+            if problem:
+                raise HostError(node, f"node {node} did not connect: {problem}")
 
     def _absent(self) -> list[int]:
         return [node for node in self._nodes if node not in self._present]
 
     def _names(self) -> dict[int, str]:
-        """What each other host is called: its host name, if no other host has the same."""
+        """Return each other host's name, unique by its node number if necessary."""
         taken = [socket.gethostname(), *(hello.name for hello in self._present.values())]
         return {
             node: hello.name if taken.count(hello.name) == 1 else f"{hello.name} (node {node})"
@@ -470,10 +468,10 @@ def _nodes(nodes: Sequence[int]) -> str:
     return f"node{'s' if len(nodes) > 1 else ''} {', '.join(map(str, nodes))}"
 
 
-def _told_where(named: str, address: str, port: int) -> str:
-    """Where the head listens, and, if so, why nobody comes there."""
-    where = endpoint(address, port)
+def _endpoint_text(name: str, address: str, port: int) -> str:
+    """Return the head's endpoint, with a warning if it is a loopback address."""
+    text = endpoint(address, port)
     if not ipaddress.ip_address(address).is_loopback:
-        return where
-    leads = "" if named == address else f", to which {named!r} leads on this host"
-    return f"{where}, a loopback address{leads}: other hosts cannot reach it"
+        return text
+    leads = "" if name == address else f", to which {name!r} leads on this host"
+    return f"{text}, a loopback address{leads}: other hosts cannot reach it"

@@ -2,16 +2,16 @@
 
 Before any slow import it sets up:
 
-- The lifeline: a pipe that nobody writes to; only the driver holds the writing end. When the driver
-  ends, however it ends, the kernel closes that end and sends SIGKILL to this worker's process
-  group, whatever the worker is doing, even inside a C call that holds the GIL. In case a child of
-  the driver keeps the pipe open, a thread also watches the driver's process itself.
-- The keeper: the process forks. The child becomes the worker. The parent, the keeper, adopts every
-  descendant whose own parent ends (it is a "child subreaper"). When the worker or the driver has
-  ended, the keeper kills all descendants that are left, also those in sessions of their own, and
-  then ends with the worker's exit status or signal.
-- Stacks: on a signal the worker writes its Python stack into a file that the driver reads, even
-  while it is stuck; on a crash as well.
+- The lifeline: a pipe whose only writing end the driver holds, and never writes to. When the driver
+  ends, the kernel closes that end and sends SIGKILL to this worker's process group, even if the
+  worker is in a C call that holds the GIL. A thread also watches the driver's process, in case a
+  child of the driver keeps the pipe open.
+- The keeper: the process forks. The child becomes the worker. The parent, the keeper, is a child
+  subreaper: it adopts every descendant whose own parent ends. When the worker or the driver has
+  ended, the keeper kills all remaining descendants, also in other sessions, and then ends with the
+  worker's exit status or signal.
+- Stacks: on a signal, and on a crash, the worker writes its Python stack into a file for the
+  driver.
 - SIGINT from the terminal is ignored: the driver handles it.
 
 Then it receives the driver's ``sys.path`` and runs the worker's main function.

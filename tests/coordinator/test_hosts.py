@@ -77,7 +77,7 @@ def assert_documented(said: str) -> None:
     """
     documented = block_of("docs/hosts.md", "tp all_reduce: lost rank").replace("\n  ", " ")
     said = without_numbers(said)
-    heard = re.sub(r", not heard of for 0 s| \(host-b \(ranks 0, 0\).*", "", said)
+    heard = re.sub(r", silent for 0 s| \(host-b \(ranks 0, 0\).*", "", said)
     assert {said, heard} & {*without_numbers(documented).splitlines()}
 
 
@@ -432,10 +432,10 @@ def test_a_cut_cable_is_named_on_both_sides(how: str, secret: bytes | None, tmp_
     for rank, (seen, error, seconds) in enumerate(results):
         other, there = (2, "host-b") if rank < 2 else (0, "host-a")
         assert f"rank {other} (pid" in seen
-        assert f"on {there}, not heard of for" in seen
+        assert f"on {there}, silent for" in seen
         assert isinstance(error, PeerLostError), error
         assert error.rank == other
-        assert f"on {there}, not heard of for" in str(error)
+        assert f"on {there}, silent for" in str(error)
         assert 3.5 < seconds < 20
 
 
@@ -470,5 +470,5 @@ def host_is_stopped(rank: int, n: int, folder: str, hosts: Hosts) -> Any:
 def test_a_stopped_host_is_named_and_not_given_up_at_once(tmp_path: Path) -> None:
     with two_hosts("IPv4") as hosts:
         said, *_ = run_ranks(4, host_is_stopped, str(tmp_path), hosts)
-    assert "host-b (ranks 2, 3) not heard of for 2." in said
+    assert "host-b (ranks 2, 3) silent for 2." in said
     assert_documented(said)

@@ -110,7 +110,7 @@ def test_a_silent_host_is_named_first_and_given_up_later(elsewhere: RemoteMember
     status = elsewhere.boards.status(2)
     assert status is not None
     assert status.silence == pytest.approx(2.1)
-    assert elsewhere.boards.problems() == "host-b (ranks 2, 3) not heard of for 2.1 s"
+    assert elsewhere.boards.problems() == "host-b (ranks 2, 3) silent for 2.1 s"
     assert not elsewhere.boards.gone(2)
     elsewhere.now += SILENCE - 2
     elsewhere.turn("c")
@@ -127,7 +127,7 @@ def test_the_loss_of_a_host_is_logged_once(
     with caplog.at_level(logging.INFO, "coordinator"):
         assert all(elsewhere.boards.gone(member) for member in (2, 3, 2))
     (line,) = caplog.records
-    assert line.getMessage().startswith("host host-b (ranks 2, 3) is lost: not heard of for 10.1 s")
+    assert line.getMessage().startswith("host host-b (ranks 2, 3) is lost: silent for 10.1 s")
     assert line.__dict__["host"] == "host-b"
 
 
@@ -203,8 +203,8 @@ def test_a_store_that_does_not_answer_is_named_and_its_keeper_given_up(
     elsewhere.turn("b", "c")
     elsewhere.now += 3.0
     assert elsewhere.boards.problems() == (
-        "other hosts are not heard: the store at store:1, hosted by rank 4, has not answered for "
-        "3.0 s"
+        "no heartbeats of other hosts arrive: the store at store:1, hosted by rank 4, "
+        "has not answered for 3.0 s"
     )
     assert not elsewhere.boards.gone(4)
     for _ in range(100):
@@ -222,7 +222,7 @@ def test_the_end_of_the_store_is_the_end_of_its_keeper(elsewhere: RemoteMembers)
     elsewhere.now += 100
     assert not elsewhere.boards.gone(2)
     assert elsewhere.boards.problems() == (
-        "other hosts are not heard any more: Connection was closed"
+        "no heartbeats of other hosts arrive any more: Connection was closed"
     )
 
 

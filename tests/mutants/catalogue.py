@@ -743,7 +743,7 @@ MUTANTS = (
     Mutant(
         "H3 nobody takes the place of a host that lives",
         "server/hosts/link.py",
-        "elif known.heard_at > pending.heard_at:",
+        "elif known.received_at > pending.received_at:",
         "elif False:",
         ("tests/server/test_pool_hosts.py::test_a_host_that_another_one_is_already_is_refused",),
     ),

@@ -28,7 +28,7 @@ COMMANDS: Final = {"sh", "console"}
 """Languages of blocks that consist of commands; of a console what follows a ``$``."""
 
 STANDS_FOR: Final = {"PID": "1", "$RANK": "1"}
-OTHERS: Final = {"base64", "chmod", "export", "head", "openssl", "umask", "vllm"}
+OTHERS: Final = {"base64", "chmod", "export", "git", "head", "openssl", "umask", "vllm"}
 
 
 def commands(block: Block) -> Iterator[list[str]]:

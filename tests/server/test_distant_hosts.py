@@ -144,8 +144,8 @@ def test_a_stray_host_is_refused_and_disturbs_nobody_who_comes_later(
 
     comes_again()
     for stray, why in (
-        (replace(OTHER, node=2), "there is no node 2 to come, of 2"),
-        (replace(OTHER, node=0), "there is no node 0 to come, of 2"),
+        (replace(OTHER, node=2), "node must be in 1..1; got 2"),
+        (replace(OTHER, node=0), "node must be in 1..1; got 0"),
         (replace(OTHER, facts={"nnodes": "3"}), "nnodes is 3 there, and 2 on the head"),
     ):
         assert head.admit(stray) == HostRefused(why)

@@ -112,7 +112,7 @@ def test_a_host_that_comes_again_is_not_refused_for_what_its_old_link_still_brin
     old._step()
     until(lambda: ends.step(new) or heard.heard)
     assert heard.heard == [ADMITTED]
-    assert ends.at_head.lost == ["host other (127.0.0.1) has closed the link, and come again"]
+    assert ends.at_head.lost == ["host other (127.0.0.1) has closed the link, and connected again"]
 
 
 def test_another_process_is_refused_while_the_first_one_speaks(ends: Ends) -> None:
@@ -153,9 +153,9 @@ def test_a_head_that_was_stopped_hears_that_the_host_has_given_it_up(ends: Ends)
     link.close()
     until(lambda: ends.step() or ends.at_head.lost)
     (end,), (lost,) = heard.lost, ends.at_head.lost
-    seconds = end.removeprefix("the head has not been heard of for ")
-    told = f"host other ({HERE}) has ended its workers, having not heard of the head for {seconds}"
-    assert lost == told
+    seconds = end.removeprefix("the head has sent nothing for ")
+    why = f"having received nothing from the head for {seconds}"
+    assert lost == f"host other ({HERE}) has ended its workers, {why}"
 
 
 def test_a_link_that_has_no_thread_says_so_and_can_be_closed(ends: Ends) -> None:

@@ -276,7 +276,7 @@ def test_a_head_that_never_says_where_it_listens_is_an_error_of_hosts(
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_PORT", str(store.port))
-    with pytest.raises(HostError, match="the head has not said where it listens"):
+    with pytest.raises(HostError, match="the head has not published its port"):
         serve_host(dataclasses.replace(HERE, master_port=0), 0.2)
 
 
@@ -293,7 +293,7 @@ def test_a_host_that_waits_for_the_port_hears_it_where_another_host_has_given_up
     with ThreadPoolExecutor(1) as threads:
         port = threads.submit(discover_port, patient, Deadline.after(PATIENCE_SECONDS))
         until(lambda: store.check(["group-coordinator/hosts/0/visits/1"]))
-        with pytest.raises(GroupTimeoutError, match="the head has not said where it listens"):
+        with pytest.raises(GroupTimeoutError, match="the head has not published its port"):
             discover_port(hasty, Deadline.after(0.2))
         publish_port(head, 4321, Deadline.after(PATIENCE_SECONDS))
         assert port.result(PATIENCE_SECONDS) == 4321
@@ -324,7 +324,7 @@ def test_a_way_to_the_head_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
         return str(found)
 
     monkeypatch.setattr(discovery, "own_address", looked_up)
-    monkeypatch.setattr(discovery, "_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(discovery, "_RETRY_SECONDS", 0.0)
     way = partial(discovery.address_on_route, 1, "10.0.0.1", 5)
     assert way(Deadline.after(PATIENCE_SECONDS)) == "10.0.0.2"
     outcomes[:] = [OSError(errno.ENETUNREACH, "no way")]
@@ -347,7 +347,7 @@ def test_a_name_of_the_head_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> No
         return look_up("127.0.0.1", *how, **more)
 
     monkeypatch.setattr(socket, "getaddrinfo", looked_up)
-    monkeypatch.setattr(discovery, "_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(discovery, "_RETRY_SECONDS", 0.0)
     address = partial(discovery.address_of_head, 1, "head.example")
     assert str(address(Deadline.after(PATIENCE_SECONDS))) == "127.0.0.1"
     trouble[:] = [socket.EAI_NONAME]

@@ -93,7 +93,7 @@ def test_a_head_at_a_loopback_address_says_so_and_who_connects_in_vain_says_why(
         f"127.0.0.1:{PORT}, a loopback address, to which 'localhost' leads on this host: "
         "other hosts cannot reach it"
     )
-    assert head == f"HostError: node 1 did not come in 3 s; the head listens at {where}"
+    assert head == f"HostError: node 1 did not connect in 3 s; the head listens at {where}"
     assert f"waiting for node 1, for 1 s now; this host, the head, listens at {where}" in seen
     refused = f"nothing answers at tcp://{HEAD}:{PORT}: Connection refused"
     assert other == f"HostError: the head has not answered in 3 s: {refused}"
@@ -138,8 +138,8 @@ def test_a_number_that_two_hosts_have_is_named_on_both_sides(tmp_path: Path) -> 
     twice = {"node_rank": 1, "nnodes": 3}
     found = come(tmp_path, {"nnodes": 3, "seconds": 2 * SHORT}, twice, twice)
     head, seen = found[0]
-    assert head.startswith("HostError: node 2 did not come in 6 s; the head listens at ")
-    here = rf"node 1 is here already: host {NAMES[1]} \({OTHER}\), pid \d+"
+    assert head.startswith("HostError: node 2 did not connect in 6 s; the head listens at ")
+    here = rf"node 1 is connected already: host {NAMES[1]} \({OTHER}\), pid \d+"
     assert re.search(rf"refused host {NAMES[1]} \({OTHER}\), pid \d+: {here}", seen)
     others = [error for error, _ in found[1:]]
     (refused,) = [error for error in others if "refused" in error]

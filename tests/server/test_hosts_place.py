@@ -87,7 +87,7 @@ def test_arguments_come_before_any_environment() -> None:
 @pytest.mark.parametrize(
     ("given", "environ", "message"),
     [
-        ({}, {}, "nobody says which hosts there are"),
+        ({}, {}, "the pool's hosts are not given"),
         ({"nnodes": 2}, TORCHRUN, "node_rank, master_addr is missing"),
         ({"node_rank": 1, "master_addr": "a"}, {}, "nnodes is missing"),
         ({}, {**TORCHRUN, "LOCAL_WORLD_SIZE": "8"}, "--nproc-per-node 1"),

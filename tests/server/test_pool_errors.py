@@ -40,7 +40,7 @@ STATUS = MemberStatus(1, 4242, "busy", "embed", 7, 2.5)
         CallTimeoutError("embed", 2.0, (STATUS,), "why", {1: 'File "x.py", line 1 in embed'}, (0,)),
         PoolClosedError("the pool was shut down"),
         QueueFullError(3, 9, 10),
-        HostError(1, "node 1 did not come in 2 s", absent=True),
+        HostError(1, "node 1 did not connect in 2 s", absent=True),
         DescriptorLimitError(1024, 2000),
         ProcessLimitError(100),
     ],

@@ -431,7 +431,7 @@ def test_a_host_that_does_not_come_again_is_the_end_of_the_pool(tmp_path: Path) 
             options,
             may_die=[1],
         )
-    late = "HostError: node 1 did not come in 6 s; the head listens at "
+    late = "HostError: node 1 did not connect in 6 s; the head listens at "
     assert failure == f"{late}{hosts[0].address}:{PORT}"
 
 
@@ -471,7 +471,7 @@ def test_a_host_with_another_secret_takes_no_part(tmp_path: Path) -> None:
     secrets = [{}, {"secret": b"not the one that the head has"}]
     with two_hosts("IPv4") as hosts:
         head, other = run_ranks(2, meets, str(tmp_path), hosts, secrets, 2.0)
-    assert head.startswith("1: node 1 did not come in 2 s; the head listens at ")
+    assert head.startswith("1: node 1 did not connect in 2 s; the head listens at ")
     assert other.startswith("1: the head has not answered in 2 s: at tcp://")
     assert other.endswith("is the secret the same?")
 
@@ -481,7 +481,7 @@ def test_a_host_that_another_one_is_already_is_refused(tmp_path: Path) -> None:
         results = run_ranks(3, twice, str(tmp_path), hosts)
     assert results[0] == [2.0, 2.0]
     assert results[1][0] == "dismissed"
-    assert f"node 1 is here already: host {NAMES[1]}" in results[2]
+    assert f"node 1 is connected already: host {NAMES[1]}" in results[2]
 
 
 def twice(rank: int, n: int, folder: str, hosts: Hosts) -> Any:

@@ -114,7 +114,7 @@ def test_a_headless_host_that_is_stopped_ends_the_service_which_names_it(tmp_pat
     ("options", "message"),
     [
         (("--nnodes", "2"), "node_rank, master_addr is missing"),
-        (("--headless",), "nobody says which hosts there are"),
+        (("--headless",), "the pool's hosts are not given"),
         (
             ("--nnodes", "2", "--node-rank", "0", "--master-addr", "a", "--headless"),
             "--headless: this is host 0",

@@ -97,7 +97,7 @@ class RowVerbs(GroupAdapter):
         device: torch.device,
         is_sequence_parallel: bool = False,
     ) -> Tensor:
-        """Return uninitialised memory for the input of `combine`. Collective: no."""
+        """Return uninitialised memory for the input of `combine`."""
         return self.group.allocate_combine_input(shape, dtype, device, is_sequence_parallel)
 
     def combine_into_output(
