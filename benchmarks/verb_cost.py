@@ -21,7 +21,7 @@ import torch
 
 import coordinator
 from benchmarks.harness import machine
-from device_comm import Backend, Capabilities, Communicator, Identity
+from device_comm import ALL_VERBS, Backend, Capabilities, Communicator, Identity
 from shm_broadcast import Board
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Still(Backend):
     """Rank 0 of two, whose operations do nothing."""
 
     def __init__(self, board: Board) -> None:
-        super().__init__(Identity.of(0, 2, watch=board), Capabilities("still"))
+        super().__init__(Identity.of(0, 2, watch=board), Capabilities("still", ALL_VERBS))
 
     def start(self, operation: Operation) -> None:
         """Nothing moves."""

@@ -25,9 +25,9 @@ from coordinator.member import Hierarchy
 from coordinator.messages.messenger import ObjectMessenger
 from coordinator.rendezvous import DEFAULT_TIMEOUT, Settings
 from coordinator.secret import launcher_secret
-from coordinator.verbs import ExpertVerbs, MessageVerbs, TensorVerbs
+from coordinator.verbs import GroupVerbs
 from device_comm import Work
-from device_comm.verbs.checks import Later, Maybe, Now, Timeout, check_rank
+from device_comm.verbs.checks import Later, Now, Timeout, check_rank
 from shm_broadcast import Board, MessageQueue, QueueHandle
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def own_group(
     return next(ranks for ranks in group_ranks if rank in ranks)
 
 
-class GroupCoordinator(TensorVerbs, MessageVerbs, ExpertVerbs):
+class GroupCoordinator(GroupVerbs):
     """One member's end of a named group: collectives, messages, and the members' ranks.
 
     Ranks in arguments are ranks in the group. The attributes `rank`, `ranks`, `first_rank`,
@@ -297,9 +297,7 @@ class GroupCoordinator(TensorVerbs, MessageVerbs, ExpertVerbs):
     def barrier(self, **how: Unpack[Now]) -> None: ...
     @overload
     def barrier(self, **how: Unpack[Later]) -> Work[None]: ...
-    @overload
-    def barrier(self, **how: Unpack[Maybe]) -> Work[None] | None: ...
-    def barrier(self, *, async_op: bool = False, timeout: Timeout = None) -> Work[None] | None:
+    def barrier(self: Any, *, async_op: bool = False, timeout: Timeout = None) -> Any:
         """Wait, on the CPU, until every member has called it. Collective: yes, every member."""
         return self._context.cpu.barrier(async_op=async_op, timeout=timeout)
 
@@ -307,9 +305,9 @@ class GroupCoordinator(TensorVerbs, MessageVerbs, ExpertVerbs):
     def cpu_all_reduce_(self, x: Tensor, **how: Unpack[Now]) -> Tensor: ...
     @overload
     def cpu_all_reduce_(self, x: Tensor, **how: Unpack[Later]) -> Work[Tensor]: ...
-    @overload
-    def cpu_all_reduce_(self, x: Tensor, **how: Unpack[Maybe]) -> Tensor | Work[Tensor]: ...
-    def cpu_all_reduce_(self, x: Tensor, *, async_op: bool = False, timeout: Timeout = None) -> Any:
+    def cpu_all_reduce_(
+        self: Any, x: Tensor, *, async_op: bool = False, timeout: Timeout = None
+    ) -> Any:
         """Sum ``x``, a CPU tensor, in place, over the CPU group. Collective: yes, every member.
 
         Returns ``x``; with ``async_op`` a `Work` of it. ``timeout`` is in seconds.

@@ -29,11 +29,10 @@ from coordinator.compile_ops import OpsOfGraph
 from coordinator.member import Hierarchy, Member
 from coordinator.messages.tensor_dict import WHOLE
 from coordinator.messages.wire import Kind
-from device_comm import ReduceOp, Work
-from device_comm.verbs.checks import Later, Maybe, Now, Out, Shape, Timeout, check_shape
-from device_comm.verbs.collectives import AllToAllVerbs, SymmetricVerbs
-from device_comm.verbs.rooted import RootedPartVerbs, RootedVerbs
-from device_comm.verbs.uneven import UnevenVerbs
+from device_comm import Work
+from device_comm.verbs.checks import Later, Now, Shape, Timeout, check_shape
+from device_comm.verbs.collectives import Collectives
+from device_comm.verbs.rooted import RootedCollectives
 from shm_broadcast.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -41,39 +40,66 @@ if TYPE_CHECKING:
     from coordinator.messages.transport import Make
 
 
-class TensorVerbs(Member, SymmetricVerbs, UnevenVerbs, AllToAllVerbs, RootedVerbs, RootedPartVerbs):
-    """Collectives over tensors on the group's device.
+UNDER_WAY: Final = 8
+"""The most dispatches in flight whose sizes `combine` can derive."""
 
-    With ``async_op=True`` a verb returns a `device_comm.Work`; ``await`` it or call its ``wait()``
-    for the result. In a group of one each verb returns its input itself. `device_comm.communicator`
-    lists the errors; an expired deadline aborts the group.
-    """
 
-    @property
-    @abstractmethod
-    def hierarchy(self) -> Hierarchy[TensorVerbs]:
-        """The group's members by host, as groups."""
+class DispatchSizes:
+    """The sizes of a member's dispatches not yet combined. Pure logic."""
 
-    def _init_from(self, link: GroupContext) -> None:
-        super()._init_from(link)
-        self.runner = link.device.runner
-        self._traced = OpsOfGraph(self.unique_name, self.world_size)
+    def __init__(self) -> None:
+        self._count = 0
+        self._under_way: deque[tuple[int, tuple[int, ...]]] = deque()
+        self._combined: tuple[int, ...] = ()
 
-    def _reduce_by_nodes(
-        self, x: Tensor, op: ReduceOp, out: Out, async_op: bool, timeout: Timeout
-    ) -> Tensor | Work[Tensor]:
-        result = self.hierarchy.all_reduce(x, op=op, out=out, timeout=timeout)
-        return Work(result) if async_op else result
+    def add(self, sizes: Sequence[int]) -> None:
+        """Record a dispatch with so many rows of each member."""
+        self._count += 1
+        self._under_way.append((self._count, tuple(sizes)))
+        while self._under_way[0][0] <= self._count - UNDER_WAY:
+            self._under_way.popleft()
+
+    def combined(self, sizes: Sequence[int]) -> None:
+        """Remove the oldest dispatch with these sizes."""
+        self._combined = tuple(sizes)
+        oldest = next((each for each in self._under_way if each[1] == self._combined), None)
+        if oldest is not None:
+            self._under_way.remove(oldest)
+
+    def sizes_of(self, rows: int) -> tuple[int, ...]:
+        """Return the sizes of the dispatch with ``rows`` rows in all, else of the last combine.
+
+        Raises ValueError if no dispatch has as many rows, or several with different sizes.
+        """
+        under_way = [sizes for _, sizes in self._under_way if sum(sizes) == rows]
+        distinct = list(dict.fromkeys(under_way))
+        if not distinct and self._combined and sum(self._combined) == rows:
+            return self._combined
+        if not distinct:
+            raise ValueError(f"combine needs sizes: no {rows} rows were dispatched before")
+        if len(distinct) > 1:
+            several = " and as ".join(str(list(sizes)) for sizes in distinct)
+            raise ValueError(
+                f"combine needs sizes: {rows} rows were dispatched as {several}, before the first "
+                "of these was combined"
+            )
+        return distinct[0]
 
 
 T = TypeVar("T")
 
 
-class MessageVerbs(Member):
-    """Point-to-point messages and objects. Ranks are ranks in the group.
+class GroupVerbs(Member, Collectives, RootedCollectives):
+    """The verbs of a member. Ranks are ranks in the group.
 
-    Without ``dst`` or ``src``, the peer is the next or the previous rank. Timeouts are in seconds;
-    None: the group's operation timeout.
+    Timeouts are in seconds; None: the group's operation timeout. With ``async_op=True`` a verb
+    returns a `device_comm.Work`; ``await`` it or call its ``wait()`` for the result. Collectives
+    are over tensors on the group's device. `device_comm.communicator` lists the errors; an expired
+    deadline aborts the group.
+
+    In a group of one each verb returns its input itself, neither copied nor pickled.
+
+    Without ``dst`` or ``src``, the peer of a message is the next or the previous rank.
 
     - Order: messages from one member to another arrive in the order sent. The receiver must ask for
       the same kinds in the same order.
@@ -92,8 +118,24 @@ class MessageVerbs(Member):
         of more, through shared memory               is done before its receive, up to 64 MiB in all
         of more, over sockets                        is done with its receive
 
-    In a group of one, objects and dicts are returned as they are, neither copied nor pickled.
+    Attributes:
+        token_group: the members whose rows differ if rows are not sequence-parallel, usually those
+            of the data-parallel and prefill-context-parallel groups together; None: this group.
     """
+
+    token_group: GroupVerbs | None = None
+    _dispatch_sizes: DispatchSizes
+
+    @property
+    @abstractmethod
+    def hierarchy(self) -> Hierarchy[GroupVerbs]:
+        """The group's members by host, as groups."""
+
+    def _init_from(self, link: GroupContext) -> None:
+        super()._init_from(link)
+        self.runner = link.device.runner
+        self._traced = OpsOfGraph(self.unique_name, self.world_size)
+        self._dispatch_sizes = DispatchSizes()
 
     # --- tensors -------------------------------------------------------------------------
 
@@ -143,7 +185,7 @@ class MessageVerbs(Member):
     # --- objects -------------------------------------------------------------------------
 
     def send_object(self, obj: Any, dst: int, *, timeout: float | None = None) -> None:
-        """Send an object of any size; see `MessageVerbs` for the types."""
+        """Send an object of any size; see `GroupVerbs` for the types."""
         messenger = self._messenger
         messenger.send(Kind.OBJECT, dst, partial(messenger.dump, obj), timeout)
 
@@ -166,10 +208,6 @@ class MessageVerbs(Member):
     def broadcast_object(
         self, obj: Any = ..., src: int = ..., **how: Unpack[Later]
     ) -> Work[Any]: ...
-    @overload
-    def broadcast_object(
-        self, obj: Any = ..., src: int = ..., **how: Unpack[Maybe]
-    ) -> Any | Work[Any]: ...
     def broadcast_object(
         self, obj: Any = None, src: int = 0, *, async_op: bool = False, timeout: Timeout = None
     ) -> Any:
@@ -195,10 +233,6 @@ class MessageVerbs(Member):
     def broadcast_object_list(
         self, obj_list: list[Any], src: int = ..., **how: Unpack[Later]
     ) -> Work[list[Any]]: ...
-    @overload
-    def broadcast_object_list(
-        self, obj_list: list[Any], src: int = ..., **how: Unpack[Maybe]
-    ) -> list[Any] | Work[list[Any]]: ...
     def broadcast_object_list(
         self, obj_list: list[Any], src: int = 0, *, async_op: bool = False, timeout: Timeout = None
     ) -> Any:
@@ -215,18 +249,13 @@ class MessageVerbs(Member):
             obj_list[:] = objects
             return obj_list
 
-        if async_op:
-            return self._messenger.broadcast_object(obj_list, src, timeout, async_op=True).then(
-                fill
-            )
-        return fill(self._messenger.broadcast_object(obj_list, src, timeout))
+        received = self._messenger.broadcast_object(obj_list, src, timeout, async_op=async_op)
+        return received.then(fill) if async_op else fill(received)
 
     @overload
     def all_gather_object(self, obj: T, **how: Unpack[Now]) -> list[T]: ...
     @overload
     def all_gather_object(self, obj: T, **how: Unpack[Later]) -> Work[list[T]]: ...
-    @overload
-    def all_gather_object(self, obj: T, **how: Unpack[Maybe]) -> list[T] | Work[list[T]]: ...
     def all_gather_object(
         self, obj: Any, *, async_op: bool = False, timeout: Timeout = None
     ) -> Any:
@@ -244,7 +273,7 @@ class MessageVerbs(Member):
         self,
         tensor_dict: Mapping[Any, Any],
         dst: int | None = None,
-        all_gather_group: MessageVerbs | None = None,
+        all_gather_group: GroupVerbs | None = None,
         all_gather_tensors: Mapping[Any, bool] | None = None,
         *,
         timeout: float | None = None,
@@ -281,7 +310,7 @@ class MessageVerbs(Member):
         self,
         tensor_dict: Mapping[Any, Any],
         dst: int | None = None,
-        all_gather_group: MessageVerbs | None = None,
+        all_gather_group: GroupVerbs | None = None,
         all_gather_tensors: Mapping[Any, bool] | None = None,
         *,
         timeout: float | None = None,
@@ -299,7 +328,7 @@ class MessageVerbs(Member):
     def recv_tensor_dict(
         self,
         src: int | None = None,
-        all_gather_group: MessageVerbs | None = None,
+        all_gather_group: GroupVerbs | None = None,
         all_gather_tensors: Mapping[Any, bool] | None = None,  # noqa: ARG002 - the header has it
         *,
         timeout: float | None = None,
@@ -333,7 +362,7 @@ class MessageVerbs(Member):
     def irecv_tensor_dict(
         self,
         src: int | None = None,
-        all_gather_group: MessageVerbs | None = None,
+        all_gather_group: GroupVerbs | None = None,
         all_gather_tensors: Mapping[Any, bool] | None = None,  # noqa: ARG002 - the header has it
         *,
         timeout: float | None = None,
@@ -354,10 +383,6 @@ class MessageVerbs(Member):
     def broadcast_tensor_dict(
         self, tensor_dict: Mapping[Any, Any] | None = ..., src: int = ..., **how: Unpack[Later]
     ) -> Work[dict[Any, Any]]: ...
-    @overload
-    def broadcast_tensor_dict(
-        self, tensor_dict: Mapping[Any, Any] | None = ..., src: int = ..., **how: Unpack[Maybe]
-    ) -> dict[Any, Any] | Work[dict[Any, Any]]: ...
     def broadcast_tensor_dict(
         self,
         tensor_dict: Mapping[Any, Any] | None = None,
@@ -379,86 +404,9 @@ class MessageVerbs(Member):
         """
         return self._messenger.broadcast_dict(tensor_dict, src, timeout, async_op=async_op)
 
-    def _packing(
-        self,
-        tensor_dict: Mapping[Any, Any],
-        all_gather_group: MessageVerbs | None,
-        all_gather_tensors: Mapping[Any, bool] | None,
-    ) -> Make:
-        slicing = (
-            all_gather_group._messenger.slicing(all_gather_tensors) if all_gather_group else WHOLE
-        )
-        return partial(self._messenger.payload, tensor_dict, slicing)
+    # --- experts -------------------------------------------------------------------------
 
-    def _next(self, dst: int | None) -> int:
-        return (self.rank_in_group + 1) % self.world_size if dst is None else dst
-
-    def _previous(self, src: int | None) -> int:
-        return (self.rank_in_group - 1) % self.world_size if src is None else src
-
-
-UNDER_WAY: Final = 8
-"""The most dispatches in flight whose sizes `combine` can derive."""
-
-
-class DispatchSizes:
-    """The sizes of a member's dispatches not yet combined. Pure logic."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._under_way: deque[tuple[int, tuple[int, ...]]] = deque()
-        self._combined: tuple[int, ...] = ()
-
-    def add(self, sizes: Sequence[int]) -> None:
-        """Record a dispatch with so many rows of each member."""
-        self._count += 1
-        self._under_way.append((self._count, tuple(sizes)))
-        while self._under_way[0][0] <= self._count - UNDER_WAY:
-            self._under_way.popleft()
-
-    def combined(self, sizes: Sequence[int]) -> None:
-        """Remove the oldest dispatch with these sizes."""
-        self._combined = tuple(sizes)
-        oldest = next((each for each in self._under_way if each[1] == self._combined), None)
-        if oldest is not None:
-            self._under_way.remove(oldest)
-
-    def sizes_of(self, rows: int) -> tuple[int, ...]:
-        """Return the sizes of the dispatch with ``rows`` rows in all, else of the last combine.
-
-        Raises ValueError if no dispatch has as many rows, or several with different sizes.
-        """
-        under_way = [sizes for _, sizes in self._under_way if sum(sizes) == rows]
-        distinct = list(dict.fromkeys(under_way))
-        if not distinct and self._combined and sum(self._combined) == rows:
-            return self._combined
-        if not distinct:
-            raise ValueError(f"combine needs sizes: no {rows} rows were dispatched before")
-        if len(distinct) > 1:
-            several = " and as ".join(str(list(sizes)) for sizes in distinct)
-            raise ValueError(
-                f"combine needs sizes: {rows} rows were dispatched as {several}, before the first "
-                "of these was combined"
-            )
-        return distinct[0]
-
-
-class ExpertVerbs(Member, UnevenVerbs):
-    """Dispatch rows to experts and combine the results.
-
-    Attributes:
-        token_group: the members whose rows differ if rows are not sequence-parallel, usually those
-            of the data-parallel and prefill-context-parallel groups together; None: this group.
-    """
-
-    token_group: ExpertVerbs | None = None
-    _dispatch_sizes: DispatchSizes
-
-    def _init_from(self, link: GroupContext) -> None:
-        super()._init_from(link)
-        self._dispatch_sizes = DispatchSizes()
-
-    def exchanging_rows_in(self, token_group: ExpertVerbs) -> Self:
+    def exchanging_rows_in(self, token_group: GroupVerbs) -> Self:
         """Return a second name of this group with another `token_group`; both close together."""
         other = type(self).__new__(type(self))
         vars(other).update(vars(self), token_group=token_group)
@@ -480,21 +428,13 @@ class ExpertVerbs(Member, UnevenVerbs):
         sizes: Sequence[int] | None = ...,
         **how: Unpack[Later],
     ) -> Work[tuple[Tensor, ...]]: ...
-    @overload
-    def dispatch(
-        self,
-        *rows: Tensor,
-        is_sequence_parallel: bool = ...,
-        sizes: Sequence[int] | None = ...,
-        **how: Unpack[Maybe],
-    ) -> tuple[Tensor, ...] | Work[tuple[Tensor, ...]]: ...
     def dispatch(
         self,
         *rows: Tensor,
         is_sequence_parallel: bool = False,
         sizes: Sequence[int] | None = None,
-        async_op: bool = False,
         timeout: Timeout = None,
+        **how: Any,
     ) -> Any:
         """Gather the rows of all members, in rank order. Collective: yes, every member.
 
@@ -504,8 +444,8 @@ class ExpertVerbs(Member, UnevenVerbs):
             is_sequence_parallel: whether the members of a replica hold different rows.
             sizes: the rows of each member, the same on all; None: gather the sizes first, and wait
                 for them.
-            async_op: return a `Work` of the result.
             timeout: seconds; None: the group's operation timeout.
+            how: ``async_op``: return a `Work` of the result.
 
         Returns:
             As many tensors (all rows, ...).
@@ -518,7 +458,7 @@ class ExpertVerbs(Member, UnevenVerbs):
         if sizes is None:
             count = torch.tensor([len(rows[0])], device="cpu")
             sizes = group._context.cpu.all_gather(count, timeout=timeout).tolist()
-        gathered = group.all_gatherv(rows, 0, sizes, async_op=async_op, timeout=timeout)
+        gathered: Any = group.all_gatherv(rows, 0, sizes, timeout=timeout, **how)
         group._dispatch_sizes.add(sizes)
         return gathered.then(tuple) if isinstance(gathered, Work) else tuple(gathered)
 
@@ -542,16 +482,6 @@ class ExpertVerbs(Member, UnevenVerbs):
         out: Tensor | None = ...,
         **how: Unpack[Later],
     ) -> Work[Tensor]: ...
-    @overload
-    def combine(
-        self,
-        hidden_states: Tensor,
-        is_sequence_parallel: bool = ...,
-        *,
-        sizes: Sequence[int] | None = ...,
-        out: Tensor | None = ...,
-        **how: Unpack[Maybe],
-    ) -> Tensor | Work[Tensor]: ...
     def combine(
         self,
         hidden_states: Tensor,
@@ -559,7 +489,7 @@ class ExpertVerbs(Member, UnevenVerbs):
         *,
         sizes: Sequence[int] | None = None,
         out: Tensor | None = None,
-        **options: Unpack[Maybe],
+        **how: Any,
     ) -> Any:
         """Sum the experts' results and return this member's rows. Collective: yes, every member.
 
@@ -568,7 +498,7 @@ class ExpertVerbs(Member, UnevenVerbs):
             is_sequence_parallel: as for `dispatch`.
             sizes: the rows of each member; None: those of the `dispatch` with the same total.
             out: a tensor (this member's rows, ...) for the result; None: a new one.
-            options: ``async_op`` and ``timeout``, as for `dispatch`.
+            how: ``async_op`` and ``timeout``, as for `dispatch`.
 
         Raises:
             ValueError: without ``sizes``: no `dispatch` had as many rows, or several did with
@@ -577,7 +507,7 @@ class ExpertVerbs(Member, UnevenVerbs):
         group = self._rows_differ_in(is_sequence_parallel)
         if sizes is None:
             sizes = group._dispatch_sizes.sizes_of(len(hidden_states))
-        own_rows = group.reduce_scatterv(hidden_states, 0, sizes, out=out, **options)
+        own_rows = group.reduce_scatterv(hidden_states, 0, sizes, out=out, **how)
         group._dispatch_sizes.combined(sizes)
         return own_rows
 
@@ -596,5 +526,26 @@ class ExpertVerbs(Member, UnevenVerbs):
         group = self._rows_differ_in(is_sequence_parallel)
         return torch.empty(check_shape("shape", shape), dtype=dtype, device=device or group.device)
 
-    def _rows_differ_in(self, is_sequence_parallel: bool) -> ExpertVerbs:
+    def _rows_differ_in(self, is_sequence_parallel: bool) -> GroupVerbs:
         return self if is_sequence_parallel or self.token_group is None else self.token_group
+
+    def _packing(
+        self,
+        tensor_dict: Mapping[Any, Any],
+        all_gather_group: GroupVerbs | None,
+        all_gather_tensors: Mapping[Any, bool] | None,
+    ) -> Make:
+        slicing = (
+            all_gather_group._messenger.slicing(all_gather_tensors) if all_gather_group else WHOLE
+        )
+        return partial(self._messenger.payload, tensor_dict, slicing)
+
+    def _next(self, dst: int | None) -> int:
+        return (self.rank_in_group + 1) % self.world_size if dst is None else dst
+
+    def _previous(self, src: int | None) -> int:
+        return (self.rank_in_group - 1) % self.world_size if src is None else src
+
+    def _reduce_by_nodes(self, x: Tensor, *, async_op: bool = False, **how: Any) -> Any:
+        result = self.hierarchy.all_reduce(x, **how)
+        return Work(result) if async_op else result

@@ -139,7 +139,7 @@ class Capabilities:
     """
 
     backend: str
-    verbs: frozenset[Verb] = ALL_VERBS
+    verbs: frozenset[Verb]
     identical: bool = True
     stream_ordered: bool = False
     detects_divergence: bool = False
@@ -357,7 +357,7 @@ class LoopbackBackend(Backend):
     ) -> None:
         """Make a group of one rank, which is ``member`` of ``watch``."""
         identity = Identity.of(0, 1, device, name=name, watch=watch, members=[member])
-        super().__init__(identity, Capabilities("loopback"))
+        super().__init__(identity, Capabilities("loopback", ALL_VERBS))
 
     def start(self, operation: Operation) -> None:
         """Copy the source to the output. Communicators return the input instead."""

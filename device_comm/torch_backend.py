@@ -30,7 +30,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from device_comm.backend import Backend, Capabilities, Identity, end_group
-from device_comm.operation import NO_TENSOR, Operation, ReduceOp, Verb, reduce_in_rank_order
+from device_comm.operation import (
+    ALL_VERBS,
+    NO_TENSOR,
+    Operation,
+    ReduceOp,
+    Verb,
+    reduce_in_rank_order,
+)
 from device_comm.torch_waiting import (
     Arrivals,
     BlockingCallWatchdog,
@@ -210,6 +217,7 @@ class TorchBackend(Backend):
             ),
             Capabilities(
                 backend=backend,
+                verbs=ALL_VERBS,
                 stream_ordered=backend == "nccl",
                 detects_loss=watch is not None and backend != "nccl",
                 series=True,

@@ -11,6 +11,7 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 from group_coordinator import Hosts, WorkerContext, WorkerPool, serve_host
@@ -32,8 +33,9 @@ class CommandLauncher:
         process = subprocess.Popen([*self._command_for(node), *words], stdin=subprocess.PIPE)
         self._running[node] = process
         if process.stdin is not None and hosts.secret is not None:
-            process.stdin.write(hosts.secret)  # not an argument: other users can read those
-            process.stdin.close()
+            with suppress(BrokenPipeError):  # the command has ended: `problem` returns its status
+                process.stdin.write(hosts.secret)  # not an argument: other users can read those
+                process.stdin.close()
 
     def problem(self, node: int) -> str:
         """Return why the process of a host has ended; ``""`` if it runs."""

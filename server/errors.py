@@ -67,7 +67,7 @@ class WorkerError(CoordinatorError):
 
 
 class CallRefusedError(CoordinatorError):
-    """A worker's method raises it to refuse a call while no other rank waits for this rank.
+    """A worker's method raises it to refuse a call before other ranks wait for it.
 
     First, the method must notify ranks that would wait. A pipeline stage, for example, sends a
     notice to the next stage instead of its result; that stage forwards it, and raises this error
@@ -328,7 +328,7 @@ def free_frames(error: BaseException) -> None:
     for each in chain:
         clear_frames(each.__traceback__)
         before = (each.__cause__, each.__context__)
-        chain += [one for one in before if one is not None and one not in chain]
+        chain += [each for each in before if each is not None and each not in chain]
 
 
 def located(error: E, pool: str) -> E:

@@ -257,7 +257,7 @@ def _collect(ranks: Sequence[_Rank], end: float, may_die: Collection[int]) -> di
         if not ready:
             break
         for connection in ready:
-            each = waiting.pop(connection)  # type: ignore[call-overload]
+            each = waiting.pop(connection)
             wrong = each.receive(each.rank in may_die)
             if wrong is not None:
                 failures[each.rank] = wrong

@@ -298,19 +298,6 @@ class PipelineEnd:
         scatter_gather_tensors: bool | None = ...,
         **how: Unpack[Later],
     ) -> Work[Exchanged]: ...
-    @overload
-    def exchange(
-        self,
-        send_next: Any = ...,
-        send_prev: Any = ...,
-        recv_prev: bool = ...,
-        recv_next: bool = ...,
-        *,
-        next_rank: int | None = ...,
-        prev_rank: int | None = ...,
-        scatter_gather_tensors: bool | None = ...,
-        **how: Unpack[Maybe],
-    ) -> Exchanged | Work[Exchanged]: ...
     def exchange(
         self,
         send_next: Any = None,

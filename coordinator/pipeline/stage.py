@@ -12,7 +12,7 @@ All of them:
     - with ``async_op=True`` return a `Work` of the result.
 
 A send without ``async_op`` does not wait for its receive; the sent tensors may change afterwards:
-see `MessageVerbs`.
+see `GroupVerbs`.
 """
 
 from __future__ import annotations
@@ -107,14 +107,6 @@ class Stage(PipelineEnd):
         scatter_gather_tensors: bool | None = ...,
         **how: Unpack[Later],
     ) -> Work[None]: ...
-    @overload
-    def send_forward(
-        self,
-        output_tensor: Any,
-        next_rank: int | None = ...,
-        scatter_gather_tensors: bool | None = ...,
-        **how: Unpack[Maybe],
-    ) -> Work[None] | None: ...
     def send_forward(
         self,
         output_tensor: Any,
@@ -146,14 +138,6 @@ class Stage(PipelineEnd):
         scatter_gather_tensors: bool | None = ...,
         **how: Unpack[Later],
     ) -> Work[None]: ...
-    @overload
-    def send_backward(
-        self,
-        input_tensor_grad: Any,
-        prev_rank: int | None = ...,
-        scatter_gather_tensors: bool | None = ...,
-        **how: Unpack[Maybe],
-    ) -> Work[None] | None: ...
     def send_backward(
         self,
         input_tensor_grad: Any,

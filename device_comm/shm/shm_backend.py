@@ -25,7 +25,7 @@ from torch import Tensor
 from device_comm._native import Comm
 from device_comm.backend import Backend, Capabilities, Explanation, Identity, end_group
 from device_comm.call_number import VERBS, numbering
-from device_comm.operation import Operation, ReduceOp
+from device_comm.operation import ALL_VERBS, Operation, ReduceOp
 from device_comm.shm.collectives import Collective, Executors, GroupMembership, Plans
 from device_comm.shm.direct import FastPathCalls
 from device_comm.shm.layout import GroupLayout
@@ -89,6 +89,7 @@ class ShmBackend(Backend):
             Identity.of(rank, size, name=name, timeout=timeout, watch=board, members=members),
             Capabilities(
                 "shm",
+                ALL_VERBS,
                 detects_divergence=True,
                 detects_loss=True,
                 eager_sends=True,

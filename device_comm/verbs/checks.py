@@ -1,7 +1,7 @@
 """Check and arrange the arguments of verbs with pure functions, without communication.
 
-A verb has three overloads, since Python cannot add a keyword to the signature of another function
-(PEP 612), and a checker matches ``bool`` with neither of its two values.
+A verb has two overloads, since Python cannot add a keyword to the signature of another function
+(PEP 612). Verbs that pass a computed ``async_op`` on to others have ``self: Any``, at no cost.
 
 A verb with a ``dim`` sees a tensor as (outer, count, rest): the dimensions before ``dim``, then
 ``count`` equal pieces of ``dim`` with all later dimensions. Backends need (count, outer, rest).
@@ -181,7 +181,7 @@ class Later(TypedDict, total=False):
 
 
 class Maybe(TypedDict, total=False):
-    """Keywords of a call that returns one or the other."""
+    """Keywords of a call that returns Any."""
 
     async_op: bool
     timeout: Timeout

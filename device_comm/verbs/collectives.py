@@ -1,9 +1,9 @@
-"""Collectives in which every rank sends and receives equal shares."""
+"""Collectives without a root: of equal shares, or of sizes per rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Unpack, overload
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -13,12 +13,12 @@ from torch.nn.functional import rms_norm
 from device_comm.operation import Norm, Operation, ReduceOp, check_reduction
 from device_comm.verbs.checks import (
     Later,
-    Maybe,
     Now,
     Out,
     Sizes,
     Timeout,
     check_dim,
+    check_out,
     check_sizes,
     check_tensor,
     check_total,
@@ -30,6 +30,7 @@ from device_comm.verbs.checks import (
     pack_pieces,
     resized,
     row_elements,
+    shares_memory,
 )
 
 if TYPE_CHECKING:
@@ -37,62 +38,10 @@ if TYPE_CHECKING:
     from device_comm.work import Work
 
 
-def reduce_and_norm(
-    run: Runner,
-    traced: Traced | None,
-    all_reduce: Callable[[Tensor], Tensor],
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    epsilon: float,
-    timeout: Timeout,
-) -> tuple[Tensor, Tensor]:
-    """Run `SymmetricVerbs.all_reduce_norm`: fused if the backend supports it, else in steps."""
-    if is_compiling():
-        needs_grad = _needs_grad(x, residual, weight)
-        if traced is None or needs_grad or x.dtype not in run.backend.capabilities.normed:
-            return _in_steps(all_reduce, x, residual, weight, epsilon)
-        return traced.all_reduce_norm(x, residual, weight, epsilon)
-    check_tensor("x", x, run.device)
-    if not x.dtype.is_floating_point or x.dim() == 0:
-        raise TypeError(f"x must be rows of floats, not {x.dim()} dimensions of {x.dtype}")
-    _check_like("residual", residual, x, x.shape)
-    _check_like("weight", weight, x, x.shape[-1:])
-    needs_grad = _needs_grad(x, residual, weight)
-    if not needs_grad and run.world_size > 1 and run.backend.norms(x, weight):
-        # The layout may differ between ranks; the launched operation must not.
-        x, residual, weight = map(materialized, (x, residual, weight))
-        output, kept = run.new(x.shape, x.dtype, x), run.new(x.shape, x.dtype, x)
-        norm = Norm(residual, weight, kept, epsilon)
-        run.run(Operation("all_reduce", x, output, timeout=timeout, norm=norm, shape=x.shape), None)
-        return output, kept
-    return _in_steps(all_reduce, x, residual, weight, epsilon)
+SUM: Final = ReduceOp.SUM
 
 
-def _in_steps(
-    all_reduce: Callable[[Tensor], Tensor],
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    epsilon: float,
-) -> tuple[Tensor, Tensor]:
-    kept = residual + all_reduce(x)
-    return rms_norm(kept, weight.shape, weight, epsilon), kept
-
-
-def _needs_grad(*given: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(each.requires_grad for each in given)
-
-
-def _check_like(label: str, given: Tensor, x: Tensor, shape: tuple[int, ...]) -> None:
-    check_tensor(label, given, x.device)
-    if given.dtype != x.dtype:
-        raise TypeError(f"{label} is {given.dtype}; x is {x.dtype}")
-    if given.shape != shape:
-        raise ValueError(f"{label} has shape {tuple(given.shape)}, not {tuple(shape)}")
-
-
-class SymmetricVerbs:
+class Collectives:
     """Collectives without a root. `device_comm.communicator` has the common rules."""
 
     runner: Runner
@@ -118,21 +67,11 @@ class SymmetricVerbs:
         hierarchical: bool = ...,
         **how: Unpack[Later],
     ) -> Work[Tensor]: ...
-    @overload
     def all_reduce(
         self,
         x: Tensor,
         *,
-        op: ReduceOp = ...,
-        out: Out = ...,
-        hierarchical: bool = ...,
-        **how: Unpack[Maybe],
-    ) -> Tensor | Work[Tensor]: ...
-    def all_reduce(
-        self,
-        x: Tensor,
-        *,
-        op: ReduceOp = ReduceOp.SUM,
+        op: ReduceOp = SUM,
         out: Out = None,
         hierarchical: bool = False,
         async_op: bool = False,
@@ -153,7 +92,7 @@ class SymmetricVerbs:
             A tensor like ``x``; ``x`` itself in a group of one.
         """
         if hierarchical:
-            return self._reduce_by_nodes(x, op, out, async_op, timeout)
+            return self._reduce_by_nodes(x, op=op, out=out, async_op=async_op, timeout=timeout)
         traced = self._traced
         if traced and is_compiling() and not async_op and timeout is None:
             if out is None:
@@ -182,17 +121,8 @@ class SymmetricVerbs:
     def all_reduce_(
         self, x: Tensor, *, op: ReduceOp = ..., **how: Unpack[Later]
     ) -> Work[Tensor]: ...
-    @overload
     def all_reduce_(
-        self, x: Tensor, *, op: ReduceOp = ..., **how: Unpack[Maybe]
-    ) -> Tensor | Work[Tensor]: ...
-    def all_reduce_(
-        self,
-        x: Tensor,
-        *,
-        op: ReduceOp = ReduceOp.SUM,
-        async_op: bool = False,
-        timeout: Timeout = None,
+        self: Any, x: Tensor, *, op: ReduceOp = SUM, async_op: bool = False, timeout: Timeout = None
     ) -> Any:
         """Reduce in place into ``x``, and return it. Collective: yes, every member."""
         return self.all_reduce(x, op=op, out=x, async_op=async_op, timeout=timeout)
@@ -226,16 +156,31 @@ class SymmetricVerbs:
         Returns:
             ``(rms_norm(kept) * weight, kept)``, with ``kept = residual + sum``; new tensors.
         """
-        return reduce_and_norm(
-            self.runner,
-            self._traced if timeout is None else None,
-            lambda rows: self.all_reduce(rows, timeout=timeout),
-            x,
-            residual,
-            weight,
-            epsilon,
-            timeout,
-        )
+        run = self.runner
+        if not is_compiling():
+            check_tensor("x", x, run.device)
+            if not x.dtype.is_floating_point or x.dim() == 0:
+                raise TypeError(f"x must be rows of floats, not {x.dim()} dimensions of {x.dtype}")
+            _check_like("residual", residual, x, x.shape)
+            _check_like("weight", weight, x, x.shape[-1:])
+        given = (x, residual, weight)
+        if torch.is_grad_enabled() and any(each.requires_grad for each in given):
+            pass  # in steps
+        elif is_compiling():
+            traced = self._traced if timeout is None else None
+            if traced is not None and x.dtype in run.backend.capabilities.normed:
+                return traced.all_reduce_norm(x, residual, weight, epsilon)
+        elif run.world_size > 1 and run.backend.norms(x, weight):
+            # The layout may differ between ranks; the launched operation must not.
+            x, residual, weight = map(materialized, given)
+            output, kept = run.new(x.shape, x.dtype, x), run.new(x.shape, x.dtype, x)
+            norm = Norm(residual, weight, kept, epsilon)
+            run.run(
+                Operation("all_reduce", x, output, timeout=timeout, norm=norm, shape=x.shape), None
+            )
+            return output, kept
+        kept = residual + self.all_reduce(x, timeout=timeout)
+        return rms_norm(kept, weight.shape, weight, epsilon), kept
 
     @overload
     def all_gather(
@@ -245,10 +190,6 @@ class SymmetricVerbs:
     def all_gather(
         self, x: Tensor, dim: int = ..., *, out: Out = ..., **how: Unpack[Later]
     ) -> Work[Tensor]: ...
-    @overload
-    def all_gather(
-        self, x: Tensor, dim: int = ..., *, out: Out = ..., **how: Unpack[Maybe]
-    ) -> Tensor | Work[Tensor]: ...
     def all_gather(
         self,
         x: Tensor,
@@ -291,12 +232,8 @@ class SymmetricVerbs:
     def all_gather_(self, x: Tensor, dim: int = ..., **how: Unpack[Now]) -> Tensor: ...
     @overload
     def all_gather_(self, x: Tensor, dim: int = ..., **how: Unpack[Later]) -> Work[Tensor]: ...
-    @overload
     def all_gather_(
-        self, x: Tensor, dim: int = ..., **how: Unpack[Maybe]
-    ) -> Tensor | Work[Tensor]: ...
-    def all_gather_(
-        self, x: Tensor, dim: int = -1, *, async_op: bool = False, timeout: Timeout = None
+        self: Any, x: Tensor, dim: int = -1, *, async_op: bool = False, timeout: Timeout = None
     ) -> Any:
         """Gather part ``rank`` of each ``x`` into ``x``. Collective: yes, every member.
 
@@ -314,16 +251,12 @@ class SymmetricVerbs:
     def reduce_scatter(
         self, x: Tensor, dim: int = ..., *, op: ReduceOp = ..., out: Out = ..., **how: Unpack[Later]
     ) -> Work[Tensor]: ...
-    @overload
-    def reduce_scatter(
-        self, x: Tensor, dim: int = ..., *, op: ReduceOp = ..., out: Out = ..., **how: Unpack[Maybe]
-    ) -> Tensor | Work[Tensor]: ...
     def reduce_scatter(
         self,
         x: Tensor,
         dim: int = -1,
         *,
-        op: ReduceOp = ReduceOp.SUM,
+        op: ReduceOp = SUM,
         out: Out = None,
         async_op: bool = False,
         timeout: Timeout = None,
@@ -367,16 +300,12 @@ class SymmetricVerbs:
     def reduce_scatter_(
         self, x: Tensor, dim: int = ..., *, op: ReduceOp = ..., **how: Unpack[Later]
     ) -> Work[Tensor]: ...
-    @overload
     def reduce_scatter_(
-        self, x: Tensor, dim: int = ..., *, op: ReduceOp = ..., **how: Unpack[Maybe]
-    ) -> Tensor | Work[Tensor]: ...
-    def reduce_scatter_(
-        self,
+        self: Any,
         x: Tensor,
         dim: int = -1,
         *,
-        op: ReduceOp = ReduceOp.SUM,
+        op: ReduceOp = SUM,
         async_op: bool = False,
         timeout: Timeout = None,
     ) -> Any:
@@ -388,17 +317,6 @@ class SymmetricVerbs:
         """
         out = self.runner.part(x, dim, 0)
         return self.reduce_scatter(x, dim, op=op, out=out, async_op=async_op, timeout=timeout)
-
-    def _reduce_by_nodes(
-        self, x: Tensor, op: ReduceOp, out: Out, async_op: bool, timeout: Timeout
-    ) -> Tensor | Work[Tensor]:
-        return self.all_reduce(x, op=op, out=out, async_op=async_op, timeout=timeout)
-
-
-class AllToAllVerbs:
-    """The exchange of parts. `device_comm.communicator` has the common rules."""
-
-    runner: Runner
 
     @overload
     def all_to_all(
@@ -422,17 +340,6 @@ class AllToAllVerbs:
         out: Out = ...,
         **how: Unpack[Later],
     ) -> Work[Tensor]: ...
-    @overload
-    def all_to_all(
-        self,
-        x: Tensor,
-        dim: int = ...,
-        *,
-        input_sizes: Sizes = ...,
-        output_sizes: Sizes = ...,
-        out: Out = ...,
-        **how: Unpack[Maybe],
-    ) -> Tensor | Work[Tensor]: ...
     def all_to_all(
         self,
         x: Tensor,
@@ -504,12 +411,230 @@ class AllToAllVerbs:
     def all_to_all_(self, x: Tensor, dim: int = ..., **how: Unpack[Now]) -> Tensor: ...
     @overload
     def all_to_all_(self, x: Tensor, dim: int = ..., **how: Unpack[Later]) -> Work[Tensor]: ...
-    @overload
     def all_to_all_(
-        self, x: Tensor, dim: int = ..., **how: Unpack[Maybe]
-    ) -> Tensor | Work[Tensor]: ...
-    def all_to_all_(
-        self, x: Tensor, dim: int = 0, *, async_op: bool = False, timeout: Timeout = None
+        self: Any, x: Tensor, dim: int = 0, *, async_op: bool = False, timeout: Timeout = None
     ) -> Any:
         """Exchange equal parts in place, and return ``x``. Collective: yes, every member."""
-        return self.all_to_all(x, dim=dim, out=x, async_op=async_op, timeout=timeout)
+        return self.all_to_all(x, dim, out=x, async_op=async_op, timeout=timeout)
+
+    @overload
+    def all_gatherv(
+        self, x: Tensor, dim: int = ..., sizes: Sizes = ..., *, out: Out = ..., **how: Unpack[Now]
+    ) -> Tensor: ...
+    @overload
+    def all_gatherv(
+        self, x: Tensor, dim: int = ..., sizes: Sizes = ..., *, out: Out = ..., **how: Unpack[Later]
+    ) -> Work[Tensor]: ...
+    @overload
+    def all_gatherv(
+        self,
+        x: Sequence[Tensor],
+        dim: int = ...,
+        sizes: Sizes = ...,
+        *,
+        out: Sequence[Tensor] | None = ...,
+        **how: Unpack[Now],
+    ) -> list[Tensor]: ...
+    @overload
+    def all_gatherv(
+        self,
+        x: Sequence[Tensor],
+        dim: int = ...,
+        sizes: Sizes = ...,
+        *,
+        out: Sequence[Tensor] | None = ...,
+        **how: Unpack[Later],
+    ) -> Work[list[Tensor]]: ...
+    def all_gatherv(
+        self,
+        x: Tensor | Sequence[Tensor],
+        dim: int = 0,
+        sizes: Sizes = None,
+        *,
+        out: Tensor | Sequence[Tensor] | None = None,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Any:
+        """Concatenate the ``x`` of all ranks, of different sizes. Collective: yes, every member.
+
+        Args:
+            x: ``sizes[rank]`` rows along ``dim``; or a list of such tensors, each gathered.
+            sizes: rows of each rank, the same on all ranks; None: equal on all.
+
+        Returns:
+            ``sum(sizes)`` rows, as ``out`` has, contiguous; for a list, a list. In a group of one,
+                the tensors of ``x`` themselves.
+        """
+        run = self.runner
+        inputs: Sequence[Tensor] = [x] if isinstance(x, Tensor) else x
+        outputs = _match_outputs(inputs, [out] if isinstance(x, Tensor) else out)
+        rows = [self._check_gatherv(each, dim, sizes) for each in inputs]
+        if run.world_size == 1:
+            for given, target in zip(inputs, outputs, strict=True):
+                if target is not None:
+                    check_out(target, given.shape, given.dtype, run.device)
+            # An output may share memory with a later input.
+            read = [y.clone() for y in inputs] if len(inputs) > 1 and out is not None else inputs
+            for given, target in zip(read, outputs, strict=True):
+                if target is not None and target is not given:
+                    target.detach().copy_(given)
+            results = [
+                given if target is None else target
+                for given, target in zip(inputs, outputs, strict=True)
+            ]
+            return run.skip(
+                "all_gatherv", results[0] if isinstance(x, Tensor) else results, async_op
+            )
+        plans = [
+            self._plan_gatherv(given, target, dim, parts, inputs, async_op, timeout)
+            for given, target, parts in zip(inputs, outputs, rows, strict=True)
+        ]
+
+        def finish() -> Tensor | list[Tensor]:
+            done = [operation.output if last is None else last() for operation, last in plans]
+            return done[0] if isinstance(x, Tensor) else done
+
+        operations = [operation for operation, _ in plans]
+        if not operations:
+            return run.skip("all_gatherv", finish(), async_op)
+        return run.run(operations[0], None, finish, operations[1:])
+
+    @overload
+    def reduce_scatterv(
+        self,
+        x: Tensor,
+        dim: int = ...,
+        sizes: Sizes = ...,
+        *,
+        op: ReduceOp = ...,
+        out: Out = ...,
+        **how: Unpack[Now],
+    ) -> Tensor: ...
+    @overload
+    def reduce_scatterv(
+        self,
+        x: Tensor,
+        dim: int = ...,
+        sizes: Sizes = ...,
+        *,
+        op: ReduceOp = ...,
+        out: Out = ...,
+        **how: Unpack[Later],
+    ) -> Work[Tensor]: ...
+    def reduce_scatterv(
+        self,
+        x: Tensor,
+        dim: int = -1,
+        sizes: Sizes = None,
+        *,
+        op: ReduceOp = ReduceOp.SUM,
+        out: Out = None,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Any:
+        """Reduce as `reduce_scatter`, with parts of ``sizes`` rows. Collective: yes, every member.
+
+        Args:
+            x: ``sum(sizes)`` rows along ``dim``, the same shape and dtype on all ranks.
+            sizes: rows of each rank, the same on all ranks; None: equal parts.
+            op: a reduction that `check_reduction` accepts for the dtype.
+
+        Returns:
+            ``sizes[rank]`` rows, as ``out`` has, contiguous; ``x`` itself in a group of one.
+        """
+        run = self.runner
+        check_tensor("x", x, run.device)
+        check_reduction(op, x.dtype)
+        dim = check_dim(dim, x)
+        n = run.world_size
+        rows = x.shape[dim]
+        parts = (
+            (equal_share(rows, n, dim),) * n if sizes is None else check_sizes("sizes", sizes, n)
+        )
+        check_total("sizes", parts, rows, dim)
+        own_rows = parts[run.rank]
+        shape = resized(x.shape, dim, own_rows)
+        if n == 1:
+            return run.identity("reduce_scatterv", x, out, async_op)
+        source = pack_pieces(x, dim, rows)
+        buffer, finish = output_pieces(run.new, out, shape, dim, own_rows, source, x)
+        operation = Operation(
+            "reduce_scatterv",
+            source,
+            buffer,
+            async_op,
+            timeout,
+            op=op,
+            source_sizes=elements_of(parts, row_elements(shape, dim)),
+            shape=resized(shape, dim, -1),
+            dim=dim,
+        )
+        return run.run(operation, buffer, finish)
+
+    def _reduce_by_nodes(self, x: Tensor, **how: Any) -> Any:
+        return self.all_reduce(x, **how)
+
+    def _check_gatherv(self, x: Tensor, dim: int, sizes: Sizes) -> tuple[int, ...]:
+        """Check one input of `all_gatherv`; return the rows of each rank."""
+        run = self.runner
+        check_tensor("x", x, run.device)
+        dim = check_dim(dim, x)
+        n = run.world_size
+        rows = x.shape[dim]
+        parts = (rows,) * n if sizes is None else check_sizes("sizes", sizes, n)
+        if parts[run.rank] != rows:
+            raise ValueError(
+                f"sizes[{run.rank}] is {parts[run.rank]}; dimension {dim} of x has {rows} rows"
+            )
+        return parts
+
+    def _plan_gatherv(
+        self,
+        x: Tensor,
+        out: Out,
+        dim: int,
+        parts: tuple[int, ...],
+        inputs: Sequence[Tensor],
+        async_op: bool,
+        timeout: Timeout,
+    ) -> tuple[Operation, Callable[[], Tensor] | None]:
+        """Return one tensor's operation and its last step; all ``inputs`` are read first."""
+        dim, total = check_dim(dim, x), sum(parts)
+        shape = resized(x.shape, dim, total)
+        source = pack_pieces(x, dim, x.shape[dim])
+        read = next((y for y in inputs if out is not None and shares_memory(out, y)), x)
+        buffer, finish = output_pieces(self.runner.new, out, shape, dim, total, source, read)
+        operation = Operation(
+            "all_gatherv",
+            source,
+            buffer,
+            async_op,
+            timeout,
+            output_sizes=elements_of(parts, row_elements(shape, dim)),
+            shape=resized(shape, dim, -1),
+            dim=dim,
+        )
+        return operation, finish
+
+
+def _match_outputs(
+    inputs: Sequence[Tensor], outputs: Sequence[object] | Tensor | None
+) -> list[Tensor | None]:
+    if outputs is None:
+        return [None] * len(inputs)
+    if isinstance(outputs, Tensor) or len(outputs) != len(inputs):
+        raise TypeError(f"out must be a sequence of {len(inputs)} tensors, as x is")
+    given: list[Tensor | None] = []
+    for output in outputs:
+        if output is not None and not isinstance(output, Tensor):
+            raise TypeError(f"out must be of tensors, not {type(output).__name__}")
+        given.append(output)
+    return given
+
+
+def _check_like(label: str, given: Tensor, x: Tensor, shape: tuple[int, ...]) -> None:
+    check_tensor(label, given, x.device)
+    if given.dtype != x.dtype:
+        raise TypeError(f"{label} is {given.dtype}; x is {x.dtype}")
+    if given.shape != shape:
+        raise ValueError(f"{label} has shape {tuple(given.shape)}, not {tuple(shape)}")

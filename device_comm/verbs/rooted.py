@@ -9,7 +9,6 @@ from torch import Tensor
 from device_comm.operation import NO_TENSOR, Operation, ReduceOp, check_reduction
 from device_comm.verbs.checks import (
     Later,
-    Maybe,
     Now,
     Out,
     Timeout,
@@ -30,8 +29,8 @@ if TYPE_CHECKING:
     from device_comm.work import Work
 
 
-class RootedVerbs:
-    """Broadcast and reduce. `device_comm.communicator` has the common rules."""
+class RootedCollectives:
+    """Collectives with a root. `device_comm.communicator` has the common rules."""
 
     runner: Runner
 
@@ -43,10 +42,6 @@ class RootedVerbs:
     def broadcast(
         self, x: Tensor, src: int = ..., *, out: Out = ..., **how: Unpack[Later]
     ) -> Work[Tensor]: ...
-    @overload
-    def broadcast(
-        self, x: Tensor, src: int = ..., *, out: Out = ..., **how: Unpack[Maybe]
-    ) -> Tensor | Work[Tensor]: ...
     def broadcast(
         self,
         x: Tensor,
@@ -89,15 +84,11 @@ class RootedVerbs:
     def broadcast_(self, x: Tensor, src: int = ..., **how: Unpack[Now]) -> Tensor: ...
     @overload
     def broadcast_(self, x: Tensor, src: int = ..., **how: Unpack[Later]) -> Work[Tensor]: ...
-    @overload
     def broadcast_(
-        self, x: Tensor, src: int = ..., **how: Unpack[Maybe]
-    ) -> Tensor | Work[Tensor]: ...
-    def broadcast_(
-        self, x: Tensor, src: int = 0, *, async_op: bool = False, timeout: Timeout = None
+        self: Any, x: Tensor, src: int = 0, *, async_op: bool = False, timeout: Timeout = None
     ) -> Any:
         """Broadcast in place into ``x``, and return it. Collective: yes, every member."""
-        return self.broadcast(x, src=src, out=x, async_op=async_op, timeout=timeout)
+        return self.broadcast(x, src, out=x, async_op=async_op, timeout=timeout)
 
     @overload
     def reduce(
@@ -107,10 +98,6 @@ class RootedVerbs:
     def reduce(
         self, x: Tensor, dst: int = ..., *, op: ReduceOp = ..., out: Out = ..., **how: Unpack[Later]
     ) -> Work[Tensor | None]: ...
-    @overload
-    def reduce(
-        self, x: Tensor, dst: int = ..., *, op: ReduceOp = ..., out: Out = ..., **how: Unpack[Maybe]
-    ) -> Tensor | Work[Tensor | None] | None: ...
     def reduce(
         self,
         x: Tensor,
@@ -159,12 +146,8 @@ class RootedVerbs:
     def reduce_(
         self, x: Tensor, dst: int = ..., *, op: ReduceOp = ..., **how: Unpack[Later]
     ) -> Work[Tensor | None]: ...
-    @overload
     def reduce_(
-        self, x: Tensor, dst: int = ..., *, op: ReduceOp = ..., **how: Unpack[Maybe]
-    ) -> Tensor | Work[Tensor | None] | None: ...
-    def reduce_(
-        self,
+        self: Any,
         x: Tensor,
         dst: int = 0,
         *,
@@ -176,15 +159,8 @@ class RootedVerbs:
 
         Returns ``x`` on ``dst``, None elsewhere.
         """
-        run = self.runner
-        out = x if run.rank == dst else None
-        return self.reduce(x, dst=dst, op=op, out=out, async_op=async_op, timeout=timeout)
-
-
-class RootedPartVerbs:
-    """Gather and scatter. `device_comm.communicator` has the common rules."""
-
-    runner: Runner
+        out = x if self.runner.rank == dst else None
+        return self.reduce(x, dst, op=op, out=out, async_op=async_op, timeout=timeout)
 
     @overload
     def gather(
@@ -194,10 +170,6 @@ class RootedPartVerbs:
     def gather(
         self, x: Tensor, dst: int = ..., dim: int = ..., *, out: Out = ..., **how: Unpack[Later]
     ) -> Work[Tensor | None]: ...
-    @overload
-    def gather(
-        self, x: Tensor, dst: int = ..., dim: int = ..., *, out: Out = ..., **how: Unpack[Maybe]
-    ) -> Tensor | Work[Tensor | None] | None: ...
     def gather(
         self,
         x: Tensor,
@@ -245,12 +217,8 @@ class RootedPartVerbs:
     def gather_(
         self, x: Tensor, dst: int = ..., dim: int = ..., **how: Unpack[Later]
     ) -> Work[Tensor | None]: ...
-    @overload
     def gather_(
-        self, x: Tensor, dst: int = ..., dim: int = ..., **how: Unpack[Maybe]
-    ) -> Tensor | Work[Tensor | None] | None: ...
-    def gather_(
-        self,
+        self: Any,
         x: Tensor,
         dst: int = 0,
         dim: int = -1,
@@ -268,9 +236,9 @@ class RootedPartVerbs:
         run = self.runner
         dst = check_rank("dst", dst, run.world_size)
         if run.rank != dst:
-            return self.gather(x, dst=dst, dim=dim, async_op=async_op, timeout=timeout)
+            return self.gather(x, dst, dim, async_op=async_op, timeout=timeout)
         own = run.copy_of_part(x, dim, dst)
-        return self.gather(own, dst=dst, dim=dim, out=x, async_op=async_op, timeout=timeout)
+        return self.gather(own, dst, dim, out=x, async_op=async_op, timeout=timeout)
 
     @overload
     def scatter(
@@ -292,16 +260,6 @@ class RootedPartVerbs:
         out: Out = ...,
         **how: Unpack[Later],
     ) -> Work[Tensor]: ...
-    @overload
-    def scatter(
-        self,
-        x: Tensor | None,
-        src: int = ...,
-        dim: int = ...,
-        *,
-        out: Out = ...,
-        **how: Unpack[Maybe],
-    ) -> Tensor | Work[Tensor]: ...
     def scatter(
         self,
         x: Tensor | None,
@@ -347,12 +305,8 @@ class RootedPartVerbs:
     def scatter_(
         self, x: Tensor, src: int = ..., dim: int = ..., **how: Unpack[Later]
     ) -> Work[Tensor]: ...
-    @overload
     def scatter_(
-        self, x: Tensor, src: int = ..., dim: int = ..., **how: Unpack[Maybe]
-    ) -> Tensor | Work[Tensor]: ...
-    def scatter_(
-        self,
+        self: Any,
         x: Tensor,
         src: int = 0,
         dim: int = -1,
@@ -371,9 +325,9 @@ class RootedPartVerbs:
         run = self.runner
         src = check_rank("src", src, run.world_size)
         if run.rank != src:
-            return self.scatter(None, src=src, dim=dim, out=x, async_op=async_op, timeout=timeout)
+            return self.scatter(None, src, dim, out=x, async_op=async_op, timeout=timeout)
         out = run.part(x, dim, 0)
-        return self.scatter(x, src=src, dim=dim, out=out, async_op=async_op, timeout=timeout)
+        return self.scatter(x, src, dim, out=out, async_op=async_op, timeout=timeout)
 
     def _scatter_own(
         self, x: Tensor | None, src: int, dim: int, out: Out, async_op: bool, timeout: Timeout

@@ -36,18 +36,18 @@ class Traced(Protocol):
     """Verbs as ops of the graph that `torch.compile` makes, for groups that support it."""
 
     def all_reduce(self, x: Tensor, op: ReduceOp) -> Tensor:
-        """See `SymmetricVerbs.all_reduce`."""
+        """See `Collectives.all_reduce`."""
 
     def all_reduce_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, epsilon: float
     ) -> tuple[Tensor, Tensor]:
-        """See `SymmetricVerbs.all_reduce_norm`."""
+        """See `Collectives.all_reduce_norm`."""
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        """See `SymmetricVerbs.all_gather`."""
+        """See `Collectives.all_gather`."""
 
     def reduce_scatter(self, x: Tensor, dim: int, op: ReduceOp) -> Tensor:
-        """See `SymmetricVerbs.reduce_scatter`."""
+        """See `Collectives.reduce_scatter`."""
 
 
 class Runner:
@@ -68,7 +68,7 @@ class Runner:
         }
 
     def empty(self, shape: Shape, dtype: torch.dtype) -> Tensor:
-        """See `device_comm.verbs.point_to_point.PointToPointVerbs.empty`."""
+        """See `Communicator.empty`."""
         return self.new(check_shape("shape", shape), dtype)
 
     def run(

@@ -21,17 +21,11 @@ if TYPE_CHECKING:
 
 
 class CallTimer:
-    """Times one call at a time. Not thread-safe.
+    """Times one call at a time, for ``seconds``. Not thread-safe.
 
     Time only the oldest call in flight: ranks answer in order, so a later call may wait for an
-    earlier one. A pause of all processes, as of a container, counts as at most a quarter of
-    ``seconds``.
-
-    Attributes:
-        call: the timed call, if any.
-
-    Args:
-        seconds: the limit.
+    earlier one. A pause of all processes, as of a container, counts as at most a quarter of the
+    limit.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -68,11 +62,7 @@ class CallTimer:
 
 
 class CallDeadlines:
-    """Detects late calls. Not thread-safe.
-
-    Args:
-        call_seconds: calls are late when none was answered for so long.
-    """
+    """Detects calls that wait ``call_seconds`` without any answer. Not thread-safe."""
 
     def __init__(self, call_seconds: float) -> None:
         self._call_seconds = call_seconds
@@ -127,9 +117,6 @@ class CallQueue:
         last: the number of the last call that was sent; 0: none.
         last_settled: the method of the last call of this generation that all ranks have answered;
             ``""``: none.
-
-    Args:
-        in_flight: most calls in flight.
     """
 
     def __init__(self, in_flight: int) -> None:
@@ -213,7 +200,7 @@ class CallQueue:
         call.number = 0
 
     def follow_up(self, call: PendingCall) -> None:
-        """Queue a no-op call for the ranks of ``call`` before all others, unless one is first."""
+        """Queue a no-op call to the ranks of ``call`` first, unless one is first."""
         if not (self._queued and self._queued[0].is_void):
             self._queued.appendleft(call.void())
 

@@ -64,14 +64,8 @@ _REASON_SECONDS = 2.0
 class Dispatcher:
     """Moves calls and replies between the tracker and the queues. Any thread may call.
 
-    Attributes:
-        threads: the sender and the collector; they end after `release` and the queues' shutdown.
-
-    Args:
-        ledger: the pool's calls.
-        board: the pool's board; its last member is this process.
-        calls: the queue to all workers.
-        replies: the queue from each worker, by rank.
+    ``threads``, the sender and the collector, end after `release` and the queues' shutdown. The
+    last member of ``board`` is this process; ``replies`` are the workers' queues by rank.
     """
 
     def __init__(
@@ -106,19 +100,14 @@ class Dispatcher:
         Raises:
             GroupTimeoutError: the queue to the workers was full until the deadline; no worker
                 receives the call.
-            CoordinatorError: the failure that broke the pool.
-            TypeError: the arguments cannot be pickled; also any exception of their own code.
+            Exception: the pool's failure, or an error of pickling the arguments.
         """
-        with self._sending as mine:
-            if self._tracker.accept(call, self._generation, may_send=mine):
+        with self._sending as acquired:
+            if self._tracker.accept(call, self._generation, may_send=acquired):
                 self._send(call, deadline)
 
     def wait(self, call: PendingCall, deadline: Deadline) -> None:
-        """Wait until a call that was passed to `send` is done.
-
-        Raises:
-            GroupTimeoutError: the deadline expired; the call continues.
-        """
+        """Wait for the end of a sent call; after a GroupTimeoutError it continues."""
         # A future's callback or a signal handler, run by the listening thread, may wait for a call:
         # it listens itself.
         if self._listening.is_owned():
@@ -143,8 +132,8 @@ class Dispatcher:
 
     def _listen_in_turn(self, call: PendingCall, deadline: Deadline) -> None:
         try:
-            with self._listening as mine:
-                if mine:
+            with self._listening as acquired:
+                if acquired:
                     self._listen(lambda: call.done, deadline)
         finally:
             self._wake_collector()
@@ -154,9 +143,17 @@ class Dispatcher:
             raise GroupTimeoutError(call.method, deadline.timeout)
 
     def _send(self, call: PendingCall, deadline: Deadline) -> None:
-        wanted = -1 if call.reply_rank is None else call.reply_rank
+        reply_rank = -1 if call.reply_rank is None else call.reply_rank
         message = Call(
-            *(call.number, call.method, call.args, call.kwargs, wanted, call.stream, call.begins),
+            *(
+                call.number,
+                call.method,
+                call.args,
+                call.kwargs,
+                reply_rank,
+                call.stream,
+                call.begins,
+            ),
             call.trace,
         )
         try:
@@ -172,8 +169,8 @@ class Dispatcher:
 
     def _send_queued(self) -> None:
         while self._tracker.wait_to_send(self._generation):
-            with self._sending as mine:
-                if mine or self._sending.take_within(_TURN_SECONDS):
+            with self._sending as acquired:
+                if acquired or self._sending.take_within(_TURN_SECONDS):
                     self._send_next()
             self._wake_collector()
 
@@ -194,10 +191,10 @@ class Dispatcher:
             self._wake_collector()
 
     def _listen_until_idle(self) -> None:
-        with self._listening as mine:
-            while not mine and not self._tracker.state.over(self._generation):
-                mine = self._listening.take_within(_TURN_SECONDS)
-            if mine:
+        with self._listening as acquired:
+            while not acquired and not self._tracker.state.over(self._generation):
+                acquired = self._listening.take_within(_TURN_SECONDS)
+            if acquired:
                 self._listen(lambda: not self._tracker.queued.busy, NEVER)
 
     def _wake_collector(self) -> None:
@@ -205,11 +202,7 @@ class Dispatcher:
             self._needs_collector.put(None)
 
     def _listen(self, until: Callable[[], bool], deadline: Deadline) -> None:
-        """Receive replies until ``until()`` or the generation's end; caller owns `_listening`.
-
-        Raises:
-            GroupTimeoutError: the deadline expired.
-        """
+        """Receive replies until ``until()`` or the generation's end; caller owns `_listening`."""
 
         def is_ready() -> bool:
             return until() or any(queue.readable() for queue in self._replies)
@@ -258,10 +251,8 @@ class Dispatcher:
     def _end_with_reason(self, error: CoordinatorError, deadline: Deadline) -> None:
         """Break the pool because the queues raised ``error``, unless the supervisor does it first.
 
-        The supervisor has the worker's exit status or report, and so the more precise error.
-
-        Raises:
-            GroupTimeoutError: the deadline expired; the collector waits instead.
+        The supervisor has the worker's exit status or report, and so the more precise error. After
+        a GroupTimeoutError the collector waits instead.
         """
         while not self._tracker.wait_until_over(
             self._generation, deadline.remaining(at_most=_REASON_SECONDS)

@@ -78,9 +78,8 @@ class CallTrackerCallbacks:
 def run_all(actions: Actions) -> None:
     """Run the actions in order.
 
-    Raises:
-        BaseException: in the main thread, an action's or a signal handler's exception, which skips
-            the other actions. Other threads log it and continue.
+    In the main thread an exception, which may be a signal handler's, skips the rest; other threads
+    log it and continue.
     """
     for action in actions:
         try:
@@ -254,10 +253,7 @@ class CallTracker:
             return self.queued.oldest_of(rank)
 
     def open(self, generation: int, mark: Callable[[int], object]) -> None:
-        """Allow calls to the workers of a new generation.
-
-        ``mark`` is called with the number of a call in flight that has lost its caller.
-        """
+        """Allow calls to a generation; ``mark(number)`` cancels one whose caller is lost."""
         with self._lock:
             opens = self.state.ended is None
             opened = self.opened if opens and self.state.generation else ignore
@@ -300,12 +296,7 @@ class CallTracker:
         """Accept a call; True: the caller must send it now, else it is queued.
 
         After True, the caller sends it to the workers of ``generation``, or calls `unsent` or
-        `abandon`. Raises as `PoolState.check`.
-
-        Args:
-            call: the call.
-            generation: the generation to which the caller can send.
-            may_send: whether no other thread is sending.
+        `abandon`. ``may_send``: no other thread is sending. Raises as `PoolState.check`.
         """
         with self._lock:
             self.state.check()
@@ -329,7 +320,7 @@ class CallTracker:
     def wait_until_done(self, call: PendingCall, timeout: float) -> bool:
         """Wait until an accepted call is done; False after ``timeout`` seconds.
 
-        Only the thread that made the call may wait for it, until this returns True.
+        Only the thread that made it may wait, until this returns True.
         """
         with self._lock:
             ending = call.ending()
@@ -368,11 +359,9 @@ class CallTracker:
                 self._notify_waiters()
 
     def abandon(self, call: PendingCall, error: BaseException | None = None) -> None:
-        """Abandon a call whose send or receive was interrupted.
+        """Abandon a call whose send or receive was interrupted; ``error`` is for its future.
 
         A no-op call is queued behind it; calls still unanswered when that returns are lost.
-
-        ``error`` becomes the exception of its future.
         """
         with self._lock:
             self.give_up(call)
@@ -530,8 +519,7 @@ class CallTracker:
     def let_go(self) -> None:
         """Drop all callbacks after `end`.
 
-        This breaks the reference cycle with the owner: its shared memory is freed at once, not by
-        the next garbage collection.
+        This breaks the reference cycle with the owner, whose shared memory is then freed at once.
         """
         self._hooks = CallTrackerCallbacks(*(ignore,) * 6)
         self._mark = ignore
@@ -562,7 +550,7 @@ class CallTracker:
         return [*actions, *self._clock()]
 
     def _settle(self, call: PendingCall) -> Actions:
-        """Return a result or break the pool, if all ranks answered, and not due to an abort."""
+        """Return a result or break the pool, if all ranks answered without an abort."""
         if not call.settled or call.cut_off or not self.state.works:
             return []
         diverged = call.compare()
@@ -600,7 +588,7 @@ class CallTracker:
         return failed is not None and failed.hearsay and bool(self.reason_due())
 
     def _break_if_unsettled(self) -> Actions:
-        """Break the pool with the failed call after its time, or after the wait for its reason."""
+        """Break the pool with the failed call after its time, or an abort's reason."""
         failed = self._settling.call
         if failed is None or not (failed.settled and failed.cut_off):
             failed = self._settling.passed()
@@ -616,10 +604,7 @@ class CallTracker:
         return [self._hooks.clock] if in_main_thread() else self._break()
 
     def _break(self) -> Actions:
-        """Fail all calls, or queue them for the next generation, if a failure was recorded.
-
-        A second `end` completes a first one that a signal handler interrupted.
-        """
+        """Fail all calls, or queue them for the next generation, if a failure was recorded."""
         state, error = self.state, self.state.breaking
         if error is None:
             return []

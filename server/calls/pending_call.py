@@ -55,12 +55,9 @@ _AHEAD: Final = 1 << 31
 
 
 class Difference(NamedTuple):
-    """Two ranks of a group that began different operations in a call.
+    """Two ranks of a group that began different operations in a call; ``did`` is their text.
 
-    Attributes:
-        group: the group's name.
-        ranks: the two global ranks; the first is one of the majority, if any.
-        did: the operation that each of them began in the group, as text.
+    The first of ``ranks``, which are global, is one of the majority, if any.
     """
 
     group: str
@@ -71,9 +68,8 @@ class Difference(NamedTuple):
 def first_divergence(reports: Mapping[int, Sequence[GroupOperationCounts]]) -> Difference | None:
     """Return the first difference between the ranks of a call, if any.
 
-    Args:
-        reports: by rank, the result of `coordinator.call_counts.take_operation_counts`; missing
-            ranks are not compared.
+    ``reports`` has, by rank, the result of `coordinator.call_counts.take_operation_counts`; missing
+    ranks are not compared.
     """
     if not any(reports.values()):
         return None
@@ -98,13 +94,8 @@ def fatal_divergence(
     """Return the difference in the collective in which a rank's process ended, if any.
 
     Gloo aborts a process that receives more bytes than it expects, whichever rank is wrong.
-
-    Args:
-        rank: the rank whose process ended.
-        operation: its last operation, as `MemberStatus.operation`.
-        fingerprints: the board's fingerprints by rank.
-        past: returns the board's last operations of a rank; called only for ranks that have begun
-            that collective.
+    ``operation`` is the rank's `MemberStatus.operation`; ``past`` returns the board's last
+    operations of a rank, and is called only for ranks that have begun that collective.
     """
     group, _, verb = operation.rpartition(" ")
     for lost in fingerprints[rank]:
@@ -143,14 +134,16 @@ def _compare_past(
     known = {}
     for each in begun:
         alike = [
-            one for one in past(each) if (one.group, one.number) == number and one.verb in VERBS
+            record
+            for record in past(each)
+            if (record.group, record.number) == number and record.verb in VERBS
         ]
         if len(alike) == 1:  # several: another group has the same name
             known[each] = alike[0]
     if rank not in known:
         return None
     ranks = _unlike_ranks(
-        {each: (one.verb, one.dtype, one.size, one.peer) for each, one in known.items()}
+        {each: (its.verb, its.dtype, its.size, its.peer) for each, its in known.items()}
     )
     if ranks is None:
         return None
@@ -253,10 +246,8 @@ class CallFuture(Future[Any]):
     ) -> None:
         """Set the functions of its call.
 
-        Args:
-            late: makes the error after a ``timeout`` in seconds; the call continues.
-            withdraw: called when a queued call is cancelled.
-            cancelled: called when a sent call is cancelled.
+        ``late`` makes the error after a timeout in seconds, after which the call continues.
+        ``withdraw`` or ``cancelled`` is called when the queued or the sent call is cancelled.
         """
         self._late = late
         self._withdraw = withdraw
@@ -336,9 +327,7 @@ class CallFuture(Future[Any]):
 async def awaited(begin: Callable[[], Future[Any]]) -> Any:
     """Await the future of ``begin()``; cancelling the task cancels it.
 
-    Raises:
-        RuntimeError: no asyncio loop is running, as under trio. ``begin`` was not called.
-        Exception: the error of ``begin`` or of the future.
+    Without an asyncio loop, as under trio, raises RuntimeError and does not call ``begin``.
     """
     import asyncio  # noqa: PLC0415 - a third of this package's import time
 
@@ -354,8 +343,6 @@ class PendingCall:
     """A call that is queued or sent. Not thread-safe: the tracker's lock guards it.
 
     Attributes:
-        method: the name of the worker's method.
-        args, kwargs: its arguments.
         reply_rank: the only rank whose value is returned; ``None``: all ranks.
         number: 1, 2, ... in the order of sending; 0 until it is sent.
         waiting: the ranks that have neither answered nor failed.
@@ -367,9 +354,8 @@ class PendingCall:
         done: whether the result is known.
         timeout: seconds from ``since``; ``None``: `PoolConfig.call_seconds`.
         since: the time of its creation, in seconds of ``time.monotonic()``.
-        stream, begins: as in `control.protocol.Call`.
+        stream, begins, trace: as in `control.protocol.Call`.
         retry: whether the call runs again in the next generation after a restart.
-        trace: the trace context of its creator, as in `control.protocol.Call`.
     """
 
     __slots__ = (
@@ -426,10 +412,7 @@ class PendingCall:
         return self.method == VOID
 
     def void(self) -> PendingCall:
-        """Return a no-op call to the same ranks.
-
-        Replies of a rank arrive in order, so its reply proves that missing earlier ones are lost.
-        """
+        """Return a no-op call to the same ranks; its reply proves the loss of missing ones."""
         return PendingCall(VOID, (), {}, self._n_ranks, 0)
 
     @property
@@ -466,7 +449,7 @@ class PendingCall:
         self.waiting.discard(rank)
 
     def finish(self, pool: str) -> Callable[[], None]:
-        """Fix the result, once, and return the function that sets it in the future, if any.
+        """Fix the result, once; return the function that sets it in the future.
 
         Call that without locks: it runs the future's callbacks, which may call the pool. An error's
         text names the ``pool``, if that has a name.
@@ -482,7 +465,7 @@ class PendingCall:
         return _nothing if future is None else lambda: self._hand_out(future)
 
     def result(self) -> Any:
-        """Return the value of ``reply_rank`` or all ranks' values, or raise a copy of the error."""
+        """Return the value of ``reply_rank`` or all values, or raise a copy of the error."""
         if self.error is not None:
             raise again(self.error)
         return self._values if self.reply_rank is None else self._values[self.reply_rank]
@@ -508,17 +491,14 @@ class PendingCall:
         return self._future
 
     def begin(self) -> bool:
-        """Return whether to send the call; afterwards its future cannot be cancelled.
-
-        False if the future is cancelled or has a result, or the call is late.
-        """
+        """Return whether to send the call: not cancelled, done or late. Ends cancellation."""
         future = self._future
         if self.done or future is None or future.running():
             return not self.done
         return future.set_running_or_notify_cancel()
 
     def take_back(self) -> bool:
-        """Return whether the call runs again, as a new one, after the loss of its workers.
+        """Return whether the call runs again, as a new one, after its workers' loss.
 
         Being queued counts as no try.
         """
@@ -567,11 +547,8 @@ class CallStream:
 
     One thread at a time may request an item; any thread may close the stream. `close`, garbage
     collection, the end of a ``with`` block and a failed item close the generator on all ranks.
-
-    Args:
-        number: the stream's number, from 1, unique in the pool.
-        step: ``(stream, first)``: queue a call for the next item of ``stream``, or, if that is
-            negative, to close it. ``first``: the call creates the generator.
+    ``step(stream, first)`` queues a call for the next item; a negative number closes the stream,
+    and ``first`` creates the generator.
     """
 
     def __init__(self, number: int, step: NextItem) -> None:
@@ -609,10 +586,9 @@ class CallStream:
             return items[0]
 
     def ask(self) -> Future[Any]:
-        """Request the next item, unless that was done.
+        """Request the next item, unless that was done; return the future of its tuple, for `take`.
 
-        Returns:
-            The future of a tuple: ``(item,)``, or ``()`` at the end. Pass it to `take`.
+        The tuple is ``(item,)``, or ``()`` at the end.
         """
         with self._in_order:
             if self._over:

@@ -39,12 +39,7 @@ class ChannelClosedError(CoordinatorError, ConnectionError):
 
 
 class Channel:
-    """One end of a control channel.
-
-    Args:
-        connection: this end of the socket pair; the channel closes it.
-        receives: the type of the messages that arrive, for msgspec.
-    """
+    """One end of a control channel, for messages of type ``receives``; owns ``connection``."""
 
     def __init__(self, connection: socket.socket, receives: Any) -> None:
         connection.setblocking(False)
@@ -62,8 +57,8 @@ class Channel:
 
         Raises:
             ChannelClosedError: either end was closed.
-            GroupTimeoutError: the other end did not read in time; the channel is unusable, as a
-                part of the frame may have been sent.
+            GroupTimeoutError: the other end did not read in time; part of the frame may be sent, so
+                the channel is unusable.
         """
         body = msgspec.json.encode(message)
         left = memoryview(_LENGTH.pack(len(body)) + body)
@@ -149,16 +144,10 @@ class RendezvousServer:
 
     @contextmanager
     def open_round(self, newcomers: Iterable[int]) -> Iterator[dict[int, socket.socket]]:
-        """Empty the store for another round, and make a socket for each newcomer.
+        """Empty the store for another round, and yield a socket for each newcomer, by rank.
 
         The other ranks, which have finished the round before, keep theirs. New processes inherit
         their sockets in the block, at whose end this process closes them.
-
-        Args:
-            newcomers: the ranks with new processes.
-
-        Yields:
-            Their sockets, by rank.
         """
         self._close_round()
         self._values = InMemoryStore()

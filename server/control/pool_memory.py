@@ -20,9 +20,6 @@ def create_pool_board(n_workers: int, generation: int, pool: str) -> Board:
     """Create the board of one generation, and become its last member.
 
     Worker i, on any host, is member i. ``generation`` and the name ``pool`` are for inspection.
-
-    Raises:
-        SharedMemoryError: too little memory is free.
     """
     ranks = (*range(n_workers), DRIVER_RANK)
     board = Board.create(n_workers + 1, n_workers, pool or "pool", ranks)
@@ -35,11 +32,9 @@ _WORDS = 64
 
 
 class CancellationFlags:
-    """The flags of one pool. The driver writes them, workers read them; any thread may.
+    """The flags of one pool, in ``segment``, which it owns. Any thread may use them.
 
-    Args:
-        segment: the memory, owned by this object.
-        echo: called with each number that was marked, if given.
+    The driver writes them, workers read them. ``echo`` is called with each marked number.
     """
 
     def __init__(self, segment: Segment, echo: Callable[[int], Any] | None = None) -> None:

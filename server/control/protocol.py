@@ -40,8 +40,6 @@ class Call(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         number: 1, 2, ... in the order of sending. After a gap, left by an unsent call, the next is
             a `VOID` call.
-        method: the name of the worker's method.
-        args, kwargs: its arguments.
         reply_rank: the only rank that returns its result; -1: all ranks.
         stream: 0: an ordinary call. ``n``: return the next item of stream n. ``-n``: close it.
         begins: whether the method returns the generator of a new stream.
@@ -62,7 +60,6 @@ class Reply(msgspec.Struct, frozen=True, gc=False):
     """Worker to driver: the call is done.
 
     Attributes:
-        number: the call's number.
         begun: the group operations that this rank began in the call.
         value: the result; ``None`` if another rank returns it. In a stream: see
             `worker.RunningStreams.step`.
@@ -76,11 +73,8 @@ class Reply(msgspec.Struct, frozen=True, gc=False):
 class Handles(msgspec.Struct, frozen=True):
     """The handles of the shared memory of a worker and the driver.
 
-    Attributes:
-        calls: the queue that the worker reads.
-        replies: the queue that it writes. ``None``: the worker, on another host, makes one.
-        board: the board of its host.
-        cancelled: the flags of cancelled calls.
+    Without ``replies``, the worker, on another host, makes that queue. ``board`` and ``cancelled``
+    are of its host.
     """
 
     calls: QueueHandle
@@ -98,16 +92,12 @@ class Start(msgspec.Struct, frozen=True, tag=True):
         survives: whether the worker stays for the next generation when this one breaks.
         rank: the worker's global rank, and its member number on the board.
         secret: random bytes shared by the ranks of this pool only.
-        handles: the shared memory; on another host its supervisor adds its own.
         zero_copy, spans, name: as in `PoolConfig`.
-        worker: the worker's class as ``"package.module:Class"``.
-        worker_kwargs: its keyword arguments, pickled.
-        main: how to load the driver's main module, if it defines the class; see `reference`.
+        worker, worker_kwargs, main: as in `PoolPlan`.
         timeout: seconds for the rendezvous of all ranks; ``None``: no limit.
         store: the store for ranks on several hosts; ``None``: the driver's `RendezvousServer`.
-        address: the address of the worker's host, if the driver is on another one; its supervisor
-            sets it.
-        cores: the cores to bind to; ``()``: no binding. The supervisor of another host sets it.
+        handles, address, cores: on another host its supervisor sets its memory, its address and
+            the cores to bind to (``()``: no binding).
     """
 
     generation: int
@@ -152,11 +142,7 @@ class WorkProgress(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """Worker to driver: the worker is built and takes calls.
-
-    Attributes:
-        replies: the queue that it writes, if it has made it.
-    """
+    """Worker to driver: the worker is built; ``replies`` is a queue that it has made."""
 
     replies: QueueHandle | None = None
 
@@ -168,8 +154,6 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
         number: the call's number; 0 during the start.
         begun: the group operations that this rank began in the call.
         kind: the name of the exception's class, with its module unless it is built in.
-        message: its text.
-        traceback: its traceback.
         consequence: whether it is a secondary failure: another rank has failed.
         diverged: whether it is a DivergenceError: another rank called a different operation.
         exception: the exception itself, pickled; ``b""`` if it cannot be pickled.
@@ -209,13 +193,9 @@ def describe(
     begun: tuple[GroupOperationCounts, ...] = (),
     rank: int | None = None,
 ) -> Failed:
-    """Return a worker's message about an exception.
+    """Return a worker's message about an exception in call ``number``; 0: during the start.
 
-    Args:
-        error: the exception as it was caught.
-        number: the call's number; 0 during the start.
-        begun: the group operations that this rank began in the call.
-        rank: as for `is_consequence`.
+    ``begun`` are the group operations that this rank began in the call.
     """
     refused = isinstance(error, CallRefusedError)
     shown = (error.__cause__ or error) if refused else error
@@ -235,10 +215,7 @@ def describe(
 
 
 def unsendable(value: object, error: TypeError, what: str = "result") -> TypeError:
-    """Return a worker's error for a result that ``error`` has kept from being sent.
-
-    ``what`` is ``"result"``, or the item of a stream.
-    """
+    """Return a worker's error for a result or item (``what``) that ``error`` made unsendable."""
     kind = type(value)
     advice = _ADVICE.get(kind, str(error.__cause__ or error))
     unsent = TypeError(f"its {what}, of type {kind.__name__}, cannot be sent: {advice}")
@@ -251,9 +228,8 @@ def rebuild(
 ) -> WorkerError | StreamLostError:
     """Return the error to raise at the caller, made from a worker's message.
 
-    Its ``__cause__`` is the original exception, if that can be unpickled here. A
-    `StreamLostError`, which is the pool's, is returned itself. ``detail`` is added to the message,
-    in parentheses.
+    Its ``__cause__`` is the original exception, if that can be unpickled here. A `StreamLostError`,
+    which is the pool's, is returned itself. ``detail`` is added to the message, in parentheses.
     """
     original = _unpickled(failed.exception)
     if isinstance(original, StreamLostError):
@@ -265,12 +241,9 @@ def rebuild(
 
 
 def is_consequence(error: BaseException | None, rank: int | None) -> bool:
-    """Return whether ``error`` was raised, directly or not, because another rank failed.
+    """Return whether ``error`` on ``rank`` is a secondary failure: another rank failed first.
 
-    Args:
-        error: the exception.
-        rank: the rank that raised it. If that rank, in any thread, has aborted the group because
-            of itself, the failure is its own.
+    If ``rank``, in any thread, has aborted the group because of itself, the failure is its own.
     """
     if isinstance(error, CallRefusedError):
         return error.rank is not None

@@ -21,10 +21,7 @@ _MAKES_NO_POOL: ContextVar[bool] = ContextVar("makes_no_pool", default=False)
 
 
 def worker_name(worker: type | str) -> str:
-    """Return the reference ``"package.module:Class"`` of a worker's class.
-
-    Args:
-        worker: the class, or its reference, which is returned unchanged.
+    """Return the reference ``"package.module:Class"`` of a class; a reference is unchanged.
 
     Raises:
         ValueError: no other process could import the class, or the reference is malformed.
@@ -71,11 +68,7 @@ def main_of(name: str) -> dict[str, bytes] | None:
 
 
 def worker_class(name: str, main: dict[str, bytes] | None) -> type[Any]:
-    """Import the class ``name`` in a worker; ``main`` is the result of the driver's `main_of`.
-
-    Raises:
-        ImportError, AttributeError, TypeError: there is no such class.
-    """
+    """Import the class ``name`` in a worker; ``main`` is the result of the driver's `main_of`."""
     if main is not None:
         from multiprocessing import spawn  # noqa: PLC0415 - the driver does without
 
@@ -100,11 +93,7 @@ def import_guard() -> Iterator[None]:
 
 
 def check_may_make_pool() -> None:
-    """Raise if modules of a worker are being imported.
-
-    Raises:
-        RuntimeError: they are.
-    """
+    """Raise RuntimeError if modules of a worker are being imported."""
     if _MAKES_NO_POOL.get():
         raise RuntimeError(
             "a worker imports this module, which would start workers itself: put the code that "

@@ -61,10 +61,7 @@ def bound_here(bind: str, n_workers: int) -> Bound:
 def cpus_of_workers(bind: str, n_workers: int, cores: Sequence[Core]) -> Bound:
     """Return the CPUs of each worker of a host for the setting ``bind``.
 
-    Args:
-        bind: a form in the module's list.
-        n_workers: the number of workers on this host.
-        cores: the usable cores, node by node.
+    ``cores`` are the usable cores, node by node.
 
     Raises:
         ValueError: ``bind`` has another form, lists another number of workers, names unusable
@@ -96,7 +93,10 @@ def written(bound: Bound) -> str:
 
 
 def threads_of(bound: Bound) -> int:
-    """Return the threads that the worker with the least CPUs can run, of shared CPUs its share."""
+    """Return the number of threads that the worker with the least CPUs can keep busy.
+
+    A shared CPU counts in part.
+    """
     users = Counter(cpu for cpus in bound for cpu in cpus)
     return max(math.floor(min(sum(Fraction(1, users[cpu]) for cpu in cpus) for cpus in bound)), 1)
 
@@ -118,7 +118,7 @@ def _own_cores(n_workers: int, cores: Sequence[Core]) -> Bound:
 
 
 def _within_nodes(n_workers: int, cores: Sequence[Core]) -> list[Sequence[Core]]:
-    """Return shares that each lie within a node, with the smallest share as large as possible."""
+    """Return shares within a node each, with the smallest share as large as possible."""
     sizes = Counter(core.node for core in cores)
     shares: list[Sequence[Core]] = []
     for node, n in zip(sizes, _counts(n_workers, list(sizes.values())), strict=True):
@@ -167,12 +167,9 @@ MOST_THREADS: Final = 8192
 def worker_threads(
     n_workers: int, bound: Bound = (), environment: Mapping[str, str] = os.environ
 ) -> int:
-    """Return CPU threads for each of ``n_workers``: ``OMP_NUM_THREADS``, or an equal share.
+    """Return CPU threads for each of a host's workers: ``OMP_NUM_THREADS``, or an equal share.
 
-    Args:
-        n_workers: the number of workers on this host.
-        bound: the workers' cores, which limit the threads.
-        environment: contains the variable; a value above `MOST_THREADS` is ignored.
+    The share is limited by the cores ``bound``; a variable above `MOST_THREADS` is ignored.
     """
     number = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if number.isdecimal() and 0 < int(number) <= MOST_THREADS:
@@ -188,11 +185,7 @@ def usable_cores() -> int:
 
 
 def cpu_quota(root: Path = Path("/")) -> float:
-    """Return the processor time that control groups allow, in cores; ``inf``: no limit.
-
-    Args:
-        root: the root of the file system with the groups: see `cgroups`.
-    """
+    """Return the processor time that control groups allow, in cores; ``inf``: no limit."""
     quota = math.inf
     for unified, folder in cgroups("cpu", root):
         files = ("cpu.max",) if unified else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
@@ -213,12 +206,7 @@ _CUDA: Final = re.compile(r"cuda(?::(\d{1,4}))?", re.ASCII)
 
 
 def assign(device: str | Sequence[str], ranks: int, gpus: int, share_gpu: bool) -> tuple[str, ...]:
-    """Return the device of each rank, by rank.
-
-    Args:
-        device, share_gpu: as for `pool.WorkerPool`.
-        ranks: the number of ranks.
-        gpus: the number of GPUs of this host.
+    """Return the device of each rank; ``device`` and ``share_gpu`` are as for `pool.WorkerPool`.
 
     Raises:
         ValueError: a device does not exist, or ranks would share a GPU without ``share_gpu``.
@@ -231,10 +219,10 @@ def assign(device: str | Sequence[str], ranks: int, gpus: int, share_gpu: bool) 
         if share_gpu:
             raise ValueError(f"sharing a GPU is for device 'cuda'; got {device!r}")
         return (CPU,) * ranks
-    wanted = _CUDA.fullmatch(device)
-    if wanted is None:
+    match = _CUDA.fullmatch(device)
+    if match is None:
         raise ValueError(f"device must be 'cpu', 'cuda' or one GPU as 'cuda:0'; got {device!r}")
-    index = None if wanted[1] is None else int(wanted[1])
+    index = None if match[1] is None else int(match[1])
     if not gpus:
         raise ValueError(f"device {device!r}: torch sees no CUDA device")
     if index is not None and index >= gpus:
@@ -250,22 +238,14 @@ def assign(device: str | Sequence[str], ranks: int, gpus: int, share_gpu: bool) 
 
 
 def share_of_a_host(n_workers: int, nnodes: int) -> int:
-    """Return the number of workers on each host.
-
-    Raises:
-        ValueError: ``n_workers`` is not a multiple of ``nnodes``.
-    """
+    """Return the number of workers on each host; raise ValueError if it is not whole."""
     if n_workers % nnodes:
         raise ValueError(f"{nnodes} hosts cannot share {n_workers} workers evenly")
     return n_workers // nnodes
 
 
 def checked_device(device: str | Sequence[str]) -> str | tuple[str, ...]:
-    """Return the argument ``device`` of a pool, a sequence as a tuple.
-
-    Raises:
-        TypeError: ``device`` is neither a text nor a sequence of texts.
-    """
+    """Return the argument ``device`` of a pool, a sequence as a tuple, or raise TypeError."""
     return device if isinstance(device, str) else texts("device", device)
 
 

@@ -63,12 +63,7 @@ _LONGEST_PAUSE_SECONDS = 5.0
 
 
 class RestartBudget:
-    """Limits the restarts of one pool.
-
-    Args:
-        most: most restarts within ``window``.
-        window: seconds.
-    """
+    """Limits the restarts of one pool: ``most`` within ``window`` seconds."""
 
     def __init__(self, most: int, window: float) -> None:
         self._most = most
@@ -77,17 +72,11 @@ class RestartBudget:
         self._failed_restarts = 0
 
     def take(self, now: float, worked: bool) -> float | None:
-        """Count a restart.
+        """Count a restart at ``now``; return the seconds to wait before it.
 
-        Args:
-            now: the time, in seconds of any clock.
-            worked: whether the workers have answered a call since the last restart.
-
-        Returns:
-            The seconds to wait before the restart: 0, but after consecutive failed restarts 0.1,
-            doubled each time, at most 5.
-            ``None``: the pool may not be restarted, because ``most`` restarts were made within the
-            window, or failed consecutively, at any pace.
+        0, but after consecutive failed restarts 0.1, doubled each time, at most 5. ``worked``: the
+        workers have answered a call since the last restart. ``None``: no restart is left, because
+        ``most`` were made within the window, or failed consecutively, at any pace.
         """
         self._restarted_at = [at for at in self._restarted_at if at > now - self._window]
         self._failed_restarts = 0 if worked else self._failed_restarts + 1
@@ -116,17 +105,11 @@ class PoolDriver(WorkerEvents):
     """The workers of a pool, in successive generations. Any thread may use it.
 
     Attributes:
-        tracker: the pool's calls.
         dispatcher: sends calls to the workers of the latest generation; ``None`` after `stop`.
     """
 
     def __init__(self, plan: PoolPlan) -> None:
-        """Start the workers and wait until all are ready.
-
-        Raises:
-            WorkerStartError: a worker failed, or was not ready in time.
-            SharedMemoryError, DescriptorLimitError, ProcessLimitError, OSError: a limit.
-        """
+        """Start the workers and wait until all are ready; raise as `pool.WorkerPool`."""
         self._n_started = 0
         self._plan = plan
         self._name = plan.config.name or "the pool"
@@ -237,22 +220,14 @@ class PoolDriver(WorkerEvents):
         end(list(self._processes.workers.values()), _LEAVE_SECONDS, self._plan.config.kill_seconds)
 
     def status(self) -> list[MemberStatus]:
-        """Return every worker's state, by rank.
-
-        Raises:
-            PoolClosedError: the pool was shut down.
-        """
+        """Return every worker's state, by rank, or raise `PoolClosedError`."""
         links = self._shared
         if links is None:
             raise PoolClosedError("status: the pool was shut down")
         return [self._status(links, rank) for rank in range(self._plan.n_workers)]
 
     def totals(self) -> dict[int, tuple[VerbTotal, ...]]:
-        """Return the sums of this host's workers over all operations and generations, by rank.
-
-        Raises:
-            PoolClosedError: the pool was shut down.
-        """
+        """Return the sums of this host's workers over all generations; raise as `status`."""
         links = self._shared
         if links is None:
             raise PoolClosedError("totals: the pool was shut down")
@@ -272,11 +247,9 @@ class PoolDriver(WorkerEvents):
         return replace(status, state="idle", operation=method)
 
     def call(self, call: PendingCall) -> Any:
-        """Send a call and wait for its result.
+        """Send a call and wait for its result; raise its error or the pool's failure.
 
-        Raises:
-            CallTimeoutError: the call is late; if it was sent, the workers continue it.
-            Exception: the call's error, or the failure that broke the pool.
+        After a `CallTimeoutError`, workers continue a call that was sent.
         """
         deadline = self._carry_out(call)
         if deadline is not None:
@@ -296,7 +269,7 @@ class PoolDriver(WorkerEvents):
                 try:
                     dispatcher.wait(call, deadline)
                 except GroupTimeoutError:
-                    deadline = self.tracker.due(call)  # others may have been answered meanwhile
+                    deadline = self.tracker.due(call)  # other answers extend it
                     if call.done or deadline.expired:
                         raise
                 except KeyboardInterrupt as interrupt:
@@ -316,11 +289,7 @@ class PoolDriver(WorkerEvents):
         return error
 
     def submit(self, call: PendingCall) -> Future[Any]:
-        """Queue a call and return the future of its result, without waiting for workers.
-
-        Raises:
-            CoordinatorError: the failure that broke the pool.
-        """
+        """Queue a call and return the future of its result, or raise the pool's failure."""
         future = call.future()
         future.answer_for(
             partial(self.late, call),
@@ -331,10 +300,7 @@ class PoolDriver(WorkerEvents):
         return future
 
     def late(self, call: PendingCall, timeout: float | None) -> CallTimeoutError:
-        """Return the error of a call that is late after ``timeout`` seconds.
-
-        It has the late ranks, their states and stacks, and the ranks that block them.
-        """
+        """Return the error of a late call: the late ranks, their stacks, and their blockers."""
         ranks = self.tracker.late(call)
         if not ranks:
             restarting = self.tracker.state.restarting
@@ -379,10 +345,8 @@ class PoolDriver(WorkerEvents):
     def stop(self, timeout: float, finish: bool) -> None:
         """End everything; idempotent, from any thread but the pool's own.
 
-        Args:
-            timeout: seconds for calls to finish and workers to exit; then they are terminated, and
-                killed after ``kill_seconds`` more.
-            finish: let accepted calls finish, for half of the time.
+        Within ``timeout`` seconds calls finish, if ``finish``, for half of the time, and workers
+        exit; then they are terminated, and killed after ``kill_seconds`` more.
         """
         if self.is_own(threading.current_thread()):
             raise RuntimeError("a pool cannot be shut down by a callback of its own")
@@ -461,10 +425,7 @@ class PoolDriver(WorkerEvents):
         _log.info(text, self._name, workers, generation, extra=fields)
 
     def _translated_limit_errors(self, kept: Collection[int] = ()) -> AbstractContextManager[None]:
-        """Wrap a block that starts all workers but ``kept``.
-
-        Workers on other hosts all reconnect.
-        """
+        """Wrap a block that starts all workers but ``kept``; all hosts reconnect."""
         local = self._plan.ranks_of(0)
         n_remote = None if self._plan.hosts is None else self._plan.n_workers - len(local)
         return translated_limit_errors(len({*local} - {*kept}), n_remote)

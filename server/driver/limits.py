@@ -29,21 +29,14 @@ _OF_A_REMOTE_WORKER = 14
 
 
 def open_files() -> int:
-    """Return the number of descriptors of this process.
-
-    Raises:
-        OSError: no further descriptor is available to read /proc.
-    """
+    """Return the number of descriptors of this process, or raise OSError if none is left."""
     return sum(1 for _ in Path("/proc/self/fd").iterdir()) - 1
 
 
 def check_has_system_threads() -> None:
-    """Raise if threads are coroutines of gevent or eventlet.
+    """Raise RuntimeError if threads are coroutines of gevent or eventlet.
 
     One blocking call would block all of them, also the supervisor.
-
-    Raises:
-        RuntimeError: a primitive of threads was replaced.
     """
     primitives = threading.get_ident, queue.SimpleQueue, select.select
     replaced = {each.__module__ for each in primitives} - {"_thread", "_queue", "select"}
@@ -56,18 +49,11 @@ def check_has_system_threads() -> None:
 
 @contextmanager
 def translated_limit_errors(n_here: int, n_elsewhere: int | None) -> Iterator[None]:
-    """Wrap a block that starts workers; its errors name the limit that it has reached.
+    """Wrap a block that starts workers; raise DescriptorLimitError or ProcessLimitError.
 
-    The block must close its files if it fails. With remote hosts, the limit of open files is
-    checked before the block: libzmq ends the process where it can open no file.
-
-    Args:
-        n_here: the number of workers on this host.
-        n_elsewhere: the number of workers on other hosts; ``None``: there are no other hosts.
-
-    Raises:
-        DescriptorLimitError: the limit of open files is too low.
-        ProcessLimitError: no further process or thread can be started.
+    The block must close its files if it fails. With ``n_elsewhere`` workers on other hosts, the
+    limit of open files is checked before the block: libzmq ends the process where it can open no
+    file.
     """
     more = _OF_A_POOL + _OF_A_WORKER * n_here
     try:

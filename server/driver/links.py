@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 
 class ReplyNotifier:
-    """Watches queues from other hosts in its own thread. Close it before the queues.
+    """A thread that calls ``wake`` when queues from other hosts may have messages.
 
-    It calls ``wake`` each time that a message may have arrived.
+    Close it before the queues.
     """
 
     def __init__(self, queues: Iterable[MessageQueue], wake: Callable[[], None]) -> None:
@@ -62,9 +62,7 @@ class SharedResources:
     """The driver's ends of one generation's memory. Close it when the workers have ended.
 
     Attributes:
-        board: the pool's board on this host: liveness, status and abort.
         driver: the driver's member number.
-        calls: the queue to all workers.
         replies: the queue from each worker, by rank; of workers on other hosts after `join`.
         cancelled: the flags of calls without a caller.
         totals_before: the sums of each rank's operations in earlier generations.
@@ -85,11 +83,7 @@ class SharedResources:
     def open(self, hosts: RemoteHosts | None) -> None:
         """Make the queues; with other hosts, which have connected, also listen for their workers.
 
-        After an error, `close` releases everything.
-
-        Raises:
-            SharedMemoryError: too little memory is free.
-            OSError: this host cannot listen at its address.
+        After a SharedMemoryError or OSError, `close` releases everything.
         """
         plan, generation, undo = self._plan, self.generation, self._undo
         local = plan.ranks_of(0)
@@ -154,11 +148,7 @@ class SharedResources:
         )
 
     def join(self, replies: Mapping[int, QueueHandle], deadline: Deadline) -> None:
-        """Join the queues of workers on other hosts, and wait until they read the calls' queue.
-
-        Raises:
-            GroupTimeoutError: some do not read it in time.
-        """
+        """Join the queues of workers on other hosts, and wait until they read the calls' queue."""
         for rank, handle in replies.items():
             queue = MessageQueue.create_from_handle(handle, DRIVER_RANK, secret=self._secret)
             self.replies[rank] = self._undo.enter_context(queue)

@@ -138,30 +138,30 @@ def _restart_limits(
     return max_restarts or MAX_RESTARTS, window or RESTART_WINDOW
 
 
-def _stuck_after(given: float | None, restart: str, config: PoolConfig) -> float:
-    if given is not None:
-        return positive_seconds("stuck_after", given)
+def _stuck_after(seconds: float | None, restart: str, config: PoolConfig) -> float:
+    if seconds is not None:
+        return positive_seconds("stuck_after", seconds)
     return math.inf if restart == "never" else config.call_seconds
 
 
 def _hosts(
     launcher: str,
-    given: Hosts | RayCluster | None,
+    hosts: Hosts | RayCluster | None,
     grid: RankGrid,
     device: str | Sequence[str],
     timeout: float | None,
 ) -> Hosts | None:
-    if launcher != "ray" and (given is None or isinstance(given, Hosts)):
-        return hosts_of(launcher, given)
+    if launcher != "ray" and (hosts is None or isinstance(hosts, Hosts)):
+        return hosts_of(launcher, hosts)
     from ..launchers.ray_actors import RayCluster  # noqa: PLC0415 - few use Ray
 
     if launcher != "ray":
-        if isinstance(given, RayCluster):
+        if isinstance(hosts, RayCluster):
             raise ValueError(f"a Ray cluster is given, so launcher must be 'ray'; got {launcher!r}")
-        return hosts_of(launcher, given)
-    if isinstance(given, Hosts):
+        return hosts_of(launcher, hosts)
+    if isinstance(hosts, Hosts):
         raise ValueError("hosts of a Ray cluster are given as a RayCluster")
-    cluster = given or RayCluster()
+    cluster = hosts or RayCluster()
     gpus = any(each != "cpu" for each in ([device] if isinstance(device, str) else device))
     one_stage = grid.group_of(0, "pcp", "tp")
     n_stages = grid.size // len(one_stage)

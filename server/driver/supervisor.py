@@ -38,21 +38,11 @@ class WorkerEvents:
         """Handle a worker's message, after its handle has handled `Hello` and `Detached`."""
 
     def on_death(self, rank: int, how: str, stack: str) -> None:
-        """Handle the end of a worker's process.
-
-        Args:
-            rank: the worker's rank.
-            how: such as ``"killed by SIGKILL"``.
-            stack: its Python stacks, if it crashed and could write them; else ``""``.
-        """
+        """Handle a process's end: ``how``, as ``"killed by SIGKILL"``, and its stacks if known."""
 
 
 class Supervisor:
-    """Watches workers. Close it, after `stop` if it has a thread.
-
-    Attributes:
-        thread: the supervisor thread; ``None`` before `start`.
-    """
+    """Watches workers, from `start` in ``thread``. Close it, after `stop` if it has a thread."""
 
     def __init__(self) -> None:
         self._workers: list[WorkerHandle] = []
@@ -103,10 +93,8 @@ class Supervisor:
     ) -> None:
         """Watch in a new thread.
 
-        Args:
-            watcher: handles the events.
-            tick: called after every event and `wake`; returns the seconds until its next call.
-            failed: called with the exception that ends the thread.
+        It calls ``tick`` after every event and `wake`, which returns the seconds until its next
+        call, and ``failed`` with the exception that ends the thread.
         """
         self.thread = threading.Thread(
             target=self._run, args=(watcher, tick, failed), name="pool-supervisor", daemon=True

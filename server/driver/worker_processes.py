@@ -41,13 +41,7 @@ _STOPPED: Final = "its process is stopped, by a signal or a debugger"
 
 
 class HangReport(NamedTuple):
-    """The states of late workers.
-
-    Attributes:
-        stacks: their Python stacks, by rank.
-        why: names the processes that block others; ``""``: none.
-        blocked_by: the ranks of the pool's workers among these processes.
-    """
+    """Late workers' stacks, by rank, and the processes that block others: text and ranks."""
 
     stacks: Mapping[int, str]
     why: str
@@ -198,9 +192,6 @@ _log = logging.getLogger(__name__)
 class ReadyBarrier(WorkerEvents):
     """Waits until all workers are ready; handles the supervisor's events during a start.
 
-    Attributes:
-        replies: the reply queues of workers on other hosts, by rank.
-
     Args:
         plan: an exception of its ``on_progress`` ends the start.
         show: called repeatedly with the ranks that are not ready yet.
@@ -238,12 +229,9 @@ class ReadyBarrier(WorkerEvents):
         self._reported: set[int] = set()
 
     def wait(self, supervisor: Supervisor, deadline: Deadline, tick: Callable[[], float]) -> None:
-        """Wait until every worker is ready.
+        """Wait until every worker is ready, or raise WorkerStartError.
 
         ``tick`` is called repeatedly; it returns the seconds until its next call, and may raise.
-
-        Raises:
-            WorkerStartError: a worker has failed, or was not ready in time.
         """
         while self._absent:
             self._show(sorted(self._absent))
@@ -322,17 +310,10 @@ class WorkerProcesses:
     Attributes:
         using: held while any thread uses `workers` or their files, and while they are removed.
         workers: the workers that run, or have ended and were not replaced yet, by rank.
-        supervisor: watches them.
-        hosts: the other hosts; ``None`` if there are none.
     """
 
     def __init__(self, plan: PoolPlan) -> None:
-        """Prepare the start of workers, and accept connections of other hosts.
-
-        Raises:
-            OSError: this host's address cannot be reached by the other hosts.
-            HostError, GroupTimeoutError, TransportError: as for `RemoteHosts`.
-        """
+        """Prepare the start of workers, and accept other hosts; raise as `RemoteHosts`."""
         self._plan = plan
         deadline = Deadline.after(plan.start_timeout)
         self.using = threading.RLock()  # a signal handler may end what it interrupts
@@ -364,10 +345,8 @@ class WorkerProcesses:
     ) -> None:
         """Start the missing workers, and wait until all have joined a new generation.
 
-        Args:
-            links: the generation's board and queues.
-            first_call: the number of its first call.
-            tick, show: as for `ReadyBarrier`.
+        ``first_call`` is the number of its first call; ``tick`` and ``show`` are as for
+        `ReadyBarrier`.
 
         Raises:
             WorkerStartError: a worker failed, or was not ready in time.
@@ -443,12 +422,9 @@ class WorkerProcesses:
         )
 
     def stop_survivors(self, pause: float, tick: Tick, *, keep: bool) -> None:
-        """Keep the workers that detach after an abort, and kill the others.
+        """Keep (if ``keep``) the workers that detach after an abort, and kill the others.
 
-        Args:
-            pause: the least seconds to take.
-            keep: whether to keep any.
-            tick: as for `assemble`.
+        Takes ``pause`` seconds at least.
         """
         earliest = time.monotonic() + pause
         deadline = Deadline.after(self._plan.config.leave_seconds if keep else 0.0)

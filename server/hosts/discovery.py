@@ -32,12 +32,7 @@ _WHAT = "port"
 
 
 def publish_port(hosts: Hosts, port: int, deadline: Deadline) -> None:
-    """Publish the head's port, unless it is fixed; called on the head.
-
-    Raises:
-        GroupTimeoutError: torchrun's store does not reply in time.
-        TransportError: it has closed.
-    """
+    """Publish the head's port in torchrun's store, unless it is fixed; called on the head."""
     if hosts.master_port == 0:
         _begin_round(hosts, deadline).broadcast(_WHAT, b"%d" % port)
 
@@ -46,9 +41,8 @@ def discover_port(hosts: Hosts, deadline: Deadline) -> int:
     """Return the head's port; called on the other hosts.
 
     Raises:
-        GroupTimeoutError: the head has not published it in time, or torchrun's store does not
-            reply.
-        TransportError: that store has closed.
+        GroupTimeoutError: the head has not published it in time, or the store does not reply.
+        TransportError: torchrun's store has closed.
     """
     if hosts.master_port:
         return hosts.master_port
@@ -102,19 +96,13 @@ def address_of_head(node: int, name: str, deadline: Deadline) -> IPv4Address | I
 
     Raises:
         HostError: it did not until the deadline.
-        OSError: it cannot be resolved for a permanent reason.
-        ValueError: it means all interfaces.
+        OSError, ValueError: it cannot be resolved for a permanent reason, or means all interfaces.
     """
     return _retry(lambda: one_address(name), node, name, deadline)
 
 
 def address_on_route(node: int, head: str, port: int, deadline: Deadline) -> str:
-    """Wait for a route to the head, and return this host's address on it.
-
-    Raises:
-        HostError: there was none by the deadline.
-        OSError: it cannot be found for a permanent reason.
-    """
+    """Return this host's address on the route to the head; raise as `address_of_head`."""
     return _retry(lambda: own_address(head, port), node, head, deadline)
 
 

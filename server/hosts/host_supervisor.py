@@ -113,16 +113,9 @@ class HostSupervisor(WorkerEvents):
     """One host's part of a pool, over one link to the head. Close it."""
 
     def __init__(self, hosts: Hosts, instance_id: str, deadline: Deadline) -> None:
-        """Wait until the head has admitted this host.
+        """Wait until the head has admitted this host; raise as `serve_host`.
 
-        Args:
-            hosts: with the head's port.
-            instance_id: as in `HostHello`.
-            deadline: limits the wait for the head's answer.
-
-        Raises:
-            HostError: the head did not answer in time, or refused.
-            OSError: its name cannot be resolved, for a permanent reason.
+        ``hosts`` has the head's port; ``instance_id`` is that of `HostHello`.
         """
         self._node = hosts.node_rank
         self._inbox: deque[FromHead | _HeadLost] = deque()
@@ -145,8 +138,7 @@ class HostSupervisor(WorkerEvents):
     def run(self) -> bool:
         """Execute the head's messages; False after the pool's shutdown, True to reconnect.
 
-        Raises:
-            HostError: the head is lost, and the pool is not restarted.
+        Raises `HostError` if the head is lost, and the pool is not restarted.
         """
         while True:
             self._supervisor.step(self, _POLL_SECONDS if self._workers else 1.0)
@@ -355,7 +347,7 @@ class HostSupervisor(WorkerEvents):
             key = "" if self._board is None else self._board.handle().segment.nonce.hex()
         try:
             boards = tuple(board for each in own_programs() for board in each.boards)
-        except OSError:  # out of descriptors, say
+        except OSError:  # such as EMFILE
             boards = ()
         self._link.post(HostState(number, key, boards))
 

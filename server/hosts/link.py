@@ -61,10 +61,7 @@ _PACKAGES = ("torch", "msgspec", "pyzmq")
 
 
 def facts_here(given: Mapping[str, str]) -> dict[str, str]:
-    """Return this host's facts, by name: versions, and those ``given``.
-
-    Without torch's build for CPU or CUDA: that may differ.
-    """
+    """Return this host's facts, by name: versions (torch's without build), and ``given``."""
     versions = {name: version(name).partition("+")[0] for name in _PACKAGES}
     python = ".".join(map(str, sys.version_info[:2]))
     return {
@@ -89,10 +86,7 @@ class HostHello(msgspec.Struct, frozen=True, tag=True):
     """A host's first message.
 
     Attributes:
-        name: its host name.
         address: its address on the route to the head.
-        pid: the sending process.
-        node: its node number.
         facts: values that must be equal on all hosts, by name.
         instance_id: random; stable across reconnects of one process.
     """
@@ -114,9 +108,7 @@ class HostAdmitted(msgspec.Struct, frozen=True, tag=True):
     """The host takes part.
 
     Attributes:
-        n_workers: the pool's workers on all hosts.
-        ranks: the host's workers.
-        config: the pool's settings.
+        n_workers, ranks: the number of the pool's workers, and the ranks of this host.
         stays: whether the host reconnects when the link has broken.
     """
 
@@ -137,14 +129,7 @@ class HostShutdown(msgspec.Struct, frozen=True, tag=True):
 
 
 class BeginGeneration(msgspec.Struct, frozen=True, tag=True):
-    """Start a generation: make its board, and start the missing workers.
-
-    Attributes:
-        generation: its number.
-        missing: the ranks to start.
-        in_flight: most calls in flight.
-        seconds: time for the start; ``None``: no limit.
-    """
+    """Start a generation within ``seconds``: make its board, and start the missing workers."""
 
     generation: int
     missing: tuple[int, ...]
@@ -176,10 +161,8 @@ class MarkCall(msgspec.Struct, frozen=True, tag=True):
 class HeartbeatMessage(msgspec.Struct, frozen=True, tag=True):
     """The state of the sender's board; sent at its abort, and in short intervals.
 
-    Attributes:
-        generation: the board's generation; 0 before the first.
-        heartbeat: an encoded `coordinator.remote_boards.HostHeartbeat`; empty before the first
-            generation.
+    ``heartbeat`` is an encoded `coordinator.remote_boards.HostHeartbeat`; before the first
+    generation it is empty, and ``generation`` 0.
     """
 
     generation: int
@@ -187,11 +170,9 @@ class HeartbeatMessage(msgspec.Struct, frozen=True, tag=True):
 
 
 class OfWorker(msgspec.Struct, frozen=True, tag=True):
-    """A message of a worker.
+    """A message of a worker that was started in generation ``since``.
 
-    Attributes:
-        since: the generation in which the worker was started, here and below: messages of a
-            replaced worker do not apply to its replacement.
+    Here and below, messages of a replaced worker do not apply to its replacement.
     """
 
     rank: int
@@ -202,9 +183,7 @@ class OfWorker(msgspec.Struct, frozen=True, tag=True):
 class WorkerEnded(msgspec.Struct, frozen=True, tag=True):
     """A worker's process has ended, or could not be started.
 
-    Attributes:
-        how: such as ``"killed by SIGKILL"``.
-        stack: its stacks, if it could write them.
+    ``how`` is such as ``"killed by SIGKILL"``; ``stack`` its stacks, if it could write them.
     """
 
     rank: int
@@ -228,12 +207,9 @@ class QueryState(msgspec.Struct, frozen=True, tag=True):
 
 
 class HostState(msgspec.Struct, frozen=True, tag=True):
-    """The state of a host's processes.
+    """The boards of a host's processes, in reply to the `QueryState` of the same number.
 
-    Attributes:
-        number: the number of the `QueryState`.
-        key: the key of the pool's board on that host.
-        boards: all boards of these processes; empty if they cannot be read.
+    ``key`` is that of the pool's board on that host. No boards: they could not be read.
     """
 
     number: int
@@ -242,10 +218,7 @@ class HostState(msgspec.Struct, frozen=True, tag=True):
 
 
 class HostGaveUp(msgspec.Struct, frozen=True, tag=True):
-    """The host ends its workers after ``seconds`` without a message of the head.
-
-    A head that was suspended reads it later.
-    """
+    """The host ends its workers after ``seconds`` without a message; a resumed head reads it."""
 
     seconds: float
 
@@ -303,11 +276,7 @@ class LinkEnd(RemoteEnd):
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        """Start the thread.
-
-        Raises:
-            RuntimeError: no thread can be started.
-        """
+        """Start the thread, or raise RuntimeError."""
         self._thread = threading.Thread(target=self._serve, name="pool-hosts", daemon=True)
         try:
             self._thread.start()
@@ -413,21 +382,12 @@ class _Peer:
 
 
 class HeadLink(LinkEnd):
-    """The links to all other hosts. Call `begin`, and close it.
-
-    Attributes:
-        address: the address of this host at which it listens.
-        port: the port.
-    """
+    """The links to all other hosts, at ``address`` and ``port``. Call `begin`, and close it."""
 
     def __init__(
         self, hosts: Hosts, address: IPv4Address | IPv6Address, handler: HeadLinkHandler
     ) -> None:
-        """Listen at ``address``; ``handler`` handles the events.
-
-        Raises:
-            OSError: the address is not an address of this host, or its port is in use.
-        """
+        """Listen at ``address``, or raise OSError; ``handler`` handles the events."""
         secret = hosts.secret or b""
         key = writer_key(secret, LINK_NONCE)
         super().__init__(zmq.ROUTER, key, hosts.silence_seconds, ipv6=address.version == 6)
@@ -548,11 +508,7 @@ class HeadLink(LinkEnd):
 
 
 def _bind(link: zmq.Socket[bytes], hosts: Hosts, address: IPv4Address | IPv6Address) -> str:
-    """Listen at the head's address; return the endpoint.
-
-    Raises:
-        OSError: it is not an address of this host, or the port is in use.
-    """
+    """Listen at the head's address, or raise OSError; return the endpoint."""
     try:
         return bind_socket(link, address, hosts.master_port)
     except OSError as error:

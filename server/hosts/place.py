@@ -33,9 +33,7 @@ class HostProvisioner(Protocol):
     def start(self, hosts: Hosts, address: str, port: int) -> None:
         """Start the process of one host, replacing an earlier one; does not wait.
 
-        Args:
-            hosts: the arguments of that host.
-            address, port: the head's.
+        ``hosts`` are its arguments; the head listens at ``address`` and ``port``.
         """
 
     def problem(self, node: int) -> str:
@@ -118,7 +116,7 @@ class Hosts:
         """Return the hosts of the arguments, or of torchrun, Slurm or LeaderWorkerSet.
 
         Raises:
-            ValueError: no source, a part is missing, or the launcher runs several processes on a
+            ValueError: no source, a part is missing, or a launcher runs several processes on a
                 host.
             SecretError: as for the class.
         """
@@ -140,12 +138,7 @@ class Hosts:
 
     @classmethod
     def of_torchrun(cls) -> Hosts:
-        """Return the hosts of torchrun's environment.
-
-        Raises:
-            ValueError: torchrun did not start this process, or runs several on a host.
-            SecretError: as for the class.
-        """
+        """Return the hosts of torchrun's environment; raise as `read`."""
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             raise ValueError("torchrun did not start this process: TORCHELASTIC_RUN_ID is not set")
         return _by_torchrun(os.environ)
@@ -162,13 +155,9 @@ class Hosts:
 
 
 def hosts_of(launcher: str, given: Hosts | None) -> Hosts | None:
-    """Return the hosts of the pool of this driver; ``None``: this host alone.
+    """Return the hosts of this driver's pool; ``None``: this host alone.
 
-    ``launcher`` and ``given`` are as for `pool.WorkerPool`.
-
-    Raises:
-        ValueError: no such launcher, an incomplete environment, or this is not the head.
-        SecretError: as for `Hosts`.
+    Raises as `Hosts.read`, and ValueError for an unknown launcher, or if this is not the head.
     """
     if launcher not in LAUNCHERS:
         raise ValueError(f"launcher must be one of {', '.join(LAUNCHERS)}; got {launcher!r}")
@@ -238,11 +227,7 @@ _ENVIRONMENTS: Final = (
 
 
 def first_of(nodes: str) -> str:
-    """Return the first host of Slurm's list, such as ``"gpu003"`` of ``"gpu[003-010,12],big1"``.
-
-    Raises:
-        ValueError: it begins with no name.
-    """
+    """Return the first host of Slurm's list, such as ``"gpu003"`` of ``"gpu[003-010,12],big1"``."""
     match = re.match(r"([^\s,\[\]]*)(?:\[(\d+)[^\]]*\])?([^\s,\[\]]*)", nodes)
     name = "".join(part or "" for part in match.groups()) if match else ""
     if not name:

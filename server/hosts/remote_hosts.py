@@ -61,11 +61,7 @@ _END_SECONDS = 4.0
 
 
 class RemoteChannel:
-    """A control channel whose other end is on another host.
-
-    Args:
-        send: sends a message of the driver.
-    """
+    """A control channel to another host; ``send`` sends a message of the driver."""
 
     def __init__(self, send: Callable[[Any], None]) -> None:
         self._send = send
@@ -82,11 +78,7 @@ class RemoteChannel:
         self._send(message)
 
     def take(self) -> FromWorker | None:
-        """Return the next message if one has arrived, else ``None``.
-
-        Raises:
-            ChannelClosedError: the worker has ended, and no message is left.
-        """
+        """Return the next message, if any; after the last one raise `ChannelClosedError`."""
         if not self._arrived and not self._ended:
             self._news.clear()  # before the check: a later message notifies again
         if self._arrived:
@@ -113,13 +105,8 @@ class RemoteChannel:
 class RemoteWorker:
     """One worker's process on another host; see `WorkerHandle`.
 
-    Attributes:
-        pidfd: a descriptor that is readable when the worker has ended, or its host is lost.
-
-    Args:
-        rank: its global rank.
-        since: the generation in which it is started.
-        post: sends a message to its host.
+    ``pidfd`` is also readable when its host is lost; ``since`` is the generation of its start;
+    ``post`` sends a message to its host.
     """
 
     def __init__(self, rank: int, since: int, post: Callable[[FromHead], None]) -> None:
@@ -192,21 +179,15 @@ _log = logging.getLogger(__name__)
 
 
 class RemoteHosts:
-    """All other hosts of a pool, on the head. Any thread may use it; close it.
-
-    Attributes:
-        address: this host's address, as the others reach it.
-    """
+    """All other hosts of a pool; they reach the head at ``address``. Thread-safe; close it."""
 
     def __init__(self, hosts: Hosts, plan: PoolPlan, deadline: Deadline) -> None:
         """Listen for them. After an error, the provisioner is closed.
 
         Raises:
-            HostError: the head's name was not resolved in time.
-            OSError: the address is not an address of this host, or its port is in use.
-            ValueError: it means all interfaces.
-            GroupTimeoutError: torchrun's store does not reply to the publication of the port.
-            TransportError: that store has closed.
+            HostError, ValueError, OSError: the head's address is not an address of this host, means
+                all interfaces, was not resolved in time, or its port is in use.
+            GroupTimeoutError, TransportError: torchrun's store does not reply, or has closed.
         """
         self._plan = plan
         self._hosts = hosts
@@ -246,10 +227,7 @@ class RemoteHosts:
     ) -> None:
         """Wait until all hosts are connected; log the missing ones every ten seconds.
 
-        Args:
-            deadline: limits the wait.
-            tick: called repeatedly; returns the seconds until its next call; may raise.
-            show: called with the ranks of the missing hosts.
+        ``tick`` and ``show`` are as for `ReadyBarrier`.
 
         Raises:
             HostError: one was refused, or did not connect in time.
@@ -294,11 +272,7 @@ class RemoteHosts:
     def launch(
         self, missing: Iterable[int], generation: int, deadline: Deadline
     ) -> Iterator[RemoteWorker]:
-        """Have all hosts start a generation, and their missing workers.
-
-        Yields:
-            Each of these workers, to be closed by the caller.
-        """
+        """Have all hosts start a generation; yield their new workers, for the caller to close."""
         missing_ranks = set(missing)
         seconds = None if deadline.timeout is None else deadline.remaining()
         for node in self._nodes:

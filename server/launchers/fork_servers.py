@@ -63,9 +63,9 @@ def worker_environment(threads: int) -> dict[str, str]:
 
 
 def working_folder() -> str:
-    """Return the start folder of workers' processes: the current one, if it can be entered.
+    """Return the start folder of workers: the current one, or the root if that was deleted.
 
-    Else the root: torch cannot be loaded in a deleted folder.
+    torch cannot be loaded in a deleted folder.
     """
     try:
         Path.cwd()
@@ -78,8 +78,7 @@ def working_folder() -> str:
 def python_command(script: Path) -> list[str]:
     """Return the command that runs ``script`` with this Python's options, such as ``-O``.
 
-    Raises:
-        RuntimeError: `sys.executable` is no Python. A frozen program would start itself.
+    A frozen program would start itself: RuntimeError.
     """
     if hasattr(sys, "frozen") or not sys.executable:
         raise RuntimeError(
@@ -92,7 +91,7 @@ def python_command(script: Path) -> list[str]:
 
 
 class ProcessEnvironment(NamedTuple):
-    """The inherited state of a process, as of the calling thread, by which servers are chosen.
+    """The state that a new process inherits from the calling thread; the key of a server.
 
     Attributes:
         driver: the driver's pid; a process forked from it needs its own servers.
@@ -363,19 +362,15 @@ class ForkServers:
     ) -> ChildProcess | None:
         """Fork a worker's process, as a child of this one; start a server if needed.
 
-        Args:
-            environment: its variables.
-            inherited: the four descriptors of `boot.main`.
-            preload: modules that the server has loaded, beside those of every worker.
-            tick: called repeatedly; returns the seconds until its next call.
-
-        Returns:
-            ``None`` if workers cannot be forked here; the log has the reason.
+        ``inherited`` are the four descriptors of `boot.main`; ``preload`` modules that the server
+        has loaded, beside those of every worker. ``tick`` is called repeatedly, returns the seconds
+        until its next call, and may raise. Returns ``None`` if workers cannot be forked; the log
+        has the reason.
 
         Raises:
-            GroupTimeoutError: the server did not reply in time; it was ended.
+            GroupTimeoutError: the server did not reply in time. It was ended, as for errors of
+                ``tick``.
             OSError: no process can be started.
-            Exception: an error of ``tick``; the server was ended.
         """
         key = ProcessEnvironment.now(environment, preload)
         lost = _ServerLostError()
@@ -445,10 +440,7 @@ def _end_text(code: int) -> str:
 
 
 def _output(number: int, undo: ExitStack) -> int:
-    """Return a copy of standard output or error, or of /dev/null if that is closed.
-
-    Its number may be that of another file or socket by now.
-    """
+    """Return a copy of standard output or error, or of /dev/null if that is closed."""
     file = sys.__stdout__ if number == 1 else sys.__stderr__
     try:
         copy = os.dup(number if _is_open(file) else -1)

@@ -103,16 +103,13 @@ def _load(boot: ModuleType, package: str, preload: list[str]) -> str:
 
 
 def _keep_operators() -> None:
-    """Disable the exit functions that torch has registered while it was loaded.
-
-    Every worker would free all operators: 20 ms of a core, which copies shared pages.
-    """
+    """Disable torch's exit functions: they take 20 ms, and copy shared pages."""
     for each in weakref.finalize._registry:  # type: ignore[attr-defined]
         each.atexit = False
 
 
 def _after_a_fork() -> tuple[int, bool]:
-    """Return the number of threads after a fork, and whether CUDA was in use before it.
+    """Return the number of threads after a fork, and whether CUDA was used before.
 
     OpenBLAS, for one, ends its threads for a fork. CUDA does not work in a child of a process that
     has used it, if only to count devices, and torch refuses to try. Without threads and CUDA no
@@ -168,8 +165,8 @@ def _fork(reply_fd: int) -> int:
 def _clone() -> int:
     """Call fork with CLONE_PARENT: the new process is a child of the driver, our sibling.
 
-    glibc's cached thread id is not updated. The reaper does not need it, and the worker is forked
-    from it in the usual way.
+    glibc's cached thread id is not updated. The reaper does not need it, and forks the worker
+    normally.
     """
     library = ctypes.PyDLL(None, use_errno=True)  # keeps Python's lock
     library.syscall.restype = ctypes.c_long

@@ -65,8 +65,6 @@ class WorkerHandle(Protocol):
     """A worker's process: a `LocalWorker`, or a `remote_hosts.RemoteWorker` on another host.
 
     Attributes:
-        rank: the worker's global rank.
-        pid: its process id.
         connected: whether its `Hello` has arrived: it can show its stack.
         detached: whether its `Detached` has arrived: it waits for `start`.
     """
@@ -95,10 +93,7 @@ class WorkerHandle(Protocol):
         """Wait until the process has ended; False after ``timeout`` seconds."""
 
     def signal(self, number: int) -> None:
-        """Send SIGTERM, SIGKILL or, after its `Hello`, `STACK_SIGNAL`, unless it has ended.
-
-        `STACK_SIGNAL` has it write its stack into `stack_file`.
-        """
+        """Send SIGTERM, SIGKILL or, after its `Hello`, `STACK_SIGNAL` for `stack_file`."""
 
     def kill_if_detached(self) -> None:
         """Kill a process that closed its control channel but keeps running."""
@@ -121,10 +116,8 @@ _PACKAGE = __name__.partition(".")[0]
 class LocalWorker:
     """The driver's handle of one worker's process and its reaper; see `WorkerHandle`.
 
-    Attributes:
-        pid: the worker's process id, process group and session; before its `Hello` the reaper's
-            pid.
-        pidfd: a descriptor of the reaper's process, which ends after the worker.
+    ``pid`` is the worker's process, group and session; before its `Hello` the reaper's pid.
+    ``pidfd`` is of the reaper, which ends after the worker.
     """
 
     def __init__(
@@ -252,8 +245,7 @@ def launch(
         tick: called repeatedly during a fork; returns the seconds until its next call.
 
     Raises:
-        OSError: a process cannot be started.
-        WorkerStartError: one was not started in time.
+        OSError, WorkerStartError: a process cannot be started, or was not in time.
     """
     environment = worker_environment(threads)
 

@@ -41,15 +41,9 @@ class RayCluster:
     silence_seconds: float = RAY_SILENCE_SECONDS
 
     def reserve(self, n_stages: int, n_workers: int, *, gpus: bool, timeout: float | None) -> Hosts:
-        """Connect to the cluster, and reserve the bundles.
+        """Connect to the cluster, and reserve ``n_stages`` bundles, or the given placement group.
 
-        Args:
-            n_stages: the number of bundles, if there is no placement group.
-            n_workers, gpus: the number of all workers, and whether each needs a GPU.
-            timeout: seconds until the bundles are ready; ``None``: no limit.
-
-        Returns:
-            The pool's hosts: a head that runs no workers, and one host for each bundle.
+        Returns the pool's hosts: a head that runs no workers, and one host for each bundle.
 
         Raises:
             ImportError: Ray is not installed.

@@ -13,7 +13,7 @@ import torch
 
 from coordinator import cuda_candidates
 from coordinator.cuda_candidates import cuda_comm
-from device_comm import Backend, Capabilities, Communicator, Identity
+from device_comm import ALL_VERBS, Backend, Capabilities, Communicator, Identity
 from device_comm.cuda import cupy_driver
 from device_comm.cuda.driver import DeviceError, kernel_source
 from device_comm.cuda.nccl.library import NcclLibrary
@@ -43,7 +43,7 @@ class Still(Backend):
     def __init__(self, *_: object, **__: object) -> None:
         name = type(self).__name__
         device = "cpu" if name == "Cpu" else DEVICE
-        super().__init__(Identity.of(0, 2, device), Capabilities(name.lower()))
+        super().__init__(Identity.of(0, 2, device), Capabilities(name.lower(), ALL_VERBS))
 
     def start(self, operation: Operation) -> None:
         """Nothing moves."""

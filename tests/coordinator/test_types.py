@@ -36,7 +36,6 @@ groups = coordinator.init(tp=2)
 tp, x, sizes = groups.tp, torch.ones(4), [2, 2]
 comm: Communicator = tp.device_communicator
 stage = Stage(groups.pp, groups.tp)
-later = True if x.numel() else False
 """
 
 PROGRAM = """
@@ -123,7 +122,6 @@ FIXED = {
     "tp.isend_object(1, 0)": "Work[None]",
     "tp.recv_tensor_dict()": "dict[Any, Any]",
     "tp.irecv_tensor_dict()": "Work[dict[Any, Any]]",
-    "tp.all_reduce(x, async_op=later)": "Tensor | Work[Tensor]",
     "tp.cpu_group": "ProcessGroup",
     "tp.device_group.size()": "int",
     "tp.create_mq_broadcaster()": "MessageQueue",

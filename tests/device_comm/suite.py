@@ -21,7 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from device_comm import Communicator, Work
+from device_comm import ALL_VERBS, Communicator, Work
+from device_comm.operation import Verb
 from tests.device_comm.oracle import same
 
 Body = Callable[..., None]
@@ -49,13 +50,17 @@ def run_table(
     comm: Communicator,
     cases: Callable[[int], Iterator[Case]],
     dtypes: Collection[torch.dtype] | None = None,
+    verbs: frozenset[Verb] = ALL_VERBS,
 ) -> dict[str, str]:
     """Run the cases that ``comm`` offers; the failures by name, with their tracebacks.
 
+    Whether it offers ``verbs``, and no other, is the first case.
     A wrong result does not stop the table: all ranks go on to the next case. Anything else
     than an AssertionError does: the ranks may be out of step.
     """
     failures: dict[str, str] = {}
+    if (offered := comm.capabilities.verbs) != verbs:
+        failures["verbs"] = f"lacking: {verbs - offered}, unexpected: {offered - verbs}"
     done = 0
     for case in cases(comm.world_size):
         if not case.verbs <= comm.capabilities.verbs:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from device_comm import (
+    ALL_VERBS,
     Backend,
     Capabilities,
     Communicator,
@@ -42,7 +43,7 @@ class Still(Backend):
 
     def __init__(self, board: Board, rank: int) -> None:
         identity = Identity.of(rank, len(RANKS), name="tp", watch=board)
-        super().__init__(identity, Capabilities("still"))
+        super().__init__(identity, Capabilities("still", ALL_VERBS))
         self.started: list[str] = []
 
     def start(self, operation: Operation) -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 
 from device_comm import ALL_VERBS, Capabilities, Communicator, LoopbackBackend, Operation, Work
+from device_comm.operation import Verb
 from shm_broadcast import Board, GroupAbortedError, GroupClosedError
+from tests.device_comm.cases_move import move_cases
+from tests.device_comm.cases_named import named_cases
+from tests.device_comm.cases_reduce import reduce_cases
 from tests.device_comm.suite import check_table
 from tests.device_comm.whole_table import run_whole_table
 
@@ -17,10 +23,17 @@ def test_table() -> None:
 
 
 def test_the_table_leaves_out_the_verbs_that_a_backend_has_not() -> None:
-    backend = LoopbackBackend()
-    backend.capabilities = Capabilities("few", frozenset({"barrier", "all_gather"}))
+    backend, few = LoopbackBackend(), frozenset[Verb]({"barrier", "all_gather"})
+    backend.capabilities = Capabilities("few", few)
     with Communicator(backend) as comm:
-        assert run_whole_table(comm) == {}
+        assert run_whole_table(comm, verbs=few) == {}
+        assert list(run_whole_table(comm)) == ["verbs"]
+
+
+def test_the_table_has_rows_for_every_verb() -> None:
+    rows = Counter(verb for case in (*reduce_cases(2), *move_cases(2)) for verb in case.verbs)
+    assert {verb for verb in ALL_VERBS if rows[verb] < 4} == {"barrier"}
+    assert any(case.name == "barrier_waits_for_the_late" for case in named_cases(2))
 
 
 def test_results_are_the_input_itself() -> None:

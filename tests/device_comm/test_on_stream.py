@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from device_comm import Backend, Capabilities, Communicator, Identity
+from device_comm import ALL_VERBS, Backend, Capabilities, Communicator, Identity
 from device_comm.wrappers import CudaSideStream, OnStream
 
 if TYPE_CHECKING:
@@ -69,7 +69,9 @@ class Doubling(Backend):
     """Two ranks that hold the same: a sum is twice the input."""
 
     def __init__(self, log: Log | None, device: str = "cpu") -> None:
-        super().__init__(Identity.of(0, 2, device), Capabilities("toy", stream_ordered=True))
+        super().__init__(
+            Identity.of(0, 2, device), Capabilities("toy", ALL_VERBS, stream_ordered=True)
+        )
         self._log = log
 
     def start(self, operation: Operation) -> Pending | None:

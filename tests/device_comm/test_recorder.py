@@ -238,7 +238,9 @@ class Broken(Backend):
     """Rank 0 of two, whose operations raise."""
 
     def __init__(self, board: Board) -> None:
-        super().__init__(Identity.of(0, 2, name="tp", watch=board), Capabilities("broken"))
+        super().__init__(
+            Identity.of(0, 2, name="tp", watch=board), Capabilities("broken", ALL_VERBS)
+        )
 
     def start(self, operation: Operation) -> None:
         del operation

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from device_comm import (
+    ALL_VERBS,
     Backend,
     Capabilities,
     Communicator,
@@ -145,7 +146,7 @@ class Noting(Backend):
         self, name: str, *, stream_ordered: bool, normed: torch.dtype | None = None
     ) -> None:
         kinds = frozenset(() if normed is None else (normed,))
-        has = Capabilities(name, stream_ordered=stream_ordered, normed=kinds)
+        has = Capabilities(name, ALL_VERBS, stream_ordered=stream_ordered, normed=kinds)
         super().__init__(Identity.of(0, 2), has)
         self.started: list[Operation] = []
 

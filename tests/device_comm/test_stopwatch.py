@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from device_comm import Backend, Capabilities, Communicator, Identity, Operation, measuring
+from device_comm import (
+    ALL_VERBS,
+    Backend,
+    Capabilities,
+    Communicator,
+    Identity,
+    Operation,
+    measuring,
+)
 from device_comm.measuring import GraphStopwatch, HostStopwatch
 
 if TYPE_CHECKING:
@@ -30,7 +38,7 @@ class Quiet(Backend):
     """Does nothing, and notes what it is asked."""
 
     def __init__(self) -> None:
-        super().__init__(Identity.of(0, 2), Capabilities("quiet", stream_ordered=True))
+        super().__init__(Identity.of(0, 2), Capabilities("quiet", ALL_VERBS, stream_ordered=True))
         self.did: list[str] = []
 
     def start(self, operation: Operation) -> None:

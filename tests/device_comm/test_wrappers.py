@@ -66,7 +66,9 @@ class Told(Backend):
     """Rank 0 of 2, with an answer of its own to everything; keeps what it is told."""
 
     def __init__(self, capabilities: Capabilities | None = None) -> None:
-        super().__init__(Identity.of(0, 2, name="tp"), capabilities or Capabilities("told"))
+        super().__init__(
+            Identity.of(0, 2, name="tp"), capabilities or Capabilities("told", ALL_VERBS)
+        )
         self.told: list[tuple[Any, ...]] = []
         self.started: list[Operation] = []
         self.room = torch.empty(0)
@@ -228,7 +230,7 @@ def test_no_wrapper_is_forgotten_here() -> None:
 @pytest.mark.parametrize("method", sorted(ARGUMENTS))
 @pytest.mark.parametrize("kind", WRAPPERS)
 def test_every_method_reaches_what_is_wrapped(kind: type[Backend], method: str) -> None:
-    inner = Told(Capabilities("told", overlaps=False))
+    inner = Told(Capabilities("told", ALL_VERBS, overlaps=False))
     wrapper = WRAPPERS[kind](inner)
     answer = getattr(wrapper, method)(*ARGUMENTS[method])
     if method == "graph_capture":
@@ -273,7 +275,7 @@ OWN: dict[type[Backend], dict[str, Any]] = {
 @pytest.mark.parametrize("kind", WRAPPERS)
 @pytest.mark.parametrize("value", [True, False])
 def test_what_is_wrapped_can_do_the_wrapper_can_do(kind: type[Backend], value: bool) -> None:
-    has = Capabilities("told")
+    has = Capabilities("told", ALL_VERBS)
     flags = [each.name for each in fields(has) if isinstance(getattr(has, each.name), bool)]
     assert "overlaps" in flags
     has = replace(has, **dict.fromkeys(flags, value))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from device_comm import ALL_VERBS
 from tests.device_comm.cases_move import move_cases
 from tests.device_comm.cases_named import named_cases
 from tests.device_comm.cases_reduce import reduce_cases
@@ -15,11 +16,14 @@ if TYPE_CHECKING:
     import torch
 
     from device_comm import Communicator
+    from device_comm.operation import Verb
     from tests.device_comm.suite import Case
 
 
 def run_whole_table(
-    comm: Communicator, dtypes: Collection[torch.dtype] | None = None
+    comm: Communicator,
+    dtypes: Collection[torch.dtype] | None = None,
+    verbs: frozenset[Verb] = ALL_VERBS,
 ) -> dict[str, str]:
     """What fails, by case; ``dtypes``: of reductions and moves, None: all. Collective: yes."""
 
@@ -29,4 +33,4 @@ def run_whole_table(
                 yield case
         yield from named_cases(n)
 
-    return run_table(comm, cases)
+    return run_table(comm, cases, verbs=verbs)

@@ -137,7 +137,7 @@ class Fleet:
         while waiting:
             ready = wait(list(waiting), seconds)
             for pipe in ready:
-                rank = waiting.pop(pipe)  # type: ignore[call-overload]
+                rank = waiting.pop(pipe)
                 try:
                     found[rank] = self._pipes[rank].recv()
                 except EOFError:

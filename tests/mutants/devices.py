@@ -13,6 +13,13 @@ _LINKS = "tests/coordinator/test_cuda_link.py"
 
 WINDOWS = (
     Mutant(
+        "D verbs: NCCL offers every verb",
+        "device_comm/cuda/nccl/core.py",
+        '        "gather",\n        "scatter",\n',
+        '        "gather",\n',
+        ("tests/device_comm/cuda/test_nccl_comm.py::test_table",),
+    ),
+    Mutant(
         "D windows: they stay until the device is done",
         "device_comm/cuda/nccl/core.py",
         "over = bool(self._handle.windows) and not self._passed()",

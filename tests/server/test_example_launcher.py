@@ -30,5 +30,7 @@ def test_a_command_that_fails_is_in_the_error() -> None:
     example: Any = importlib.import_module("examples.launcher")
     launcher = example.CommandLauncher(lambda _: ["false"])
     hosts = Hosts(2, 0, "127.0.0.1", 0, b"0123456789abcdef", provisioner=launcher)
-    with pytest.raises(HostError, match="node 1 did not come: its process has ended with status 1"):
+    with pytest.raises(
+        HostError, match="node 1 did not connect: its process has ended with status 1"
+    ):
         WorkerPool(Worker, tp=2, launcher="hosts", hosts=hosts)

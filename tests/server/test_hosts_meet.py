@@ -117,7 +117,7 @@ def test_a_second_head_is_told_that_it_is_one(at: int, tmp_path: Path) -> None:
     found = [error for error, _ in come(tmp_path, {"seconds": SHORT}, {**second, "seconds": SHORT})]
     (refused,) = [error for error in found if error.startswith("OSError")]
     (waited,) = [error for error in found if error.startswith("HostError")]
-    assert f"did not come in 3 s; the head listens at {HEAD}:{PORT}" in waited
+    assert f"did not connect in 3 s; the head listens at {HEAD}:{PORT}" in waited
     told = f"{HEAD}:{PORT}: Address already in use", "is this node 0, the head?"
     assert refused.endswith(told[at])
 

@@ -422,7 +422,10 @@ def test_a_result_for_which_no_descriptor_is_left_fails_its_call_and_those_behin
         with no_descriptors():
             for n in (2_000_000, 3):
                 late = pool.submit("ones", n)
-                with pytest.raises(SharedMemoryError, match=r"answers to ones .* open files"):
+                with pytest.raises(
+                    SharedMemoryError,
+                    match=r"reply of rank 0 to ones cannot be read: .* open files",
+                ):
                     late.result(PATIENCE_SECONDS)
         assert pool.submit("ones", 3).result(PATIENCE_SECONDS).tolist() == [0.0] * 3
         assert len(kept) == 1_000_000

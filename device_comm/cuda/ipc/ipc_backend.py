@@ -38,7 +38,7 @@ from device_comm.cuda.ipc.abi import ALIGN, NUMBERS, Algorithm, Limits, RegionLa
 from device_comm.cuda.ipc.mappings import GraphBufferRegistry
 from device_comm.cuda.ipc.planner import Planner, PreparedLaunches, launch_plan
 from device_comm.cuda.ipc.setup import ENDPOINT_PROBE_SECONDS, Endpoint, connect_peers
-from device_comm.operation import REDUCTIONS, Operation, ReduceOp
+from device_comm.operation import ALL_VERBS, REDUCTIONS, Operation, ReduceOp
 from device_comm.selection import Candidate
 from device_comm.torch_backend import reduce_here
 from device_comm.torch_waiting import ErrorTranslator
@@ -224,6 +224,7 @@ class IpcBackend(Backend):
             identity,
             Capabilities(
                 "ipc",
+                ALL_VERBS,
                 stream_ordered=True,
                 detects_loss=not isinstance(identity.watch, LoneWatch),
                 eager_sends=True,

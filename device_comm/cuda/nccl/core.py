@@ -42,7 +42,7 @@ from device_comm.cuda.nccl.library import (
     NcclUnavailableError,
 )
 from device_comm.cuda.watchdog import Issued, StreamWatchdog
-from device_comm.operation import Operation
+from device_comm.operation import Operation, Verb
 from device_comm.torch_waiting import ErrorTranslator, HelperThreads
 from device_comm.watch import Watch
 from shm_broadcast.deadline import Deadline
@@ -294,6 +294,25 @@ _FINISH = 5.0
 _CAUSE = 2.0
 """Seconds to wait for the cause of a background error."""
 
+_VERBS: Final = frozenset[Verb](
+    {
+        "all_reduce",
+        "all_gather",
+        "all_gatherv",
+        "reduce_scatter",
+        "reduce_scatterv",
+        "all_to_all",
+        "broadcast",
+        "reduce",
+        "gather",
+        "scatter",
+        "send",
+        "recv",
+        "barrier",
+    }
+)
+"""The verbs of `NcclBackend`. Not `ALL_VERBS`: mypy does not find a verb that it lacks."""
+
 _USAGE = frozenset({NcclResult.INVALID_ARGUMENT, NcclResult.INVALID_USAGE})
 """Results that this rank causes, not a peer."""
 
@@ -314,7 +333,7 @@ class NcclCore(Backend):
         detects_loss: bool,
     ) -> None:
         super().__init__(
-            identity, Capabilities("nccl", stream_ordered=True, detects_loss=detects_loss)
+            identity, Capabilities("nccl", _VERBS, stream_ordered=True, detects_loss=detects_loss)
         )
         self._library = library
         self._handle = handle

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from coordinator import compile_ops
-from device_comm.verbs.collectives import SymmetricVerbs
+from device_comm.verbs.collectives import Collectives
 from tests.device_comm.cuda.host_driver import HostDriver
 from tests.device_comm.cuda.ipc_ranks import make_ipc
 from tests.device_comm.cuda.test_norm import KERNEL, WIDTH, rows_of
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shm_broadcast import BoardHandle
 
 
-class Group(SymmetricVerbs):
+class Group(Collectives):
     """The verbs of a communicator, also as ops."""
 
     def __init__(self, comm: Communicator) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from device_comm import Capabilities, Operation
+from device_comm import ALL_VERBS, Capabilities, Operation
 from device_comm.cuda.symmetric_backend import Staging
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def test_streams_take_turns() -> None:
     streams = NotedStreams()
     given, taken = torch.zeros(64, dtype=torch.uint8).chunk(2)
     staging = Staging(given, taken, streams)
-    has = Capabilities("some")
+    has = Capabilities("some", ALL_VERBS)
 
     def step(given: torch.Tensor, taken: torch.Tensor) -> None:
         streams.notes.append(f"{given.tolist()} on {streams.now}")
