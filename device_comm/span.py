@@ -1,4 +1,4 @@
-"""Describe memory by address and size, for plans, transfers and kernels."""
+"""Describe memory by address and size, for transfers and kernels."""
 
 from __future__ import annotations
 

@@ -9,7 +9,11 @@
 /* Up to this size, polling for a microsecond with the GIL held costs less than releasing it. */
 #define BRIEF_BYTES 32768
 
-steps_status comm_run(Comm *self, uint64_t bytes, uint64_t spin_ns) {
+/* A small plan that begins polls for this long, which costs less than to sleep or to wake the thread
+ * that advances it. */
+#define BEGIN_SPIN_NS 20000
+
+static steps_status run(Comm *self, uint64_t bytes, uint64_t spin_ns) {
     steps_status status = STEPS_BLOCKED;
     if (bytes <= BRIEF_BYTES) status = steps_run_briefly(&self->steps);
     if (status == STEPS_BLOCKED && (spin_ns != 0 || bytes > BRIEF_BYTES)) {
@@ -17,6 +21,41 @@ steps_status comm_run(Comm *self, uint64_t bytes, uint64_t spin_ns) {
         status = steps_run(&self->steps, spin_ns);
         Py_END_ALLOW_THREADS
     }
+    return status;
+}
+
+/* Returns the first rank whose sizes contradict this rank's; n if none does. */
+static size_t contradicts(const Comm *self) {
+    const steps *s = &self->steps;
+    const collective *c = &self->call;
+    for (size_t rank = 0; rank < s->n; rank++) {
+        const uint64_t *row = self->sizes + rank * s->n;
+        bool same = c->verb == VERB_ALL_TO_ALL
+                        ? row[s->rank] == c->output_sizes[rank]
+                        : memcmp(row, self->row, s->n * sizeof *row) == 0;
+        if (!same) return rank;
+    }
+    return s->n;
+}
+
+/* Begins the plan that moves the data, after the exchange of sizes. Returns false if they differ. */
+static bool begin_move(Comm *self) {
+    steps *s = &self->steps;
+    if (contradicts(self) < s->n) return false;
+    self->exchanging = false;
+    self->call.longest = 0;
+    for (size_t i = 0; i < s->n * s->n; i++)
+        if (self->sizes[i] > self->call.longest) self->call.longest = self->sizes[i];
+    plan_sources(s, &self->call);
+    plan_results(s, &self->call);
+    steps_begin(s);
+    return true;
+}
+
+steps_status comm_run(Comm *self, uint64_t bytes, uint64_t spin_ns) {
+    steps_status status = run(self, bytes, spin_ns);
+    if (status == STEPS_DONE && self->exchanging)
+        status = begin_move(self) ? run(self, self->steps.plan.length, spin_ns) : STEPS_DIVERGED;
     if (status == STEPS_DONE) self->planned = false;
     return status;
 }
@@ -30,89 +69,97 @@ static int read_u64(PyObject *object, uint64_t *value) {
     return *value == UINT64_MAX && PyErr_Occurred() ? -1 : 0;
 }
 
-/* Reads a tuple of at most `most` (address, size) pairs; returns their number, or -1. */
-static Py_ssize_t read_spans(PyObject *tuple, span *spans, size_t most) {
-    Py_ssize_t count = PyTuple_Size(tuple);
-    if (count < 0) return -1;
-    if ((size_t)count > most) {
-        PyErr_Format(PyExc_ValueError, "%zd spans for %zu ranks", count, most);
+/* Reads None or a sequence of n sizes; sets `row` to NULL or `into`. */
+static int read_sizes(const Comm *self, PyObject *sizes, uint64_t *into, const uint64_t **row) {
+    *row = sizes == Py_None ? NULL : into;
+    if (sizes == Py_None) return 0;
+    Py_ssize_t count = PySequence_Size(sizes);
+    if (count != (Py_ssize_t)self->steps.n) {
+        if (count >= 0) PyErr_Format(PyExc_ValueError, "%zd sizes for %zu ranks", count, self->steps.n);
         return -1;
     }
-    for (Py_ssize_t i = 0; i < count; i++) {
-        unsigned long long address, size;
-        PyObject *pair = PyTuple_GetItem(tuple, i);
-        if (!PyTuple_Check(pair)) {
-            PyErr_SetString(PyExc_TypeError, "expected a Span");
-            return -1;
-        }
-        if (!PyArg_ParseTuple(pair, "KK", &address, &size)) return -1;
-        spans[i] = (span){.address = (char *)(uintptr_t)address, .size = size};
+    for (Py_ssize_t rank = 0; rank < count; rank++) {
+        PyObject *size = PySequence_GetItem(sizes, rank);
+        int read = size ? read_u64(size, into + rank) : -1;
+        Py_XDECREF(size);
+        if (read < 0) return -1;
     }
-    return count;
+    return 0;
 }
 
-/* Reads a device_comm.shm.collectives.SlotPlan: its fields in their order. */
-static int read_plan(Comm *self, PyObject *object) {
+static steps_status progress(Comm *self, uint64_t spin_ns) {
     steps *s = &self->steps;
-    const char *signature, *awaits;
-    Py_ssize_t signature_size, awaits_size;
-    PyObject *gives, *takes;
-    int addressed;
-    unsigned long long length, own;
-    if (!PyTuple_Check(object)) {
-        PyErr_SetString(PyExc_TypeError, "expected a SlotPlan");
-        return -1;
-    }
-    memset(s->plan.gives, 0, s->n * sizeof(span));
-    memset(s->plan.takes, 0, s->n * sizeof(span));
-    if (!PyArg_ParseTuple(object, "iy#y#iiKO!O!pK", &s->plan.kind, &signature, &signature_size,
-                          &awaits, &awaits_size, &s->plan.dtype, &s->plan.op, &length, &PyTuple_Type,
-                          &gives, &PyTuple_Type, &takes, &addressed, &own))
-        return -1;
-    if (signature_size != SIGNATURE_BYTES || (size_t)awaits_size != s->n) {
-        PyErr_SetString(PyExc_ValueError, "signature or awaits has the wrong length");
-        return -1;
-    }
-    if (s->plan.kind != KIND_MOVE && !reduce_defined(s->plan.dtype, s->plan.op)) {
-        PyErr_Format(PyExc_ValueError, "no reduction %d of dtype %d", s->plan.op, s->plan.dtype);
-        return -1;
-    }
-    memcpy(s->plan.signature, signature, SIGNATURE_BYTES);
-    memcpy(s->plan.awaits, awaits, s->n);
-    s->plan.addressed = addressed;
-    s->plan.length = length;
-    s->plan.own = (const char *)(uintptr_t)own;
-    Py_ssize_t given = read_spans(gives, s->plan.gives, s->n);
-    s->plan.puts = given > 0;
-    return given < 0 || read_spans(takes, s->plan.takes, s->n) < 0 ? -1 : 0;
+    const unsigned char *signature;
+    steps_status status = comm_run(self, s->plan.length, spin_ns);
+    if (status == STEPS_BLOCKED && steps_divergent(s, &signature) < s->n) status = STEPS_DIVERGED;
+    return status;
 }
 
+/* (signature, source, its bytes, output, its bytes, item size, source sizes, output sizes, call,
+ * spin_ns) */
 static PyObject *begin(PyObject *object, PyObject *args) {
     Comm *self = (Comm *)object;
-    PyObject *plan;
-    uint32_t call;
-    if (!PyArg_ParseTuple(args, "OI", &plan, &call)) return NULL;
+    steps *s = &self->steps;
+    unsigned char *signature = s->plan.signature;
+    const char *given;
+    Py_ssize_t size;
+    unsigned long long source, source_bytes, output, output_bytes, itemsize, spin_ns;
+    PyObject *source_sizes, *output_sizes;
+    uint32_t call, root;
+    if (!PyArg_ParseTuple(args, "y#KKKKKOOIK", &given, &size, &source, &source_bytes, &output,
+                          &output_bytes, &itemsize, &source_sizes, &output_sizes, &call, &spin_ns))
+        return NULL;
     if (comm_under_way(self)) {
         PyErr_SetString(PyExc_RuntimeError, "another thread is in a call of this group, or one was "
                                             "interrupted when it had begun");
         return NULL;
     }
-    if (read_plan(self, plan) < 0) return NULL;
+    if (size != SIGNATURE_BYTES) {
+        PyErr_SetString(PyExc_ValueError, "the signature has the wrong length");
+        return NULL;
+    }
+    memcpy(signature, given, SIGNATURE_BYTES);
+    memcpy(signature + SIGNATURE_CALL, &call, sizeof call);
+    memcpy(&root, signature + SIGNATURE_PLACE, sizeof root);
+    collective *c = &self->call;
+    *c = (collective){.verb = signature[SIGNATURE_VERB],
+                      .source = {(char *)(uintptr_t)source, source_bytes},
+                      .output = {(char *)(uintptr_t)output, output_bytes},
+                      .itemsize = itemsize};
+    if (c->verb >= VERB_BROADCAST) c->root = root;
+    if (c->verb >= VERBS || c->root >= s->n) {
+        PyErr_SetString(PyExc_ValueError, "the signature has no such verb or root");
+        return NULL;
+    }
+    if (read_sizes(self, source_sizes, self->sent, &c->source_sizes) < 0 ||
+        read_sizes(self, output_sizes, self->received, &c->output_sizes) < 0)
+        return NULL;
+    self->exchanging = c->source_sizes || c->output_sizes;
+    collective first = *c;
+    if (self->exchanging) { /* an all-gather of this rank's row */
+        self->row = c->source_sizes ? self->sent : self->received;
+        uint64_t bytes = s->n * sizeof *self->row;
+        first = (collective){.verb = VERB_ALL_GATHER,
+                             .source = {(char *)self->row, bytes},
+                             .output = {(char *)self->sizes, bytes * s->n}};
+    }
+    plan_sources(s, &first);
+    plan_results(s, &first);
+    bool reduces = s->plan.kind != KIND_MOVE || s->plan.op != NO_OP;
+    if (reduces && !reduce_defined(s->plan.dtype, s->plan.op)) {
+        PyErr_Format(PyExc_ValueError, "no reduction %d of dtype %d", s->plan.op, s->plan.dtype);
+        return NULL;
+    }
     self->planned = true;
-    memcpy(self->steps.plan.signature + SIGNATURE_CALL, &call, sizeof call);
-    steps_begin(&self->steps);
-    Py_RETURN_NONE;
+    steps_begin(s);
+    if (spin_ns < BEGIN_SPIN_NS && s->plan.length <= BRIEF_BYTES) spin_ns = BEGIN_SPIN_NS;
+    return PyLong_FromLong(progress(self, spin_ns));
 }
 
 static PyObject *advance(PyObject *object, PyObject *spin) {
-    Comm *self = (Comm *)object;
     uint64_t spin_ns;
-    const unsigned char *signature;
     if (read_u64(spin, &spin_ns) < 0) return NULL;
-    steps *s = &self->steps;
-    steps_status status = comm_run(self, s->plan.length, spin_ns);
-    if (status == STEPS_BLOCKED && steps_divergent(s, &signature) < s->n) status = STEPS_DIVERGED;
-    return PyLong_FromLong(status);
+    return PyLong_FromLong(progress((Comm *)object, spin_ns));
 }
 
 static PyObject *ready(PyObject *self, PyObject *Py_UNUSED(ignored)) {
@@ -131,11 +178,28 @@ static PyObject *missing(PyObject *self, PyObject *Py_UNUSED(ignored)) {
     return list;
 }
 
-static PyObject *divergent(PyObject *self, PyObject *Py_UNUSED(ignored)) {
-    const steps *s = &((Comm *)self)->steps;
+/* Returns a row of sizes as a list. */
+static PyObject *listed(const uint64_t *row, size_t n) {
+    PyObject *list = PyList_New((Py_ssize_t)n);
+    for (size_t i = 0; list != NULL && i < n; i++) {
+        PyObject *number = PyLong_FromUnsignedLongLong(row[i]);
+        if (number == NULL || PyList_SetItem(list, (Py_ssize_t)i, number) < 0) Py_CLEAR(list);
+    }
+    return list;
+}
+
+static PyObject *divergent(PyObject *object, PyObject *Py_UNUSED(ignored)) {
+    const Comm *self = (Comm *)object;
+    const steps *s = &self->steps;
     const unsigned char *theirs;
-    size_t rank = steps_divergent(s, &theirs);
-    if (rank == s->n) Py_RETURN_NONE;
+    size_t rank;
+    if (self->exchanging && s->taken == s->chunks && (rank = contradicts(self)) < s->n) {
+        bool to_all = self->call.verb == VERB_ALL_TO_ALL;
+        return Py_BuildValue("nNN", (Py_ssize_t)rank,
+                             listed(to_all ? self->received : self->row, s->n),
+                             listed(self->sizes + rank * s->n, s->n));
+    }
+    if ((rank = steps_divergent(s, &theirs)) == s->n) Py_RETURN_NONE;
     return Py_BuildValue("ny#y#", (Py_ssize_t)rank, s->plan.signature, (Py_ssize_t)SIGNATURE_BYTES,
                          theirs, (Py_ssize_t)SIGNATURE_BYTES);
 }
@@ -153,6 +217,7 @@ static void comm_dealloc(PyObject *object) {
     PyMem_Free(self->steps.plan.takes);
     PyMem_Free((void *)self->steps.parts);
     PyMem_Free(self->steps.scratch);
+    PyMem_Free(self->sizes);
     Py_XDECREF(self->tensor_type);
     Py_XDECREF(self->is_neg);
     Py_XDECREF(self->reduce_op_type);
@@ -221,7 +286,9 @@ static int read_operations(Comm *self, PyObject *names) {
     return 0;
 }
 
-static int make_room(steps *s) {
+static int make_room(Comm *self) {
+    steps *s = &self->steps;
+    self->sizes = PyMem_Calloc(s->n * (s->n + 2), sizeof *self->sizes);
     s->eventcounts = PyMem_Calloc(s->n, sizeof *s->eventcounts);
     s->plan.awaits = PyMem_Calloc(s->n, sizeof *s->plan.awaits);
     s->plan.gives = PyMem_Calloc(s->n, sizeof *s->plan.gives);
@@ -229,7 +296,11 @@ static int make_room(steps *s) {
     s->parts = PyMem_Calloc(s->n, sizeof *s->parts);
     s->scratch = PyMem_Calloc(1, SCRATCH_BYTES);
     bool all = s->eventcounts && s->plan.awaits && s->plan.gives && s->plan.takes && s->parts &&
-               s->scratch;
+               s->scratch && self->sizes;
+    if (self->sizes) {
+        self->sent = self->sizes + s->n * s->n;
+        self->received = self->sent + s->n;
+    }
     if (!all) PyErr_NoMemory();
     return all ? 0 : -1;
 }
@@ -283,7 +354,7 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSE
     if (self->is_neg == NULL || self->pipe_type == NULL ||
         PyObject_GetBuffer(group, &self->group, PyBUF_WRITABLE) < 0 ||
         PyObject_GetBuffer(board, &self->board, PyBUF_WRITABLE) < 0 ||
-        read_group(self, (size_t)rank) < 0 || make_room(&self->steps) < 0 ||
+        read_group(self, (size_t)rank) < 0 || make_room(self) < 0 ||
         read_doorbells(self, eventcounts, slot) < 0 || read_operations(self, operations) < 0 ||
         read_begun(self, begun) < 0 || read_history(self, numbers, history, name) < 0) {
         Py_DECREF(self);
@@ -320,12 +391,12 @@ static PyGetSetDef properties[] = {
 #define FAST(name, function, doc) {name, (PyCFunction)(void (*)(void))function, METH_FASTCALL, doc}
 
 static PyMethodDef methods[] = {
-    {"begin", begin, METH_VARARGS, "begin(plan, call): start a plan as part of call number `call`."},
-    {"advance", advance, METH_O, "advance(spin_ns) -> status: run the plan as far as possible."},
+    {"begin", begin, METH_VARARGS, "begin(...) -> status: begin a collective; see _native.pyi."},
+    {"advance", advance, METH_O, "advance(spin_ns) -> status: run it as far as possible."},
     {"ready", ready, METH_NOARGS, "ready() -> bool: return True if advance would make progress."},
     {"missing", missing, METH_NOARGS, "missing() -> list of the awaited ranks."},
     {"divergent", divergent, METH_NOARGS,
-     "divergent() -> None, or (first rank that diverges, own signature, that rank's signature)."},
+     "divergent() -> None, or (rank, own signature or sizes, that rank's)."},
     FAST("all_reduce", direct_all_reduce, "all_reduce(x, op, out) -> result; see direct.c."),
     FAST("all_gather", direct_all_gather, "all_gather(x, dim, out) -> result; see direct.c."),
     FAST("reduce_scatter", direct_reduce_scatter,

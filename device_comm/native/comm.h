@@ -6,7 +6,7 @@
 
 #include "history.h"
 #include "pace.h"
-#include "steps.h"
+#include "plan.h"
 #include "tensors.h"
 
 /* Results of this size or more lie in recycled memory: see shm_broadcast/ring/buffers.py. */
@@ -28,6 +28,10 @@ typedef struct {
     gc_pace pace;           /* clock of the fast path */
     uint64_t blocked;       /* sequence number on the board of the current fast-path call */
     steps steps;
+    collective call;        /* of `begin` */
+    uint64_t *sizes;        /* table that the ranks exchange: rank r's row, by rank */
+    uint64_t *sent, *received, *row; /* this rank's source and output sizes; its row */
+    bool exchanging;        /* the plan exchanges sizes; the data follows */
     size_t slot;            /* offset of this member's slot on the board */
     char operations[OPERATIONS][OPERATION_BYTES]; /* their names on the board */
     PyObject *tensor_type, *is_neg, *reduce_op_type, *pipe_type;

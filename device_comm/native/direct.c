@@ -9,6 +9,8 @@
 #include <string.h>
 
 #include "atomics.h"
+#include "plan.h"
+#include "reduce.h"
 
 bool direct_callable(const Comm *self, Py_ssize_t given, Py_ssize_t wanted) {
     return given == wanted && self->reader != NULL && !comm_under_way(self) &&
@@ -20,7 +22,7 @@ bool direct_describe(const Comm *self, PyObject *object, tensor *described) {
            !comm_under_way(self); /* another thread may have begun a call meanwhile */
 }
 
-bool direct_read_op(const Comm *self, PyObject *object, const tensor *x, int *op) {
+static bool read_op(const Comm *self, PyObject *object, const tensor *x, int *op) {
     if ((PyObject *)Py_TYPE(object) != self->reduce_op_type) return false;
     *op = (int)PyLong_AsLong(object);
     return reduce_defined(x->dtype, *op);
@@ -32,12 +34,9 @@ size_t direct_read_rank(const Comm *self, PyObject *object) {
     return rank < self->steps.n ? rank : self->steps.n;
 }
 
-bool direct_accepts(const Comm *self, Py_ssize_t given, Py_ssize_t wanted, PyObject *object,
-                    tensor *x) {
-    return direct_callable(self, given, wanted) && direct_describe(self, object, x);
-}
-
-bool direct_fits(const Comm *self, PyObject *out, const tensor *x, shape wanted,
+/* Returns true if a result of shape `wanted` and the dtype of `x` may be written into `out`, which is
+ * None or a tensor; describes the tensor. */
+static bool fits(const Comm *self, PyObject *out, const tensor *x, shape wanted,
                  tensor *described) {
     if (out == Py_None) return true;
     if (!direct_describe(self, out, described) || described->dtype != x->dtype ||
@@ -46,12 +45,6 @@ bool direct_fits(const Comm *self, PyObject *out, const tensor *x, shape wanted,
     for (int i = 0; i < x->ndim; i++)
         if ((uint64_t)described->shape[i] != shape_size(wanted, i)) return false;
     return !tensor_overlaps(described, x);
-}
-
-bool direct_lands(const Comm *self, PyObject *out, PyObject *object, const tensor *x,
-                  tensor *described) {
-    *described = *x;
-    return out == object || direct_fits(self, out, x, shape_of(x), described);
 }
 
 /* Does not store the state: it shares a cache line with the eventcount, which the others read. Only
@@ -76,67 +69,31 @@ static void stamp_state(Comm *self, uint32_t state) {
     gc_store32(slot, MEMBER_STATE, state);
 }
 
-plan *direct_plan(Comm *self, int verb, shape agreed, int op, size_t place, uint64_t length) {
-    steps *s = &self->steps;
-    plan *p = &s->plan;
+/* Begins a signature with the shape `agreed` and the dtype of its model. `place` is the root, or the
+ * dimension along which all ranks split or concatenate. */
+static void sign(Comm *self, int verb, shape agreed, int op, size_t place) {
+    unsigned char *signature = self->steps.plan.signature;
     const tensor *x = agreed.like;
     self->planned = true; /* from here on Python may run: a signal handler may call the group */
-    memset(p->signature, 0, SIGNATURE_BYTES);
-    p->signature[SIGNATURE_VERB] = (unsigned char)verb;
-    p->signature[SIGNATURE_OP] = (unsigned char)op;
+    memset(signature, 0, SIGNATURE_BYTES);
+    signature[SIGNATURE_VERB] = (unsigned char)verb;
+    signature[SIGNATURE_OP] = (unsigned char)op;
     uint32_t place32 = (uint32_t)place;
-    memcpy(p->signature + SIGNATURE_PLACE, &place32, sizeof place32);
+    memcpy(signature + SIGNATURE_PLACE, &place32, sizeof place32);
     uint32_t call = comm_call(self);
-    memcpy(p->signature + SIGNATURE_CALL, &call, sizeof call);
-    if (x != NULL) {
-        uint64_t dims[SHAPE_DIMS] = {0};
-        int folded = x->ndim > SHAPE_DIMS ? x->ndim - SHAPE_DIMS : 0;
-        for (int i = x->ndim - 1; i >= 0; i--) {
-            if (i >= folded)
-                dims[i - folded] = shape_size(agreed, i);
-            else
-                dims[0] *= shape_size(agreed, i);
-        }
-        p->signature[SIGNATURE_DTYPE] = (unsigned char)x->dtype;
-        p->signature[SIGNATURE_DIMS] = (unsigned char)x->ndim;
-        memcpy(p->signature + SIGNATURE_SHAPE, dims, sizeof dims);
-        p->dtype = x->dtype;
+    memcpy(signature + SIGNATURE_CALL, &call, sizeof call);
+    if (x == NULL) return;
+    uint64_t dims[SHAPE_DIMS] = {0};
+    int folded = x->ndim > SHAPE_DIMS ? x->ndim - SHAPE_DIMS : 0;
+    for (int i = x->ndim - 1; i >= 0; i--) {
+        if (i >= folded)
+            dims[i - folded] = shape_size(agreed, i);
+        else
+            dims[0] *= shape_size(agreed, i);
     }
-    p->kind = KIND_MOVE;
-    p->op = op;
-    p->puts = false;
-    p->addressed = false;
-    p->length = length;
-    p->own = x ? x->data : NULL;
-    memset(p->awaits, 1, s->n);
-    p->awaits[s->rank] = 0;
-    memset(p->gives, 0, s->n * sizeof(span));
-    memset(p->takes, 0, s->n * sizeof(span));
-    return p;
-}
-
-void direct_give(plan *p, const tensor *x) {
-    p->puts = true;
-    p->gives[0] = (span){x->data, tensor_bytes(x)};
-}
-
-void direct_give_parts(Comm *self, const tensor *x, uint64_t bytes) {
-    plan *p = &self->steps.plan;
-    p->puts = p->addressed = true;
-    p->own = x->data + self->steps.rank * bytes;
-    for (size_t rank = 0; rank < self->steps.n; rank++)
-        p->gives[rank] = (span){x->data + rank * bytes, bytes};
-}
-
-void direct_take_in_a_row(Comm *self, const tensor *result, uint64_t bytes) {
-    for (size_t rank = 0; rank < self->steps.n; rank++)
-        self->steps.plan.takes[rank] = (span){result->data + rank * bytes, bytes};
-}
-
-void direct_await_only(Comm *self, size_t root) {
-    plan *p = &self->steps.plan;
-    memset(p->awaits, 0, self->steps.n);
-    p->awaits[root] = root != self->steps.rank;
+    signature[SIGNATURE_DTYPE] = (unsigned char)x->dtype;
+    signature[SIGNATURE_DIMS] = (unsigned char)x->ndim;
+    memcpy(signature + SIGNATURE_SHAPE, dims, sizeof dims);
 }
 
 /* Returns a new tensor of the dtype of `x` in recycled memory, and its address in `data`. */
@@ -175,38 +132,41 @@ static void add_to_begun(Comm *self) {
     words[BEGUN_COUNT] = count + 1;
 }
 
-void direct_start(Comm *self, int verb) {
-    const plan *p = &self->steps.plan;
-    uint32_t place;
-    memcpy(&place, p->signature + SIGNATURE_PLACE, sizeof place);
-    self->about.peer = verb >= VERB_BROADCAST ? (uint16_t)place : NO_PEER;
-    self->about.dtype = p->signature[SIGNATURE_DTYPE];
+/* Begins the plan, and publishes the operation on the board. */
+static void start(Comm *self, const collective *c) {
+    bool outputs = c->source.size == 0;
+    self->about.peer = c->verb >= VERB_BROADCAST ? (uint16_t)c->root : NO_PEER;
+    self->about.dtype = self->steps.plan.signature[SIGNATURE_DTYPE];
     self->about.number = ++((uint32_t *)self->numbers.buf)[0];
-    uint64_t bytes = p->addressed && p->puts ? p->length * self->steps.n : p->length;
     uint64_t begin = gc_pace_now(&self->pace);
     steps_begin(&self->steps);
-    steps_put_first(&self->steps);
     /* After the put, which the other ranks wait for: overlaps with their arrival. */
     if (comm_call(self) != 0) add_to_begun(self);
-    self->blocked = direct_stamp(self, verb, bytes, begin, 0);
+    self->blocked =
+        direct_stamp(self, c->verb, outputs ? c->output.size : c->source.size, begin, 0);
 }
 
-PyObject *direct_make(Comm *self, int verb, PyObject *x, PyObject *out, shape wanted,
+/* Begins the plan, and allocates the result unless `out` is a tensor; a small result after the begin,
+ * while the other ranks arrive. Returns a new reference to the tensor to be filled, and its address
+ * in `result`; or NULL with an error set. */
+static PyObject *make(Comm *self, const collective *c, PyObject *x, PyObject *out, shape wanted,
                       tensor *result) {
-    if (out == Py_None && shape_bytes(wanted) >= RECYCLED_BYTES) {
+    if (out == Py_None && c->output.size >= RECYCLED_BYTES) {
         /* Before the start: the allocation may raise, and the other ranks would be left waiting. */
         PyObject *made = make_large(self, x, wanted, &result->data);
         if (made == NULL)
             self->planned = false;
         else
-            direct_start(self, verb);
+            start(self, c);
         return made;
     }
-    direct_start(self, verb);
+    start(self, c);
     return out != Py_None ? Py_NewRef(out) : tensor_new(self->reader, wanted, &result->data);
 }
 
-PyObject *direct_run(Comm *self, PyObject *source, PyObject *result, uint64_t bytes) {
+/* Runs the plan. Steals `result`; returns it, or Ellipsis if blocked. */
+static PyObject *run(Comm *self, PyObject *source, PyObject *result, const collective *c) {
+    uint64_t bytes = c->source.size > c->output.size ? c->source.size : c->output.size;
     if (comm_run(self, bytes, SPIN_NS) == STEPS_DONE) {
         if (self->history)
             gc_leave(self->history, self->blocked, OUTCOME_DONE, 0, 0, gc_pace_now(&self->pace));
@@ -216,6 +176,87 @@ PyObject *direct_run(Comm *self, PyObject *source, PyObject *result, uint64_t by
     self->source = Py_NewRef(source);
     self->result = result;
     return Py_NewRef(Py_Ellipsis);
+}
+
+/* Runs a verb with the arguments (x, root, dim, op, out), without those that it does not have. */
+static inline __attribute__((always_inline)) PyObject *
+call(PyObject *object, int verb, PyObject *const *args, Py_ssize_t given) {
+    Comm *self = (Comm *)object;
+    steps *s = &self->steps;
+    const bool rooted = verb >= VERB_BROADCAST;
+    const bool cuts = verb != VERB_ALL_REDUCE && verb != VERB_BROADCAST && verb != VERB_REDUCE;
+    const bool reduces =
+        verb == VERB_ALL_REDUCE || verb == VERB_REDUCE_SCATTER || verb == VERB_REDUCE;
+    const int dim_at = 1 + rooted, op_at = dim_at + cuts, out_at = op_at + reduces;
+    if (!direct_callable(self, given, out_at + 1)) Py_RETURN_NOTIMPLEMENTED;
+    size_t root = rooted ? direct_read_rank(self, args[1]) : 0;
+    if (root == s->n) Py_RETURN_NOTIMPLEMENTED;
+    bool at_root = root == s->rank;
+    bool takes_input = verb != VERB_SCATTER || at_root;
+    bool has_result = at_root || (verb != VERB_REDUCE && verb != VERB_GATHER);
+    PyObject *out = args[out_at], *model = takes_input ? args[0] : out;
+    tensor x, result;
+    int op = NO_OP, dim = 0;
+    if ((!takes_input && args[0] != Py_None) || (!has_result && out != Py_None) ||
+        !direct_describe(self, model, &x) || (reduces && !read_op(self, args[op_at], &x, &op)))
+        Py_RETURN_NOTIMPLEMENTED;
+    shape whole = {.like = &x, .dim = -1}, wanted = whole;
+    if (cuts) {
+        dim = takes_input ? tensor_leading_dim(args[dim_at], &x) : tensor_dim(args[dim_at], &x);
+        if (dim < 0) Py_RETURN_NOTIMPLEMENTED;
+        uint64_t rows = (uint64_t)x.shape[dim];
+        if (verb == VERB_ALL_GATHER || (verb == VERB_GATHER && at_root)) {
+            wanted = (shape){.like = &x, .dim = dim, .rows = rows * s->n};
+        } else if (verb != VERB_GATHER && takes_input) {
+            if (rows % s->n) Py_RETURN_NOTIMPLEMENTED;
+            if (verb != VERB_ALL_TO_ALL)
+                wanted = (shape){.like = &x, .dim = dim, .rows = rows / s->n};
+        }
+    }
+    result = x;
+    bool in_place = !takes_input || !has_result || (!cuts && out == args[0]);
+    if (!in_place && !fits(self, out, &x, wanted, &result)) Py_RETURN_NOTIMPLEMENTED;
+    bool puts = takes_input && (verb != VERB_BROADCAST || at_root);
+    collective c = {.verb = verb, .root = root, .itemsize = x.itemsize};
+    if (puts) c.source = (span){x.data, tensor_bytes(&x)};
+    if (has_result) c.output.size = shape_bytes(wanted);
+    sign(self, verb, verb == VERB_SCATTER ? wanted : whole, op, rooted ? root : (size_t)dim);
+    plan_sources(s, &c);
+    PyObject *filled = Py_None;
+    if (!has_result) {
+        start(self, &c);
+        Py_INCREF(filled);
+    } else {
+        filled = make(self, &c, model, out, wanted, &result);
+        if (filled == NULL) return NULL;
+        c.output.address = result.data;
+        plan_results(s, &c);
+    }
+    return run(self, model, filled, &c);
+}
+
+#define FAST_VERB(name, verb)                                                                       \
+    PyObject *name(PyObject *self, PyObject *const *args, Py_ssize_t n) {                          \
+        return call(self, verb, args, n);                                                          \
+    }
+
+FAST_VERB(direct_all_reduce, VERB_ALL_REDUCE)
+FAST_VERB(direct_all_gather, VERB_ALL_GATHER)
+FAST_VERB(direct_reduce_scatter, VERB_REDUCE_SCATTER)
+FAST_VERB(direct_all_to_all, VERB_ALL_TO_ALL)
+FAST_VERB(direct_broadcast, VERB_BROADCAST)
+FAST_VERB(direct_reduce, VERB_REDUCE)
+FAST_VERB(direct_gather, VERB_GATHER)
+FAST_VERB(direct_scatter, VERB_SCATTER)
+
+PyObject *direct_barrier(PyObject *object, PyObject *const *Py_UNUSED(args), Py_ssize_t n) {
+    Comm *self = (Comm *)object;
+    collective c = {.verb = VERB_BARRIER};
+    if (!direct_callable(self, n, 0)) Py_RETURN_NOTIMPLEMENTED;
+    sign(self, VERB_BARRIER, (shape){0}, NO_OP, 0);
+    plan_sources(&self->steps, &c);
+    start(self, &c);
+    return run(self, Py_None, Py_NewRef(Py_None), &c);
 }
 
 PyObject *direct_finish(PyObject *object, PyObject *Py_UNUSED(ignored)) {

@@ -10,7 +10,7 @@ static PyObject *move(PyObject *object, PyObject *const *args, Py_ssize_t n, int
     Comm *self = (Comm *)object;
     tensor x;
     self->halfway = false;
-    if (!direct_accepts(self, n, 3, args[0], &x) ||
+    if (!direct_callable(self, n, 3) || !direct_describe(self, args[0], &x) ||
         (PyObject *)Py_TYPE(args[1]) != self->pipe_type)
         Py_RETURN_NOTIMPLEMENTED;
     size_t peer = direct_read_rank(self, args[2]);

@@ -340,9 +340,6 @@ void steps_begin(steps *s) {
     }
     s->begun += s->chunks + (s->plan.kind == KIND_ALL_REDUCE ? 1 : 0);
     s->put = s->taken = s->met = 0;
-}
-
-void steps_put_first(steps *s) {
     if (s->plan.kind != KIND_ALL_REDUCE && may_write(s, s->first)) put(s, s->put++);
 }
 

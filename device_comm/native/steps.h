@@ -14,7 +14,7 @@ typedef struct {
     uint64_t size;
 } span;
 
-/* One rank's part in one collective: device_comm.shm.collectives.SlotPlan. */
+/* One rank's part in one collective: see plan.h. */
 typedef struct {
     unsigned char signature[SIGNATURE_BYTES];
     int kind, dtype, op;
@@ -63,11 +63,8 @@ typedef struct {
 /* Bytes that are reduced before they are copied on, while they are cached. */
 #define SCRATCH_BYTES 16384
 
-/* Begins the plan in `s->plan`. */
+/* Begins the plan in `s->plan`, and puts the first chunk if rule 1 allows it at once. */
 void steps_begin(steps *s);
-
-/* Puts the first chunk, if rule 1 allows it at once. */
-void steps_put_first(steps *s);
 
 /* Runs the plan until it is done, until `spin_ns` have passed without progress, or until AT_ONCE
  * bytes are moved; then it returns STEPS_BLOCKED although `steps_ready` may be true. Needs no GIL. */

@@ -115,7 +115,7 @@ class FastPathCalls:
 
     def _finish(self, verb: Verb, timeout: float | Deadline | None) -> Any:
         operation = self._operation(verb, timeout)
-        task = Collective(self._native, self._membership, operation.name, iter(()), begun=True)
+        task = Collective(self._native, self._membership, operation, begun=True)
         self._execution.submit(self._collectives, task, operation)
         return self._native.finish()
 

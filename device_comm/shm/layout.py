@@ -152,16 +152,6 @@ class GroupLayout:
         words.store64(GROUP_SLOTS, self.slots)
         words.store64(GROUP_RINGS, self.ring(0))
 
-    def piece_bytes(self, longest: int, pieces: int) -> int:
-        """Return the bytes of each of ``pieces`` in a payload, a multiple of 64."""
-        most = self.step_bytes // pieces // PIECE_ALIGN * PIECE_ALIGN
-        return min(most, align(longest, PIECE_ALIGN))
-
-    def next_place(self, place: int, payload: int) -> int:
-        """Return the ring offset of the payload after one at ``place``."""
-        after = place + payload
-        return after if after + self.step_bytes <= self.ring_bytes else 0
-
     @property
     def slots(self) -> int:
         """Return the offset of the slots."""

@@ -26,7 +26,7 @@ from device_comm._native import Comm
 from device_comm.backend import Backend, Capabilities, Explanation, Identity, end_group
 from device_comm.call_number import VERBS, numbering
 from device_comm.operation import ALL_VERBS, Operation, ReduceOp
-from device_comm.shm.collectives import Collective, Executors, GroupMembership, Plans
+from device_comm.shm.collectives import Collective, Executors, GroupMembership
 from device_comm.shm.direct import FastPathCalls
 from device_comm.shm.layout import GroupLayout
 from device_comm.shm.transfers import PeerPipes, ReceiveTask, SendTask
@@ -104,7 +104,6 @@ class ShmBackend(Backend):
         self._results = Results()
         self._in_calls = in_calls
         self._call = numbering(in_calls)
-        self._plans: Plans
         self._membership = GroupMembership(board, self.members, rank, segment, self._layout)
         self._pipes = PeerPipes(board, self._membership, rank, segment, self._layout, self._call)
         self._closing.callback(self._pipes.close)
@@ -196,8 +195,7 @@ class ShmBackend(Backend):
                 tensors = () if operation.following is not None else (operation.output,)
                 task = ReceiveTask(self._pipes, peer, name, tensors, operation.following)
                 return execution.submit(execution.message_executor("recv", peer), task, operation)
-        plans = self._plans.of(operation)
-        task = Collective(self._comm, self._membership, name, plans, operation, call=self._call())
+        task = Collective(self._comm, self._membership, operation, self._call())
         return execution.submit(execution.collectives, task, operation)
 
     def explain(self) -> Explanation:
@@ -256,7 +254,6 @@ class ShmBackend(Backend):
         deadline, absent = Deadline.after(self.timeout), membership.not_joined
         self.board.wait(lambda: not absent(), deadline, f"{self.name} create", absent)
         self._segment.prefault()
-        self._plans = Plans(self.rank, self.world_size, self._layout.whole_bytes)
 
 
 def _unused_way(past: bool, plain_cost: int, past_cost: int) -> tuple[str, str]:

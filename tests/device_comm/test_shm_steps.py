@@ -19,10 +19,11 @@ from torch.overrides import TorchFunctionMode
 
 from device_comm import ReduceOp, _native, reduce_in_rank_order
 from device_comm.call_number import VERBS, OperationCounts
+from device_comm.operation import NO_TENSOR
 from device_comm.shm import layout
-from device_comm.shm.collectives import SlotPlan, SlotPlanner, Status
+from device_comm.shm.collectives import Status
 from device_comm.shm.layout import GroupLayout
-from device_comm.shm.signature import DTYPE_CODES, sign, signature_text
+from device_comm.shm.signature import sign, signature_text
 from shm_broadcast import Board, Segment
 from tests.device_comm.oracle import REDUCED, ops_for, reduced, same, values
 
@@ -42,9 +43,8 @@ class Ends:
         self.board = Board.create(N, 0)
         self.segment = Segment.create(group.size, "test")
         group.write(self.segment.words)
-        self.group, self.whole = group, group.whole_bytes
+        self.group = group
         self.steps = [self.made(rank, self.board.slot_offset(rank)) for rank in range(N)]
-        self.planners = [SlotPlanner(rank, N) for rank in range(N)]
 
     def made(self, rank: int, slot: int) -> _native.Comm:
         return _native.Comm(
@@ -65,12 +65,24 @@ class Ends:
             True,
         )
 
+    def begin(
+        self,
+        rank: int,
+        signature: bytes,
+        source: Tensor = NO_TENSOR,
+        output: Tensor = NO_TENSOR,
+        call: int = 0,
+    ) -> int:
+        """Begin a collective at a rank; return its `Status`."""
+        spans = source.data_ptr(), source.nbytes, output.data_ptr(), output.nbytes
+        return self.steps[rank].begin(signature, *spans, source.itemsize, None, None, call, 0)
+
     def all_reduce(
-        self, rank: int, output: Tensor, source: Tensor, op: ReduceOp = ReduceOp.SUM
-    ) -> SlotPlan:
-        """The plan of a rank."""
-        signature = sign("all_reduce", source.dtype, source.shape, op)
-        return self.planners[rank].all_reduce(signature, output, source, op, self.whole)
+        self, rank: int, output: Tensor, source: Tensor, op: ReduceOp = ReduceOp.SUM, call: int = 0
+    ) -> int:
+        return self.begin(
+            rank, sign("all_reduce", source.dtype, source.shape, op), source, output, call
+        )
 
     def finish(self) -> None:
         """Advance both until both are done."""
@@ -86,32 +98,36 @@ class Ends:
         return self.segment.words.load64(self.group.rank_line(rank) + layout.RANK_DONE)
 
 
-Made = tuple[SlotPlan, Tensor, Tensor]
+Begun = tuple[Tensor, Tensor]
+"""The output, and what it has to be."""
 
 
-def reducing(ends: Ends, rank: int, inputs: list[Tensor], x: Tensor) -> Made:
+def reducing(ends: Ends, rank: int, inputs: list[Tensor], x: Tensor) -> Begun:
     output = torch.zeros_like(x)
-    return ends.all_reduce(rank, output, x), output, inputs[0] + inputs[1]
+    ends.all_reduce(rank, output, x)
+    return output, inputs[0] + inputs[1]
 
 
-def gathering(ends: Ends, rank: int, inputs: list[Tensor], x: Tensor) -> Made:
+def gathering(ends: Ends, rank: int, inputs: list[Tensor], x: Tensor) -> Begun:
     output = torch.zeros(N * len(x))
-    signature = sign("all_gather", x.dtype, x.shape)
-    made = ends.planners[rank].all_gather(signature, output, x, (len(x),) * N)
-    return made, output, torch.cat(inputs)
+    ends.begin(rank, sign("all_gather", x.dtype, x.shape), x, output)
+    return output, torch.cat(inputs)
 
 
-def exchanging(ends: Ends, rank: int, inputs: list[Tensor], x: Tensor) -> Made:
-    output, sizes = torch.zeros_like(x), (len(x) // N,) * N
-    signature = sign("all_to_all", x.dtype, x.shape)
-    made = ends.planners[rank].all_to_all(signature, output, x, sizes, sizes, sizes[0])
-    return made, output, torch.cat([each.chunk(N)[rank] for each in inputs if len(x)] or [x])
+def exchanging(ends: Ends, rank: int, inputs: list[Tensor], x: Tensor) -> Begun:
+    output = torch.zeros_like(x)
+    ends.begin(rank, sign("all_to_all", x.dtype, x.shape), x, output)
+    return output, torch.cat([each.chunk(N)[rank] for each in inputs if len(x)] or [x])
 
 
-def broadcasting(ends: Ends, rank: int, inputs: list[Tensor], x: Tensor) -> Made:
+def broadcasting(ends: Ends, rank: int, inputs: list[Tensor], x: Tensor) -> Begun:
     output = x.clone()
-    signature = sign("broadcast", x.dtype, x.shape, place=1)
-    return ends.planners[rank].broadcast(signature, output, 1), output, inputs[1]
+    broadcast(ends, rank, sign("broadcast", x.dtype, x.shape, place=1), output, 1)
+    return output, inputs[1]
+
+
+def broadcast(ends: Ends, rank: int, signature: bytes, x: Tensor, root: int) -> int:
+    return ends.begin(rank, signature, *((x,) if rank == root else (NO_TENSOR, x)))
 
 
 SIZED = {each.__name__: each for each in (reducing, gathering, exchanging, broadcasting)}
@@ -123,15 +139,13 @@ def ends() -> Ends:
 
 
 def test_a_rank_waits_for_the_arrival_and_names_who_is_missing(ends: Ends) -> None:
-    first, second = ends.steps
-    for steps, planner in zip(ends.steps, ends.planners, strict=True):
-        steps.begin(planner.barrier(sign("barrier")), 0)
-    assert first.advance(0) == Status.BLOCKED
+    first = ends.steps[0]
+    assert ends.begin(0, sign("barrier")) == Status.BLOCKED
     assert not first.ready()
     assert first.missing() == [1]
     assert ends.arrived(1, 0) == 1
     assert ends.done(0) == 0
-    assert second.advance(0) == Status.DONE
+    assert ends.begin(1, sign("barrier")) == Status.DONE
     assert ends.done(1) == 1
     assert first.ready()
     assert first.advance(0) == Status.DONE
@@ -139,10 +153,9 @@ def test_a_rank_waits_for_the_arrival_and_names_who_is_missing(ends: Ends) -> No
 
 def test_two_calls_at_a_time_are_refused(ends: Ends) -> None:
     """As two threads make them, or a signal handler in the middle of one."""
-    first = ends.steps[0]
-    first.begin(ends.planners[0].barrier(sign("barrier")), 0)
+    ends.begin(0, sign("barrier"))
     with pytest.raises(RuntimeError, match="another thread is in a call of this group"):
-        first.begin(ends.planners[0].barrier(sign("barrier")), 0)
+        ends.begin(0, sign("barrier"))
 
 
 class Begins(TorchFunctionMode):
@@ -159,44 +172,37 @@ class Begins(TorchFunctionMode):
 
 def test_a_call_that_begins_while_another_reads_its_tensor_is_not_overwritten() -> None:
     ends = Ends()
-    first, barrier = ends.steps[0], ends.planners[0].barrier(sign("barrier"))
     x = torch.ones(4)
-    with Begins(lambda: first.begin(barrier, 0)):
-        assert first.all_reduce(x, ReduceOp.SUM, None) is NotImplemented
-    ends.steps[1].begin(barrier, 0)
+    with Begins(lambda: ends.begin(0, sign("barrier"))):
+        assert ends.steps[0].all_reduce(x, ReduceOp.SUM, None) is NotImplemented
+    ends.begin(1, sign("barrier"))
     ends.finish()
 
 
 def test_a_root_may_run_two_steps_ahead_and_no_more(ends: Ends) -> None:
-    first, second = ends.steps
+    first = ends.steps[0]
     sent = [torch.full((3,), float(i)) for i in range(3)]
     for x in sent[:2]:
-        first.begin(ends.planners[0].broadcast(SENT, x, 0), 0)
-        assert first.advance(0) == Status.DONE
-    first.begin(ends.planners[0].broadcast(SENT, sent[2], 0), 0)
-    assert first.advance(0) == Status.BLOCKED
+        assert broadcast(ends, 0, SENT, x, 0) == Status.DONE
+    assert broadcast(ends, 0, SENT, sent[2], 0) == Status.BLOCKED
     assert first.missing() == [1]
     assert not first.ready()
     got = torch.zeros(3)
-    second.begin(ends.planners[1].broadcast(SENT, got, 0), 0)
-    assert second.advance(0) == Status.DONE
+    assert broadcast(ends, 1, SENT, got, 0) == Status.DONE
     assert torch.equal(got, sent[0])
     assert first.ready()
     assert first.advance(0) == Status.DONE
     for expected in sent[1:]:
-        second.begin(ends.planners[1].broadcast(SENT, got, 0), 0)
-        assert second.advance(0) == Status.DONE
+        assert broadcast(ends, 1, SENT, got, 0) == Status.DONE
         assert torch.equal(got, expected)
 
 
 def test_ranks_that_diverge_find_out_before_data_is_used(ends: Ends) -> None:
     x, outputs = torch.ones(3), [torch.zeros(3), torch.zeros(6)]
-    ends.steps[0].begin(ends.all_reduce(0, outputs[0], x), 0)
-    gathering = sign("all_gather", x.dtype, x.shape)
-    ends.steps[1].begin(ends.planners[1].all_gather(gathering, outputs[1], x, (3, 3)), 0)
-    assert ends.steps[0].advance(0) == Status.BLOCKED
+    assert ends.all_reduce(0, outputs[0], x) == Status.BLOCKED
     assert ends.steps[0].divergent() is None
-    assert ends.steps[1].advance(0) == Status.DIVERGED
+    gathering = sign("all_gather", x.dtype, x.shape)
+    assert ends.begin(1, gathering, x, outputs[1]) == Status.DIVERGED
     assert ends.steps[0].ready()
     assert ends.steps[0].advance(0) == Status.DIVERGED
     found = ends.steps[0].divergent()
@@ -210,11 +216,8 @@ def test_the_same_operation_of_two_calls_is_not_taken_for_one(ends: Ends) -> Non
     """Through chunks as well, each of which has the number."""
     for size in (3, 1000):
         x, outputs = torch.ones(size), [torch.zeros(size), torch.zeros(size)]
-        for rank, call in enumerate((3, 4)):
-            plan = ends.all_reduce(rank, outputs[rank], x)
-            ends.steps[rank].begin(plan, call)
-        assert ends.steps[0].advance(0) == Status.BLOCKED
-        assert ends.steps[1].advance(0) == Status.DIVERGED
+        assert ends.all_reduce(0, outputs[0], x, call=3) == Status.BLOCKED
+        assert ends.all_reduce(1, outputs[1], x, call=4) == Status.DIVERGED
         assert ends.steps[0].advance(0) == Status.DIVERGED
         found = ends.steps[0].divergent()
         assert found is not None
@@ -225,21 +228,14 @@ def test_the_same_operation_of_two_calls_is_not_taken_for_one(ends: Ends) -> Non
         ends = Ends()
 
 
-ROOTS = {
-    "broadcast": lambda planner, said, x, root: planner.broadcast(said, x, root),
-    "reduce": lambda planner, said, x, root: planner.reduce(said, None, x, root, ReduceOp.SUM),
-}
-
-
-@pytest.mark.parametrize("verb", ROOTS)
+@pytest.mark.parametrize("verb", ["broadcast", "reduce"])
 def test_of_two_that_wait_for_nobody_the_second_finds_out(ends: Ends, verb: str) -> None:
     """Both think that they are the root of a broadcast, or that the other is that of a reduce."""
     mine, x = [0, 1] if verb == "broadcast" else [1, 0], torch.ones(3)
-    for rank, (steps, planner) in enumerate(zip(ends.steps, ends.planners, strict=True)):
-        said = sign(verb, x.dtype, x.shape, place=mine[rank])
-        steps.begin(ROOTS[verb](planner, said, x, mine[rank]), 0)
-    assert ends.steps[0].advance(0) == Status.DONE
-    assert ends.steps[1].advance(0) == Status.DIVERGED
+    op = ReduceOp.SUM if verb == "reduce" else None
+    said = [sign(verb, x.dtype, x.shape, op, place=root) for root in mine]
+    assert ends.begin(0, said[0], x) == Status.DONE
+    assert ends.begin(1, said[1], x) == Status.DIVERGED
     found = ends.steps[1].divergent()
     assert found is not None
     rank, ours, theirs = found
@@ -255,8 +251,7 @@ def test_all_reduce_of_every_size(ends: Ends, count: int, in_place: bool) -> Non
         outputs = [x.clone() if in_place else torch.zeros(count) for x in inputs]
         for rank in range(N):
             source = outputs[rank] if in_place else inputs[rank]
-            made = ends.all_reduce(rank, outputs[rank], source)
-            ends.steps[rank].begin(made, 0)
+            ends.all_reduce(rank, outputs[rank], source)
         ends.finish()
         for output in outputs:
             same(output, reduced(inputs, ReduceOp.SUM))
@@ -280,8 +275,7 @@ def test_any_sizes_after_each_other_arrive(asked: list[tuple[str, int]]) -> None
         inputs = [torch.arange(N * count, dtype=torch.float32) + rank + turn for rank in (0, 1)]
         outputs, expected = [], []
         for rank, x in enumerate(inputs):
-            made, output, right = SIZED[verb](ends, rank, inputs, x)
-            ends.steps[rank].begin(made, 0)
+            output, right = SIZED[verb](ends, rank, inputs, x)
             outputs.append(output)
             expected.append(right)
         ends.finish()
@@ -304,8 +298,7 @@ def test_reductions_of_every_dtype_have_the_bits_of_torch(dtype: torch.dtype) ->
             ends = Ends()
             outputs = [torch.zeros(count, dtype=dtype) for _ in range(N)]
             for rank in range(N):
-                made = ends.all_reduce(rank, outputs[rank], inputs[rank], op)
-                ends.steps[rank].begin(made, 0)
+                ends.all_reduce(rank, outputs[rank], inputs[rank], op)
             ends.finish()
             for output in outputs:
                 if dtype.is_complex and op is not ReduceOp.SUM:
@@ -321,8 +314,7 @@ def test_halves_of_every_bit_pattern_add_like_torch(dtype: torch.dtype) -> None:
     ends = Ends()
     outputs = [torch.empty_like(every) for _ in range(N)]
     for rank, x in enumerate((every, other)):
-        made = ends.all_reduce(rank, outputs[rank], x)
-        ends.steps[rank].begin(made, 0)
+        ends.all_reduce(rank, outputs[rank], x)
     ends.finish()
     expected = (every.float() + other.float()).to(dtype)
     for output in outputs:
@@ -354,8 +346,7 @@ def test_halves_of_every_bit_pattern_keep_their_bits(
     for begin in range(0, 1 << 16, together):
         here = slice(begin, begin + together)
         for rank, x in enumerate((every, neutral)):
-            made = ends.all_reduce(rank, outputs[rank][here], x[here], op)
-            ends.steps[rank].begin(made, 0)
+            ends.all_reduce(rank, outputs[rank][here], x[here], op)
         ends.finish()
     for output in outputs:
         assert_array_equal(output.numpy().view(np.uint16), expected)
@@ -368,8 +359,7 @@ def test_nan_wins(op: ReduceOp) -> None:
     ends = Ends()
     outputs = [torch.zeros(3) for _ in range(N)]
     for rank in range(N):
-        made = ends.all_reduce(rank, outputs[rank], inputs[rank], op)
-        ends.steps[rank].begin(made, 0)
+        ends.all_reduce(rank, outputs[rank], inputs[rank], op)
     ends.finish()
     for output in outputs:
         assert output.isnan().all()
@@ -401,20 +391,18 @@ def test_a_slot_that_is_not_on_the_board_is_refused(slot: int) -> None:
         Ends().made(0, slot)
 
 
-def test_plans_that_cannot_be_are_refused_by_the_extension() -> None:
-    ends = Ends()
-    made = ends.planners[0].barrier(sign("barrier"))
-    for wrong in (
-        made._replace(signature=b"short"),
-        made._replace(awaits=b"\1"),
-        made._replace(kind=1, dtype=DTYPE_CODES[torch.float32], op=ReduceOp.BOR),
-        made._replace(takes=((0, 0),) * 3),
-    ):
-        with pytest.raises(ValueError, match=r"wrong length|no reduction|spans for"):
-            ends.steps[0].begin(wrong, 0)
-    for wrong in (3, made._replace(takes=(1,))):
-        with pytest.raises(TypeError, match="expected a"):
-            ends.steps[0].begin(wrong, 0)
+def test_collectives_that_cannot_be_are_refused_by_the_extension(ends: Ends) -> None:
+    barrier = sign("barrier")
+    bitwise = sign("all_reduce", torch.float32, (3,), ReduceOp.BOR)
+    far = sign("broadcast", torch.float32, (3,), place=N)
+    for wrong in (b"short", b"\x7f" + barrier[1:], far, bitwise):
+        with pytest.raises(ValueError, match=r"wrong length|no such verb|no reduction"):
+            ends.begin(0, wrong)
+    uneven = sign("all_gatherv", torch.float32, (-1,))
+    for sizes, error in (((1,), ValueError), ((1, -1), OverflowError), ((1, "1"), TypeError)):
+        with pytest.raises(error):
+            ends.steps[0].begin(uneven, 0, 0, 0, 0, 4, None, sizes, 0, 0)
+    assert not ends.steps[0].under_way
 
 
 EMPTY = """

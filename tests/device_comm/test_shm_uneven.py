@@ -10,30 +10,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from device_comm import Operation
-from device_comm.shm.collectives import Collective, GroupMembership, Plans
+from device_comm.shm.collectives import Collective, GroupMembership
 from shm_broadcast import DivergenceError
 from tests.device_comm.test_shm_steps import Ends, N
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-    from device_comm.shm.collectives import SlotPlan
-
 sizes = st.lists(st.integers(0, 700), min_size=N, max_size=N).filter(any)
-kinds = st.sampled_from([(True, True), (False, False), (True, False)])
 
 
-def run(native: tuple[bool, bool], plans: Callable[[Plans, int], Iterator[SlotPlan]]) -> None:
-    """Carry out what each rank plans, one small step at a time."""
-    ends = Ends(native)
+def run(operation: Callable[[int], Operation]) -> None:
+    """Carry out every rank's operation, one small step at a time."""
+    ends = Ends()
     tasks = [
         Collective(
             ends.steps[rank],
             GroupMembership(ends.board, range(N), rank, ends.segment, ends.group),
-            "test",
-            plans(Plans(rank, N, ends.whole), rank),
+            operation(rank),
         )
         for rank in range(N)
     ]
@@ -50,39 +46,29 @@ def numbers(count: int, rank: int) -> Tensor:
     return torch.arange(count, dtype=torch.float32) + 1000 * rank
 
 
-@given(sizes, kinds)
+@given(sizes)
 @settings(deadline=None, max_examples=60)
-def test_all_gatherv_of_any_sizes(parts: Sequence[int], native: tuple[bool, bool]) -> None:
+def test_all_gatherv_of_any_sizes(parts: Sequence[int]) -> None:
     inputs = [numbers(size, rank) for rank, size in enumerate(parts)]
     outputs = [torch.zeros(sum(parts)) for _ in range(N)]
-    run(
-        native,
-        lambda plans, rank: plans.of(
-            Operation("all_gatherv", inputs[rank], outputs[rank], output_sizes=parts)
-        ),
-    )
+    run(lambda rank: Operation("all_gatherv", inputs[rank], outputs[rank], output_sizes=parts))
     for output in outputs:
         assert torch.equal(output, torch.cat(inputs))
 
 
-@given(sizes, kinds)
+@given(sizes)
 @settings(deadline=None, max_examples=60)
-def test_reduce_scatterv_of_any_sizes(parts: Sequence[int], native: tuple[bool, bool]) -> None:
+def test_reduce_scatterv_of_any_sizes(parts: Sequence[int]) -> None:
     inputs = [numbers(sum(parts), rank) for rank in range(N)]
     outputs = [torch.zeros(size) for size in parts]
-    run(
-        native,
-        lambda plans, rank: plans.of(
-            Operation("reduce_scatterv", inputs[rank], outputs[rank], source_sizes=parts)
-        ),
-    )
+    run(lambda rank: Operation("reduce_scatterv", inputs[rank], outputs[rank], source_sizes=parts))
     for output, expected in zip(outputs, (inputs[0] + inputs[1]).split(list(parts)), strict=True):
         assert torch.equal(output, expected)
 
 
-@given(st.lists(sizes, min_size=N, max_size=N), kinds)
+@given(st.lists(sizes, min_size=N, max_size=N))
 @settings(deadline=None, max_examples=60)
-def test_all_to_all_of_any_sizes(table: list[list[int]], native: tuple[bool, bool]) -> None:
+def test_all_to_all_of_any_sizes(table: list[list[int]]) -> None:
     """``table[r][s]`` elements go from rank r to rank s."""
     inputs = [numbers(sum(row), rank) for rank, row in enumerate(table)]
     columns = [[row[rank] for row in table] for rank in range(N)]
@@ -92,7 +78,7 @@ def test_all_to_all_of_any_sizes(table: list[list[int]], native: tuple[bool, boo
         sizes = {"source_sizes": table[rank], "output_sizes": columns[rank]}
         return Operation("all_to_all", inputs[rank], outputs[rank], **sizes)
 
-    run(native, lambda plans, rank: plans.of(exchange(rank)))
+    run(exchange)
     cut = [x.split(row) for x, row in zip(inputs, table, strict=True)]
     for rank, output in enumerate(outputs):
         assert torch.equal(output, torch.cat([parts[rank] for parts in cut]))
@@ -105,11 +91,11 @@ def test_ranks_that_differ_about_any_sizes_use_no_data(ours: list[int], theirs: 
         return
     outputs = [torch.full((sum(each),), -1.0) for each in (ours, theirs)]
 
-    def planned(plans: Plans, rank: int) -> Iterator[SlotPlan]:
+    def gather(rank: int) -> Operation:
         each = (ours, theirs)[rank]
         source = numbers(each[rank], rank)
-        return plans.of(Operation("all_gatherv", source, outputs[rank], output_sizes=each))
+        return Operation("all_gatherv", source, outputs[rank], output_sizes=each)
 
     with pytest.raises(DivergenceError, match="issued all_gatherv of"):
-        run((True, False), planned)
+        run(gather)
     assert all(bool((output == -1).all()) for output in outputs)

@@ -314,13 +314,6 @@ MUTANTS = (
         ("tests/device_comm/test_shm_steps.py::test_any_sizes_after_each_other_arrive",),
     ),
     Mutant(
-        "R1 C and Python begin the rings anew at the same place",
-        "device_comm/shm/layout.py",
-        "return after if after + self.step_bytes <= self.ring_bytes else 0",
-        "return after if after + payload <= self.ring_bytes else 0",
-        ("tests/device_comm/test_shm_steps.py::test_any_sizes_after_each_other_arrive",),
-    ),
-    Mutant(
         "R1 a rank that has nothing to give is not an operation ahead",
         "device_comm/verbs/runner.py",
         "if operation.moves_nothing and not self.backend.capabilities.detects_divergence:",
