@@ -8,7 +8,7 @@ state of this package. torch forbids an op to return its input: a group of one c
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 import torch
@@ -20,25 +20,15 @@ if TYPE_CHECKING:
     from device_comm import Communicator
 
 
-class Named(Protocol):
-    """A group, as far as the ops need it."""
-
-    name: str
-
-    @property
-    def device_communicator(self) -> Communicator:
-        """Return the communicator of the group's tensors; a rebuilt group has a new one."""
+_groups: WeakValueDictionary[str, Communicator] = WeakValueDictionary()
+"""The communicators of this process's live groups by the groups' unique names."""
 
 
-_groups: WeakValueDictionary[str, Named] = WeakValueDictionary()
-"""The live groups of this process by unique name."""
-
-
-def register_ops(group: Named) -> str:
-    """Register ``group`` under a name unique in this process (``"tp:0"``) and return the name."""
-    names = (f"{group.name}:{count}" for count in itertools.count())
+def register_ops(group: str, communicator: Communicator) -> str:
+    """Register a group's communicator and return the group's unique name, as ``"tp:0"``."""
+    names = (f"{group}:{count}" for count in itertools.count())
     name = next(name for name in names if name not in _groups)
-    _groups[name] = group
+    _groups[name] = communicator
     return name
 
 
@@ -49,21 +39,18 @@ def unregister(name: str) -> None:
 
 def has_norms(name: str, dtype: torch.dtype) -> bool:
     """Return whether the named group reduces and normalises ``dtype`` in one kernel."""
-    group = _groups.get(name)
-    return group is not None and dtype in group.device_communicator.backend.capabilities.normed
+    comm = _groups.get(name)
+    return comm is not None and dtype in comm.backend.capabilities.normed
 
 
 def norms_by_group() -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Return for each group the dtypes for which `has_norms` is true."""
-    kinds = {
-        name: group.device_communicator.backend.capabilities.normed
-        for name, group in _groups.items()
-    }
+    kinds = {name: comm.backend.capabilities.normed for name, comm in _groups.items()}
     return tuple((name, tuple(sorted(map(str, kinds[name])))) for name in sorted(kinds))
 
 
-def find(name: str) -> Named:
-    """Return the group of that unique name.
+def find(name: str) -> Communicator:
+    """Return the communicator of the group with this unique name.
 
     Raises ValueError if there is none, or it was closed.
     """
@@ -78,7 +65,7 @@ def find(name: str) -> Named:
 @torch.library.custom_op("group_coordinator::all_reduce", mutates_args=())
 def all_reduce(x: Tensor, op: int, group: str) -> Tensor:
     """Call `Communicator.all_reduce` of the named group."""
-    return find(group).device_communicator.all_reduce(x, op=ReduceOp(op))
+    return find(group).all_reduce(x, op=ReduceOp(op))
 
 
 @all_reduce.register_fake
@@ -91,8 +78,7 @@ def all_reduce_norm(
     x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, group: str
 ) -> tuple[Tensor, Tensor]:
     """Call `Communicator.all_reduce_norm` of the named group."""
-    comm = find(group).device_communicator
-    output, kept = comm.all_reduce_norm(x, residual, weight, epsilon)
+    output, kept = find(group).all_reduce_norm(x, residual, weight, epsilon)
     return output.contiguous(), kept.contiguous()
 
 
@@ -106,7 +92,7 @@ def _(
 @torch.library.custom_op("group_coordinator::all_gather", mutates_args=())
 def all_gather(x: Tensor, dim: int, world_size: int, group: str) -> Tensor:
     """Call `Communicator.all_gather` of the named group."""
-    return find(group).device_communicator.all_gather(x, dim=dim)
+    return find(group).all_gather(x, dim=dim)
 
 
 @all_gather.register_fake
@@ -119,8 +105,7 @@ def _(x: Tensor, dim: int, world_size: int, group: str) -> Tensor:
 @torch.library.custom_op("group_coordinator::reduce_scatter", mutates_args=())
 def reduce_scatter(x: Tensor, dim: int, op: int, world_size: int, group: str) -> Tensor:
     """Call `Communicator.reduce_scatter` of the named group."""
-    comm = find(group).device_communicator
-    return comm.reduce_scatter(x, dim=dim, op=ReduceOp(op))
+    return find(group).reduce_scatter(x, dim=dim, op=ReduceOp(op))
 
 
 @reduce_scatter.register_fake

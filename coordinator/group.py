@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, Unpack, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack, overload
 
 import torch
 import torch.distributed as dist
@@ -80,7 +80,12 @@ class MessengerGroup:
 
 
 def queue_on_board(
-    messenger: ObjectMessenger, board: Board, writer_rank: int, *, wanted: bool
+    kind: type[MessageQueue],
+    messenger: ObjectMessenger,
+    board: Board,
+    writer_rank: int,
+    *,
+    wanted: bool,
 ) -> MessageQueue | None:
     """Make a queue from one member to all others, on the group's board.
     Collective: yes, every member.
@@ -92,11 +97,11 @@ def queue_on_board(
     writer = members[writer_rank]
     if messenger.cpu.rank == writer_rank:
         readers = [each for each in members if each != writer]
-        queue = MessageQueue.on_board(board, writer, readers) if wanted else None
+        queue = kind.on_board(board, writer, readers) if wanted else None
         messenger.broadcast_object(queue and queue.export_handle(), writer_rank, None)
     else:
         handle: QueueHandle | None = messenger.broadcast_object(None, writer_rank, None)
-        queue = None if handle is None else MessageQueue.attach(handle, board)
+        queue = None if handle is None else kind.attach(handle, board)
     if queue is not None:
         messenger.cpu.barrier()
     return queue
@@ -136,6 +141,9 @@ class GroupCoordinator(GroupVerbs):
     In a group of one each operation returns its input itself: a later change of the result in place
     changes the input. With ``out=`` the input is copied there.
     """
+
+    _queue_type: ClassVar[type[MessageQueue]] = MessageQueue
+    """The class of the group's queues."""
 
     def __init__(
         self,
@@ -353,7 +361,7 @@ class GroupCoordinator(GroupVerbs):
             context = captures.enter_context(
                 capture_on_side_stream(self.device, graph_capture_context)
             )
-            captures.enter_context(self.device_communicator.graph_capture())
+            captures.enter_context(self._context.device.graph_capture())
             for part in (self.hierarchy.intra, self.hierarchy.inter):
                 if isinstance(part, GroupCoordinator) and part is not self:
                     captures.enter_context(part.graph_capture(context))
@@ -404,10 +412,12 @@ class GroupCoordinator(GroupVerbs):
         nodes = self._context.nodes
         if nodes is not None and len(nodes.all()) == 1 < self.world_size:
             wanted = external_writer_handle is None
-            queue = queue_on_board(self._messenger, nodes.board, writer_rank, wanted=wanted)
+            queue = queue_on_board(
+                self._queue_type, self._messenger, nodes.board, writer_rank, wanted=wanted
+            )
             if queue is not None:
                 return queue
-        return MessageQueue.create_from_process_group(
+        return self._queue_type.create_from_process_group(
             MessengerGroup(self._messenger),
             writer_rank=writer_rank,
             external_writer_handle=external_writer_handle,
@@ -441,7 +451,7 @@ class GroupCoordinator(GroupVerbs):
             rank in the group, each for ``MessageQueue.create_from_handle(handle, 0)``; elsewhere
             empty.
         """
-        return MessageQueue.create_from_process_group_single_reader(
+        return self._queue_type.create_from_process_group_single_reader(
             MessengerGroup(self._messenger),
             reader_rank=reader_rank_in_group,
             blocking=blocking,

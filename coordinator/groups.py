@@ -61,6 +61,7 @@ class Topology:
         nodes: which ranks share a host, and this host's board; None for a world of one without a
             board.
         exchange: the rendezvous of all ranks; None for a world of one.
+        group_type: the class of the groups.
     """
 
     rank: int
@@ -68,6 +69,7 @@ class Topology:
     settings: Settings
     nodes: HostTopology | None
     exchange: Rendezvous | None
+    group_type: type[GroupCoordinator] = GroupCoordinator
 
     @classmethod
     def meet(
@@ -135,7 +137,7 @@ class Topology:
         else:
             exchange = self.exchange.sub(name, ranks, Deadline.after(timeout))
             link = connect(exchange, ranks, self.settings, nodes)
-        return GroupCoordinator.from_context(link)
+        return self.group_type.from_context(link)
 
 
 @dataclass(frozen=True)

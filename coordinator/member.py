@@ -76,7 +76,6 @@ class Member:
         world_size: the number of members.
         local_rank: this process's number on its host.
         device: the device of the collectives' tensors.
-        device_communicator: runs the collectives on ``device``.
         unique_name: the name with a number, unique in this process: ``"tp:0"``.
         mq_broadcaster: the queue for objects that rank 0 broadcasts; None: there is none.
     """
@@ -97,11 +96,10 @@ class Member:
         self.world_size = len(link.ranks)
         self.local_rank = link.settings.local_rank
         self.device: torch.device = link.device.device
-        self.device_communicator: Communicator = link.device
         self.mq_broadcaster: MessageQueue | None = None
         self._messenger = Messenger(link.cpu, link.device, link.wire)
         self._counted = self._count() if self.world_size > 1 and link.wire.in_calls else []
-        self.unique_name = compile_ops.register_ops(self)
+        self.unique_name = compile_ops.register_ops(link.name, link.device)
         self._life = _SharedState()
         call_in_forked_children(self)
         one_of_many = self.world_size > 1 and self.name != "world" and "." not in self.name
@@ -112,6 +110,11 @@ class Member:
             for name in dict.fromkeys((link.cpu.name, link.device.name)):
                 board.add_group(name, self.rank_in_group, self.ranks)
                 link.closing.callback(board.close_group, name, self.rank_in_group, self.ranks)
+
+    @property
+    def device_communicator(self) -> Communicator:
+        """The communicator that runs the collectives on ``device``."""
+        return self._context.device
 
     def _count(self) -> list[begun.Entry]:
         cpu, device = self._context.cpu, self._context.device
@@ -312,7 +315,7 @@ class Hierarchy(Generic[G_co]):
             TypeError: ``op`` does not support the dtype, or ``out`` has another dtype.
             ValueError: ``out`` has another shape or device.
         """
-        world, intra = self.world.device_communicator, self.intra.device_communicator
+        world, intra = self.world._context.device, self.intra._context.device
         if self.intra is self.world:
             return world.all_reduce(x, op=op, out=out, timeout=timeout)
         check_reduction(op, x.dtype)
@@ -324,7 +327,7 @@ class Hierarchy(Generic[G_co]):
             wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         total = intra.reduce(wide, op=inner, timeout=timeout)
         if self.inter is not None and total is not None:
-            between = self.inter.device_communicator
+            between = self.inter._context.device
             total = between.all_reduce(total, op=inner, timeout=timeout)
             if op is ReduceOp.AVG:
                 total = (total / self.world.world_size).to(x.dtype)

@@ -390,7 +390,7 @@ class PipelineEnd:
         async_op: bool = False,
         timeout: Timeout = None,
     ) -> Any:
-        allowed = self.pp.device_communicator.timeout if timeout is None else timeout
+        allowed = self.pp._context.device.timeout if timeout is None else timeout
         if not async_op:
             allowed = Deadline.after(allowed)
         packed, refused = self._packed(sends, slicing)

@@ -45,7 +45,8 @@ class Engine:
         compat: our package with the same module names.
         layer: the modules of ``package`` that are the layer; ``""`` is the package itself.
         transports: packages within ``package`` that carry the layer out, and use it no further.
-        classes: those whose methods users call, by module.
+        classes: those whose methods users call, by module. vLLM's ``DeviceCommunicatorBase`` is
+            not among them: only its transports import it.
     """
 
     name: str
@@ -89,7 +90,6 @@ ENGINES = {
             ("parallel_state", "GroupCoordinator"),
             ("stateless_coordinator", "StatelessGroupCoordinator"),
             ("utils", "StatelessProcessGroup"),
-            ("device_communicators.base_device_communicator", "DeviceCommunicatorBase"),
             ("device_communicators.shm_broadcast", "MessageQueue"),
         ),
     ),

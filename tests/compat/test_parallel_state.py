@@ -181,7 +181,7 @@ def external_replicas(rank: int, n: int, path: str) -> None:
     ps.initialize_model_parallel(2, data_parallel_size=2)
     assert ps.get_dp_group().ranks == [rank % 2, rank % 2 + 2]
     assert ps.get_ep_group().ranks == [0, 1, 2, 3]
-    assert ps.get_ep_group().group.token_group is ps.get_dp_group().group
+    assert ps.get_ep_group().token_group is ps.get_dp_group()
     assert ps.get_inner_dp_world_group().ranks == ps.get_tp_group().ranks
     ps.destroy_model_parallel()
     with pytest.raises(ValueError, match="ranks, not 4"):

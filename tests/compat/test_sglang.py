@@ -14,7 +14,7 @@ import torch.distributed as dist
 from coordinator.compat import sglang
 from coordinator.compat.sglang.communication_tags import P2PTag
 from coordinator.compat.sglang.device_communicators.shm_broadcast import MessageQueue
-from coordinator.compat.sglang.group import ParallelSizes, TaggedMessages
+from coordinator.compat.sglang.parallel_state import ParallelSizes, TaggedMessages
 from tests.ranks import init_gloo, run_ranks
 
 # --- helpers ------------------------------------------------------------------------------
@@ -128,6 +128,9 @@ def collectives(rank: int, n: int, path: str) -> None:
     assert torch.equal(group.reduce_scatter_along_dim(rows, dim=0), mine)
     assert torch.equal(group.reduce_scatterv(rows, part.zero_(), [2] * n), mine)
     assert torch.equal(part, mine)
+    assert torch.equal(group.reduce_scatter_(rows.clone(), 0), mine)
+    own_rows = torch.full((rank + 1, 2), float(rank))
+    assert torch.equal(group.combine(group.dispatch(own_rows, own_rows, own_rows)[0]), own_rows * n)
     lists: list[tuple[type[Exception], list[torch.Tensor]]] = [
         (TypeError, [torch.zeros(3, 2, dtype=torch.int32) for _ in range(n)]),
         (ValueError, [torch.zeros(2, 3, 2) for _ in range(n)]),

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import DistError
 
+from coordinator import GroupCoordinator, ReduceOp
 from coordinator.compat import vllm
-from coordinator.compat.vllm import utils
-from coordinator.compat.vllm.device_communicators.base_device_communicator import (
-    DeviceCommunicatorBase,
-)
-from coordinator.compat.vllm.device_communicators.shm_broadcast import (
-    Handle,
-    MessageQueue,
-    check_shm_free_space,
-)
+from coordinator.compat.vllm.device_communicators.shm_broadcast import Handle, MessageQueue
 from coordinator.compat.vllm.stateless_coordinator import StatelessGroupCoordinator
-from coordinator.compat.vllm.utils import create_tcp_store
 from shm_broadcast import GroupClosedError
 from tests.ranks import init_gloo, run_ranks
 
@@ -90,42 +79,17 @@ def test_layers_of_stages_as_told(monkeypatch: pytest.MonkeyPatch) -> None:
         vllm.get_pp_indices(11, 0, 2)
 
 
-def test_whole_groups_of_weights() -> None:
-    vllm.verify_group_size_divides_partition(256, 128)
-    with pytest.raises(ValueError, match=r"200 weights a rank of layer 'up'.*128.*, or use fp8"):
-        vllm.verify_group_size_divides_partition(200, 128, "up", ", or use fp8")
-
-
-def test_weakly_contiguous() -> None:
-    x = torch.zeros(4, 6)
-    assert vllm.is_weak_contiguous(x)
-    assert vllm.is_weak_contiguous(x.t())
-    assert not vllm.is_weak_contiguous(x[:, :3])
-    assert vllm.is_weak_contiguous(x[2:].t())
-    assert not vllm.is_weak_contiguous(x[:2].t())
-
-
-def test_free_space(tmp_path: Any) -> None:
-    check_shm_free_space(1)
-    check_shm_free_space(1 << 60, str(tmp_path / "not there"))
-    with pytest.raises(RuntimeError, match="the table needs"):
-        check_shm_free_space(1 << 60, str(tmp_path), allocation_name="the table")
-
-
 # --- groups -------------------------------------------------------------------------------
 
 
 def collectives(rank: int, n: int, path: str) -> None:
     vllm.init_distributed_environment(n, rank, f"file://{path}", rank, "gloo")
     assert vllm.broadcast_tensor_dict.__module__.startswith("coordinator.compat")
-    assert utils.get_worker_rank_suffix(3) == "rank3"
     assert vllm.get_dcp_world_size_and_rank() == (1, 0)
     vllm.ensure_model_parallel_initialized(n, 1, data_parallel_size=1)
     with pytest.raises(ValueError, match="'dp': 1"):
         vllm.ensure_model_parallel_initialized(n, 1, data_parallel_size=2)
-    assert utils.get_worker_rank_suffix(rank) == f"dp0_pp0_tp{rank}_dcp0_ep{rank}_rank{rank}"
     group = vllm.get_tp_group()
-    assert group is vllm.get_etp_group()
     assert isinstance(group, vllm.GroupCoordinator)
     assert (group.group_ranks, group.device_index) == ([list(range(n))], rank)
     assert (group.torch_distributed_backend, group.use_device_communicator) == ("gloo", True)
@@ -145,6 +109,14 @@ def collectives(rank: int, n: int, path: str) -> None:
     scattered = vllm.tensor_model_parallel_reduce_scatter(input_=parts, dim=0)
     assert torch.equal(scattered, torch.full((1, 3), float(n)))
 
+    assert torch.equal(
+        group.all_reduce(x, op=ReduceOp.MAX), torch.arange(4.0).reshape(2, 2) + n - 1
+    )
+    assert torch.equal(group.all_reduce_(x.clone()), total)
+    ours = group.group
+    assert type(ours) is GroupCoordinator
+    assert torch.equal(ours.broadcast(x, 1), torch.arange(4.0).reshape(2, 2) + 1)
+    assert torch.equal(x, kept)
     y = torch.full((3,), float(rank))
     assert group.broadcast(input_=y, src=1) is y
     assert y.tolist() == [1.0] * 3
@@ -169,6 +141,7 @@ def collectives(rank: int, n: int, path: str) -> None:
         assert context.stream is None
     vllm.get_world_group().barrier()
     vllm.cleanup_dist_env_and_memory()
+    assert ours.closed
 
 
 @pytest.mark.parametrize("n", [2, 3])
@@ -276,26 +249,17 @@ def stateless(rank: int, n: int, path: str) -> None:
     group.barrier()
     group.close()
 
-    pg = vllm.init_gloo_process_group(
-        dist.PrefixStore("one", store), group_rank=rank, group_size=n, timeout=timedelta(seconds=60)
-    )
-    x = torch.arange(6.0).reshape(2, 3).t() + rank
-    assert vllm.cpu_all_reduce_(x, pg, timedelta(seconds=60)) is x
-    assert torch.equal(x, torch.arange(6.0).reshape(2, 3).t() * n + sum(range(n)))
-    vllm.stateless_destroy_torch_distributed_process_group(pg)
-
     over = StatelessGroupCoordinator(
         [[0, 1]], rank, "gloo", True, store, group_name="dp", global_rank=rank
     )
     assert (over.size(), over.backend) == (n, "gloo")
     assert over.all_reduce(torch.ones(1)).item() == n
     assert over.tcp_store_group.all_gather_obj(rank) == list(range(n))
-    with pytest.raises(ValueError, match="device is cuda:1; a process group of gloo is for cpu"):
-        DeviceCommunicatorBase(over.cpu_group, torch.device("cuda", 1))
-    again = DeviceCommunicatorBase(over.cpu_group, torch.device("cpu", 3), unique_name="again")
+    again = vllm.GroupCoordinator.from_process_group(over.cpu_group, "again", local_rank=3)
     assert again.local_rank == again.device_index == 3
+    assert again.group_ranks == [list(range(n))]
     assert again.all_gather(torch.tensor([rank])).tolist() == list(range(n))
-    assert again.broadcast(tensor=torch.tensor([rank]), src=1).item() == 1
+    assert again.broadcast(torch.tensor([rank]), src=1).item() == 1
     over.barrier()
     again.destroy()
     over.destroy()
@@ -303,29 +267,6 @@ def stateless(rank: int, n: int, path: str) -> None:
 
 def test_stateless_groups(store_path: str) -> None:
     run_ranks(2, stateless, store_path)
-
-
-def meet_at_a_port(rank: int, n: int, host: str, port: int) -> None:
-    found = vllm.stateless_init_torch_distributed_process_group(
-        host, port, rank, n, "gloo", return_store=True, timeout=timedelta(seconds=60)
-    )
-    assert isinstance(found, tuple)
-    pg, store = found
-    assert vllm.get_cached_tcp_store_client(host, port) is (
-        vllm.get_cached_tcp_store_client(host, port)
-    )
-    total = torch.tensor([rank])
-    vllm.cpu_all_reduce_(total, pg)
-    assert total.item() == sum(range(n))
-    store.set(f"done {rank}", "")
-    store.wait([f"done {other}" for other in range(n)])
-    vllm.stateless_destroy_torch_distributed_process_group(pg)
-
-
-def test_a_process_group_that_meets_at_a_port() -> None:
-    """The address is this test run's own, so that nobody else has the port there."""
-    high, low = divmod(os.getpid(), 250)
-    run_ranks(2, meet_at_a_port, f"127.{1 + high // 250 % 250}.{high % 250}.{1 + low}", 29500)
 
 
 # --- queues -------------------------------------------------------------------------------
@@ -416,27 +357,3 @@ def queues_of_a_group(rank: int, n: int, path: str) -> None:
 
 def test_queues_of_a_group(store_path: str) -> None:
     run_ranks(3, queues_of_a_group, store_path)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "times"),
-    [
-        ({"no_such_thing": True}, TypeError, 1),
-        ({"world_size": 2, "is_master": True, "timeout": timedelta(seconds=0.2)}, DistError, 0),
-    ],
-    ids=["torch has not taken it", "torch closes it"],
-)
-def test_a_stores_socket_is_closed_by_whoever_has_it(
-    monkeypatch: pytest.MonkeyPatch, arguments: Any, error: type[Exception], times: int
-) -> None:
-    """And once: another thread may have its number by then."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    port, number = listener.getsockname()[1], listener.fileno()
-    closed: list[int] = []
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "close", closed.append)
-        with pytest.raises(error):
-            create_tcp_store("127.0.0.1", port, listener, **arguments)
-    assert closed.count(number) == times
-    if times:
-        os.close(number)

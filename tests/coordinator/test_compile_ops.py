@@ -147,6 +147,6 @@ def test_a_group_of_one_leaves_no_op_behind() -> None:
 def test_groups_are_found_while_they_are_open() -> None:
     with coordinator.init(rank=0) as first, coordinator.init(rank=0) as second:
         assert (first.tp.unique_name, second.tp.unique_name) == ("tp:0", "tp:1")
-        assert compile_ops.find("tp:1") is second.tp
+        assert compile_ops.find("tp:1") is second.tp.device_communicator
     with pytest.raises(ValueError, match="no group 'tp:0' in this process"):
         compile_ops.find("tp:0")

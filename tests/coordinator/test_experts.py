@@ -10,7 +10,7 @@ from torch import nn
 
 import coordinator
 from coordinator import GroupCoordinator
-from coordinator.compat.vllm import group as vllm
+from coordinator.compat.vllm import parallel_state as vllm
 from coordinator.verbs import UNDER_WAY, DispatchSizes
 from shm_broadcast import GroupAbortedError, GroupClosedError, GroupTimeoutError
 from shm_broadcast.deadline import Deadline
@@ -60,9 +60,16 @@ def there_and_back(group: GroupCoordinator, rank: int, *, known: bool) -> None:
     assert out.tolist() == expected
 
 
+def as_vllm(native: GroupCoordinator) -> vllm.GroupCoordinator:
+    """Return a second end of a group, with vLLM's arguments."""
+    group = vllm.GroupCoordinator.__new__(vllm.GroupCoordinator)
+    vars(group).update(vars(native))
+    return group
+
+
 def extra_tensors_are_kept(native: GroupCoordinator, rank: int) -> None:
     """In vLLM's words."""
-    group = vllm.GroupCoordinator.wrap(native)
+    group = as_vllm(native)
     rows = torch.full((rank + 1, 2), float(rank))
     extra = [rows[:, 0].to(torch.int8), rows.bool()]
     hidden, logits, more = group.dispatch_router_logits(rows, rows * 2, extra_tensors=extra)
@@ -243,7 +250,7 @@ def test_alone_nothing_is_dropped() -> None:
     """vLLM's group without a communicator drops the extra tensors."""
     with coordinator.init(rank=0) as groups:
         x, extra = torch.ones(2, 1), torch.zeros(2)
-        face = vllm.GroupCoordinator.wrap(groups.dp)
+        face = as_vllm(groups.dp)
         hidden, weights, ids, more = face.dispatch(x, x, x, extra_tensors=[extra])
         assert hidden is weights is ids is x
         assert more[0] is extra
@@ -255,6 +262,6 @@ def test_modules_are_prepared_once() -> None:
     other = Expert()
     model = nn.Sequential(shared, nn.Linear(1, 1), nn.Sequential(shared, other))
     with coordinator.init(rank=0) as groups:
-        face = vllm.GroupCoordinator.wrap(groups.ep)
+        face = as_vllm(groups.ep)
         face.prepare_communication_buffer_for_model(model)
         assert shared.groups == other.groups == [face]

@@ -57,8 +57,8 @@ class FakeGroup:
 
     def __init__(self, name: str, *normed: torch.dtype) -> None:
         self.name = name
-        self.device_communicator: Any = FakeCommunicator(*normed)
-        self.unique_name = compile_ops.register_ops(self)
+        self.communicator: Any = FakeCommunicator(*normed)
+        self.unique_name = compile_ops.register_ops(name, self.communicator)
 
     def all_reduce(self, x: Tensor, op: ReduceOp = ReduceOp.SUM) -> Tensor:
         return compile_ops.all_reduce(x, int(op), self.unique_name)
@@ -293,7 +293,7 @@ def test_the_compilers_cache_knows_the_groups(able: FakeGroup) -> None:
     made: Any = all_reduce_norm_pass()
     before = made.uuid()
     assert before == made.uuid()
-    able.device_communicator = FakeCommunicator(torch.float32)
+    able.communicator.backend.capabilities.normed = frozenset([torch.float32])
     assert made.uuid() != before
 
 

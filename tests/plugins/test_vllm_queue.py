@@ -90,7 +90,7 @@ def test_shutdown_wakes_a_thread_that_waits() -> None:
 
 def test_outside_of_a_group_the_writer_is_the_driver() -> None:
     queue = MessageQueue(1, 1)
-    assert queue.queue.export_handle().board.ranks == (DRIVER_RANK, 0)
+    assert queue.export_handle().board.ranks == (DRIVER_RANK, 0)
     queue.shutdown()
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from coordinator.compat.sglang.parallel_state import (
-    _getters,
+    _no_kernel,
+    _state,
     get_attn_cp_group,
     get_attn_tp_group,
-    get_moe_ep_group,
-    get_moe_tp_group,
-    get_tp_group,
 )
 
 __all__ = [
@@ -30,37 +29,26 @@ __all__ = [
     "tensor_model_parallel_quant_all_reduce",
 ]
 
-tensor_model_parallel_all_reduce = _getters.all_reduce
-tensor_model_parallel_gather = _getters.gather
-broadcast_tensor_dict = _getters.broadcast_tensor_dict
+
+def _all_reduce(name: str) -> Callable[[Tensor], Tensor]:
+    def all_reduce(input_: Tensor) -> Tensor:
+        """Return the sum of every ``input_``. Collective: yes, every member."""
+        return _state.group(name).all_reduce(input_)  # type: ignore[no-any-return]
+
+    return all_reduce
 
 
-def tensor_model_parallel_quant_all_reduce(input_: Tensor) -> Tensor:
-    """As `tensor_model_parallel_all_reduce`: only NPUs quantise. Collective: yes."""
-    return get_tp_group().quant_all_reduce(input_)
-
-
-def tensor_model_parallel_fused_allreduce_rmsnorm(
-    input_: Tensor, residual_inp_: Tensor, weight_: Tensor, eps: float
-) -> None:
-    """Return None: there is no such kernel; the caller runs the steps."""
-
-
-def tensor_model_parallel_fused_allreduce_rmsnorm_quant_per_group(
-    input_: Tensor,
-    residual_inp_: Tensor,
-    weight_: Tensor,
-    eps: float,
-    group_size: int = 128,
-    emit_bf16: bool = False,
-    transpose_scale: bool = False,
-) -> None:
-    """Return None: there is no such kernel; the caller runs the steps."""
-
-
-def tensor_model_parallel_all_gather(input_: Tensor, dim: int = -1) -> Tensor | None:
-    """Return every ``input_``, concatenated along ``dim``. Collective: yes, every member."""
-    return get_tp_group().all_gather(input_, dim)
+# Only NPUs quantise.
+tensor_model_parallel_all_reduce = tensor_model_parallel_quant_all_reduce = _state.all_reduce
+attention_tensor_model_parallel_all_reduce = _all_reduce("attn_tp")
+attention_tensor_model_parallel_quant_all_reduce = attention_tensor_model_parallel_all_reduce
+moe_tensor_model_parallel_all_reduce = _all_reduce("moe_tp")
+moe_expert_parallel_all_reduce = _all_reduce("moe_ep")
+tensor_model_parallel_fused_allreduce_rmsnorm = _no_kernel
+tensor_model_parallel_fused_allreduce_rmsnorm_quant_per_group = _no_kernel
+tensor_model_parallel_all_gather = _state.all_gather
+tensor_model_parallel_gather = _state.gather
+broadcast_tensor_dict = _state.broadcast_tensor_dict
 
 
 def attn_cp_tp_broadcast_pyobj(data: list[Any]) -> list[Any]:
@@ -72,23 +60,3 @@ def attn_cp_tp_broadcast_pyobj(data: list[Any]) -> list[Any]:
     if across.is_first_rank:
         data = along.broadcast_object(data)
     return across.broadcast_object(data)  # type: ignore[no-any-return]
-
-
-def attention_tensor_model_parallel_all_reduce(input_: Tensor) -> Tensor:
-    """Return the sum over the ranks that share an attention layer. Collective: yes."""
-    return get_attn_tp_group().all_reduce(input_)
-
-
-def attention_tensor_model_parallel_quant_all_reduce(input_: Tensor) -> Tensor:
-    """As `attention_tensor_model_parallel_all_reduce`: only NPUs quantise. Collective: yes."""
-    return get_attn_tp_group().quant_all_reduce(input_)
-
-
-def moe_tensor_model_parallel_all_reduce(input_: Tensor) -> Tensor:
-    """Return the sum over the ranks that share an expert. Collective: yes, every member."""
-    return get_moe_tp_group().all_reduce(input_)
-
-
-def moe_expert_parallel_all_reduce(input_: Tensor) -> Tensor:
-    """Return the sum over the ranks that hold different experts. Collective: yes."""
-    return get_moe_ep_group().all_reduce(input_)

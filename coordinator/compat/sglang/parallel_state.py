@@ -1,24 +1,42 @@
-"""Provide SGLang's function names over one default topology: change the import, keep the calls.
+# mypy: disable-error-code="override"
+"""Provide SGLang's groups and functions over one default topology: change the import.
 
 `docs/from-sglang.md` lists the differences. The getters raise `NotInitializedError` before
 initialisation and after destruction.
+
+A group's messages arrive in the order sent. Tagged messages therefore use a second group of the
+same members; a receive stores messages with other tags for later receives.
+
+rank = pp_rank * tp + tp_rank
+tp_rank = (attn_dp_rank * attn_cp + attn_cp_rank) * attn_tp + attn_tp_rank
+tp_rank = (moe_dp_rank * moe_ep + moe_ep_rank) * moe_tp + moe_tp_rank
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
+from threading import Condition, Lock
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, TCPStore
 
-from coordinator.compat.sglang import group as model_groups
-from coordinator.compat.sglang.group import GroupCoordinator, P2PWork, ParallelSizes, refuse_elastic
-from coordinator.compat.shared import Getters, GlobalState, in_the_same_node_as
+from coordinator import group as native
+from coordinator.compat.state import GlobalState, divide, in_the_same_node_as
+from coordinator.compat.vllm import parallel_state as vllm
+from coordinator.context import GroupContext
 from coordinator.group import GraphCaptureContext, capture_on_side_stream
+from coordinator.groups import Topology
+from coordinator.rank_grid import RankGrid
 from coordinator.rendezvous import DEFAULT_TIMEOUT
+from device_comm import Work
+from device_comm.verbs.checks import check_out
 from shm_broadcast import Deadline
 
 __all__ = [
@@ -66,22 +84,397 @@ __all__ = [
     "set_global_tcp_store",
 ]
 
+
+def _no_kernel(*_: Any, **__: Any) -> None:
+    """Return None: there is no such kernel; the caller runs the steps."""
+
+
+@dataclass
+class P2PWork:
+    """A pending send: wait for ``work``. ``payload`` is None: the work holds it."""
+
+    work: Work[None] | None
+    payload: Tensor | None
+
+
+class _Sender:
+    """The messages received from one member.
+
+    ``kept`` are messages without a receive, by tag. ``arrived`` guards the attributes and is
+    notified after each receive. If ``receiving``, one thread receives for all waiting threads.
+    """
+
+    def __init__(self) -> None:
+        self.kept: defaultdict[int, deque[Any]] = defaultdict(deque)
+        self.arrived = Condition()
+        self.receiving = False
+
+
+class TaggedMessages:
+    """One member's messages with tags. Threads may send and receive at once."""
+
+    def __init__(self, group: native.GroupCoordinator) -> None:
+        """Use ``group`` for these messages alone."""
+        self._group = group
+        self._senders: dict[int, _Sender] = {}
+        self._sending = Lock()
+
+    def isend(self, obj: Any, dst: int, tag: int) -> P2PWork:
+        """Begin to send an object."""
+        with self._sending:
+            return P2PWork(self._group.isend_object((tag, obj), dst), None)
+
+    def recv(self, src: int, tag: int) -> Any:
+        """Return the next object of ``src`` with this tag."""
+        sender = self._senders.setdefault(src, _Sender())
+        with sender.arrived:
+            while tag not in sender.kept:
+                if sender.receiving:
+                    sender.arrived.wait()
+                else:
+                    self._receive(sender, src)
+            kept = sender.kept[tag]
+            obj = kept.popleft()
+            if not kept:
+                del sender.kept[tag]
+            return obj
+
+    def _receive(self, sender: _Sender, src: int) -> None:
+        """Receive one object with the lock released: others take stored objects meanwhile."""
+        sender.receiving = True
+        sender.arrived.release()
+        try:
+            tag, obj = self._group.recv_object(src)
+        finally:
+            sender.arrived.acquire()
+            sender.receiving = False
+            sender.arrived.notify_all()
+        sender.kept[tag].append(obj)
+
+
+class GroupCoordinator(vllm.GroupCoordinator):
+    """One member's end of a named group, with SGLang's arguments and results.
+
+    ``pynccl_comm``, ``ca_comm`` and ``torch_symm_mem_comm`` are None: the group has its own
+    backends.
+    """
+
+    pynccl_comm: None = None
+    ca_comm: None = None
+    torch_symm_mem_comm: None = None
+    quant_all_reduce = vllm.GroupCoordinator.all_reduce  # only NPUs quantise
+    fused_allreduce_rmsnorm = staticmethod(_no_kernel)
+    fused_allreduce_rmsnorm_quant_per_group = staticmethod(_no_kernel)
+
+    def __init__(
+        self,
+        group_ranks: Sequence[Sequence[int]],
+        local_rank: int,
+        torch_distributed_backend: str,
+        use_pynccl: bool,
+        use_mscclpp: bool,
+        use_custom_allreduce: bool,
+        use_torch_symm_mem_all_reduce: bool,
+        use_hpu_communicator: bool,
+        use_xpu_communicator: bool,
+        use_message_queue_broadcaster: bool = False,
+        group_name: str | None = None,
+        gloo_timeout: timedelta | None = None,
+        recovered_rank: bool = False,
+        rank_offset: int = 0,
+        max_world_size: int | None = None,
+    ) -> None:
+        """Build as `coordinator.GroupCoordinator`, over torch's default process group.
+
+        ``group_ranks`` are global ranks of all groups of this kind; ``rank_offset`` is added to
+        them. The flags from ``use_pynccl`` to ``use_xpu_communicator`` are hints: if all are False,
+        torch's process groups move all tensors, otherwise the backends that fit this machine.
+        ``gloo_timeout`` has no effect: an operation has the group's own deadline.
+        ``use_message_queue_broadcaster`` adds a queue for the objects that rank 0 broadcasts.
+        ``recovered_rank`` must be False and ``max_world_size`` None, or ValueError is raised:
+        groups are not elastic.
+
+        Collective: yes, every member of this process's group.
+        """
+        del gloo_timeout
+        refuse_elastic(recovered_rank=recovered_rank, max_world_size=max_world_size)
+        kind = [[rank + rank_offset for rank in ranks] for ranks in group_ranks]
+        hints = (use_pynccl, use_mscclpp, use_custom_allreduce, use_torch_symm_mem_all_reduce)
+        super().__init__(
+            kind,
+            local_rank,
+            torch_distributed_backend,
+            any((*hints, use_hpu_communicator, use_xpu_communicator)),
+            use_message_queue_broadcaster,
+            group_name,
+        )
+
+    def _init_from(self, link: GroupContext) -> None:
+        super()._init_from(link)
+        self._tagged = TaggedMessages(self._part("tagged", list(range(self.world_size))))
+
+    # --- tensors -------------------------------------------------------------------------
+
+    def all_gather(
+        self,
+        input_: Tensor,
+        dim: int = -1,
+        output_tensor_list: Sequence[Tensor] | None = None,
+        **options: Any,
+    ) -> Any:
+        """Return every ``input_``, concatenated along ``dim``. Collective: yes, every member.
+
+        Inputs have the same shape. ``output_tensor_list`` has one tensor like ``input_`` per
+        member: fill it and return None; ``dim`` then has no effect. Raises TypeError if an output
+        has another dtype, and ValueError if it has another shape, or there is not one per member.
+        """
+        if output_tensor_list is None:
+            return super().all_gather(input_, dim, **options)
+        self._check_parts("outputs", output_tensor_list)
+        for output in output_tensor_list:
+            check_out(output, input_.shape, input_.dtype, self.device)
+        gathered = super().all_gather(input_.unsqueeze(0), 0)
+        for output, part in zip(output_tensor_list, gathered, strict=True):
+            output.copy_(part)
+        return None
+
+    def all_gather_into_tensor(self, output: Tensor, input: Tensor) -> None:  # noqa: A002
+        """Fill contiguous ``output`` with every ``input``, one after the other. Collective: yes.
+
+        All inputs have equally many elements, ``output`` as many as all of them.
+        """
+        super().all_gather(input.reshape(-1), 0, out=output.view(-1))
+
+    def all_gatherv(
+        self,
+        input_: Tensor | Sequence[Tensor],
+        sizes: Sequence[int] | None = None,
+        output: Tensor | None = None,
+    ) -> Any:
+        """Return all rows, ``sizes[r]`` from rank r; of a list, per tensor. Collective: yes."""
+        return super().all_gatherv(input_, 0, sizes, out=output)
+
+    def reduce_scatter(self, output: Tensor, input_list: Sequence[Tensor]) -> Tensor:
+        """Fill contiguous ``output`` with the sum of the parts for this member and return it.
+
+        ``input_list`` has one part per member, of as many elements as ``output``; otherwise
+        ValueError.
+
+        Collective: yes, every member.
+        """
+        self._check_parts("inputs", input_list)
+        for part in input_list:
+            if part.numel() != output.numel():
+                raise ValueError(f"a part has {part.numel()} elements; output has {output.numel()}")
+        parts = torch.cat([part.reshape(-1) for part in input_list])
+        super().reduce_scatter(parts, 0, out=output.view(-1))
+        return output
+
+    def reduce_scatter_tensor(self, output: Tensor, input: Tensor) -> None:  # noqa: A002
+        """Fill contiguous ``output`` with this member's part of the sum. Collective: yes."""
+        super().reduce_scatter(input.reshape(-1), 0, out=output.view(-1))
+
+    def reduce_scatter_along_dim(self, input_: Tensor, dim: int = -1) -> Any:
+        """Return this member's part of the sum, along ``dim``. Collective: yes, every member."""
+        return super().reduce_scatter(input_, dim)
+
+    def reduce_scatterv(
+        self, input_: Tensor, output: Tensor | None = None, sizes: Sequence[int] | None = None
+    ) -> Any:
+        """Return this member's rows of the sum, ``sizes[r]`` for rank r. Collective: yes."""
+        return super().reduce_scatterv(input_, 0, sizes, out=output)
+
+    def reduce_scatter_(self, x: Tensor, dim: int = -1, **options: Any) -> Any:
+        """Reduce and scatter into the first part of ``x``. Collective: yes, every member."""
+        return self.group.reduce_scatter_(x, dim, **options)
+
+    def _rows_differ_in(self, is_sequence_parallel: bool) -> Any:
+        group: Any = super()._rows_differ_in(is_sequence_parallel)
+        return group.group  # has our verbs
+
+    def all_to_all_single(self, output: Tensor, input: Tensor) -> None:  # noqa: A002
+        """Send part r of ``input``'s rows to rank r's ``output``. Collective: yes."""
+        self.all_to_all(input, 0, out=output)
+
+    def _check_parts(self, label: str, parts: Sequence[Tensor]) -> None:
+        if len(parts) != self.world_size:
+            raise ValueError(f"{len(parts)} {label} for a group of {self.world_size}")
+
+    # --- objects and dicts ---------------------------------------------------------------
+
+    def send_object(
+        self, obj: Any, dst: int, async_send: bool = False, tag: int = 0
+    ) -> list[P2PWork]:
+        """Send a picklable object to ``dst``; with ``async_send`` return handles to wait for.
+
+        Only `recv_object` with the same ``tag`` receives it. Objects with tag 0 keep their order
+        among all other messages to ``dst``.
+        """
+        if tag:
+            work = self._tagged.isend(obj, dst, tag)
+        else:
+            work = P2PWork(self.isend_object(obj, dst), None)
+        if async_send:
+            return [work]
+        if work.work is not None:
+            work.work.wait()
+        return []
+
+    def recv_object(self, src: int, tag: int = 0) -> Any:
+        """Receive an object with this tag."""
+        return self._tagged.recv(src, tag) if tag else super().recv_object(src)
+
+    def send_tensor_dict(
+        self,
+        tensor_dict: Mapping[str, Any],
+        dst: int | None = None,
+        all_gather_group: native.GroupCoordinator | None = None,
+        async_send: bool = False,
+    ) -> Mapping[str, Any] | list[P2PWork]:
+        """Send tensors and values by name.
+
+        Returns handles with ``async_send``; in a group of one, ``tensor_dict``.
+        """
+        if self.world_size == 1:
+            return tensor_dict
+        if async_send:
+            works = self.isend_tensor_dict(tensor_dict, dst, all_gather_group)
+            return [P2PWork(work, None) for work in works]
+        super().send_tensor_dict(tensor_dict, dst, all_gather_group)
+        return []
+
+    def send_recv_tensor_dict(
+        self,
+        send_tensor_dict: Mapping[str, Any],
+        send_dst: int | None = None,
+        recv_src: int | None = None,
+        send_all_gather_group: native.GroupCoordinator | None = None,
+        recv_all_gather_group: native.GroupCoordinator | None = None,
+    ) -> dict[str, Any] | None:
+        """Send one dict and receive another at once; None in a group of one."""
+        works = self.isend_tensor_dict(send_tensor_dict, send_dst, send_all_gather_group)
+        received = self.recv_tensor_dict(recv_src, recv_all_gather_group)
+        for work in works:
+            work.wait()
+        return received
+
+    def graph_capture(
+        self,
+        graph_capture_context: GraphCaptureContext | None = None,
+        stream: torch.cuda.Stream | None = None,
+    ) -> AbstractContextManager[GraphCaptureContext]:
+        """Capture a CUDA graph with collectives; no effect on CPUs. Collective: yes."""
+        if graph_capture_context is None and stream is not None:
+            graph_capture_context = GraphCaptureContext(stream)
+        return super().graph_capture(graph_capture_context)
+
+
+def refuse_elastic(*, recovered_rank: bool, max_world_size: int | None) -> None:
+    """Raise ValueError if a group is to add ranks later."""
+    if recovered_rank or max_world_size is not None:
+        raise ValueError(
+            "groups cannot add ranks later (recovered_rank, max_world_size): "
+            "build a coordinator.StatelessGroupCoordinator and call resized()"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelSizes:
+    """The division of a model, which SGLang has in its runtime context.
+
+    Attributes:
+        tp: ranks that share a layer.
+        pp: stages.
+        attn_dp: replicas of the attention within ``tp``.
+        attn_cp: ranks that share a prompt within ``tp``.
+        moe_ep: groups of ranks with different experts within ``tp``.
+        moe_dp: replicas of the experts within ``tp``.
+        dcp: neighbours within ``tp`` that share contexts; 1: no such groups.
+        shared_experts_tp: ranks that share the experts of all tokens; None: no such groups.
+
+    Raises:
+        NotDivisibleError: the sizes do not divide each other.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    attn_dp: int = 1
+    attn_cp: int = 1
+    moe_ep: int = 1
+    moe_dp: int = 1
+    dcp: int = 1
+    shared_experts_tp: int | None = None
+
+    @property
+    def attention(self) -> RankGrid:
+        """Return the grid of all ranks, divided for attention."""
+        attn_tp = divide(self.tp, self.attn_dp * self.attn_cp)
+        return RankGrid.of(
+            {"pp": self.pp, "attn_dp": self.attn_dp, "attn_cp": self.attn_cp, "attn_tp": attn_tp}
+        )
+
+    @property
+    def experts(self) -> RankGrid:
+        """Return the grid of all ranks, divided for experts."""
+        moe_tp = divide(self.tp, self.moe_dp * self.moe_ep)
+        return RankGrid.of(
+            {"pp": self.pp, "moe_dp": self.moe_dp, "moe_ep": self.moe_ep, "moe_tp": moe_tp}
+        )
+
+    def kinds(self) -> dict[str, list[list[int]]]:
+        """Return the ranks of all groups, by kind."""
+        stages = RankGrid.of({"pp": self.pp, "tp": self.tp})
+        attention, experts = self.attention, self.experts
+        kinds = {
+            "tp": stages.groups("tp"),
+            "pp": stages.groups("pp"),
+            "self_pp": [[rank] for rank in range(stages.size)],
+            "attn_tp": attention.groups("attn_tp"),
+            "attn_cp": attention.groups("attn_cp"),
+            "moe_tp": experts.groups("moe_tp"),
+            "moe_ep": experts.groups("moe_ep"),
+            # Ranks that share a prompt share its tokens before the experts get them.
+            "moe_dp": (
+                attention.groups("attn_cp")
+                if self.attn_cp > self.moe_dp
+                else experts.groups("moe_dp")
+            ),
+        }
+        if self.dcp > 1:
+            kinds["dcp"] = _runs(stages.size, self.tp, self.dcp)
+        if self.shared_experts_tp is not None and self.shared_experts_tp > 1:
+            attn_tp = dict(attention.axes)["attn_tp"]
+            kinds["shared_experts_tp"] = _runs(stages.size, attn_tp, self.shared_experts_tp)
+        return kinds
+
+
+def _runs(ranks: int, within: int, size: int) -> list[list[int]]:
+    divide(within, size)
+    return [list(range(start, start + size)) for start in range(0, ranks, size)]
+
+
 _state = GlobalState(GroupCoordinator)
 """The instance that the functions below use."""
 
-_getters = Getters(_state)
-get_world_group = _getters.world_group
-set_custom_all_reduce = _getters.set_custom_all_reduce
-model_parallel_is_initialized = _getters.model_parallel_is_initialized
-get_tp_group = _getters.tp_group
-get_pp_group = _getters.pp_group
-get_dcp_group = _getters.dcp_group
-get_tensor_model_parallel_world_size = _getters.tp_world_size
-get_tensor_model_parallel_rank = _getters.tp_rank
-get_pipeline_model_parallel_rank = _getters.pp_rank
-destroy_model_parallel = _getters.destroy_model_parallel
-destroy_distributed_environment = _getters.destroy_distributed_environment
-cleanup_dist_env_and_memory = _getters.cleanup_dist_env_and_memory
+get_world_group = _state.world_group
+get_tp_group = _state.getter("tp")  # the ranks that share this rank's layers
+get_pp_group = _state.getter("pp")  # the stages of this rank's model
+get_self_pp_group = _state.getter("self_pp")  # this rank alone, as a stage
+get_dcp_group = _state.getter("dcp")  # the ranks that share this rank's contexts
+get_attn_tp_group = _state.getter("attn_tp")  # the ranks that share an attention layer
+get_attn_cp_group = _state.getter("attn_cp")  # the ranks that share a prompt in the attention
+get_moe_dp_group = _state.getter("moe_dp")  # the ranks with the same part of the same experts
+get_moe_ep_group = _state.getter("moe_ep")  # the ranks with different experts
+get_moe_tp_group = _state.getter("moe_tp")  # the ranks that share an expert
+get_shared_experts_tp_group = _state.getter("shared_experts_tp")  # those of all tokens' experts
+get_tensor_model_parallel_world_size = _state.tp_world_size
+get_tensor_model_parallel_rank = _state.tp_rank
+get_pipeline_model_parallel_rank = _state.pp_rank
+model_parallel_is_initialized = _state.model_parallel_is_initialized
+set_custom_all_reduce = _state.set_custom_all_reduce
+destroy_model_parallel = _state.close_model
+destroy_distributed_environment = _state.close_environment
+cleanup_dist_env_and_memory = _state.clean_up
 
 
 # --- the environment ----------------------------------------------------------------------
@@ -247,54 +640,49 @@ def initialize_model_parallel(
     """
     del enable_symm_mem
     refuse_elastic(recovered_rank=recovered_rank or rank_offset > 0, max_world_size=max_world_size)
-    sizes = ParallelSizes(tp=get_world_group().world_size) if widths is None else widths
+    world_size = get_world_group().world_size
+    sizes = ParallelSizes(tp=world_size) if widths is None else widths
+    if sizes.tp * sizes.pp != world_size:
+        needed = f"tp={sizes.tp} x pp={sizes.pp} takes {sizes.tp * sizes.pp} ranks"
+        raise ValueError(f"{needed}, not {world_size}")
     make = partial(
-        model_groups.build,
-        widths=sizes,
+        _build,
+        kinds=sizes.kinds(),
         broadcaster=use_message_queue_broadcaster,
         duplicate_tp=duplicate_tp_group,
     )
     _state.build(make, backend)
 
 
-def get_self_pp_group() -> GroupCoordinator:
-    """Return the group of this rank alone, as a stage."""
-    return _state.group("self_pp")
-
-
-def get_attn_tp_group() -> GroupCoordinator:
-    """Return the group of ranks that share an attention layer."""
-    return _state.group("attn_tp")
-
-
-def get_attn_cp_group() -> GroupCoordinator:
-    """Return the group of ranks that share a prompt in the attention."""
-    return _state.group("attn_cp")
-
-
-def get_shared_experts_tp_group() -> GroupCoordinator:
-    """Return the group of ranks that share the experts of all tokens."""
-    return _state.group("shared_experts_tp")
+def _build(
+    topology: Topology,
+    closing: ExitStack,
+    *,
+    kinds: Mapping[str, list[list[int]]],
+    broadcaster: bool,
+    duplicate_tp: bool,
+) -> dict[str, GroupCoordinator]:
+    """Build one group for equal ranks."""
+    built: dict[tuple[int, ...], Any] = {}
+    groups: dict[str, GroupCoordinator] = {}
+    for name, kind in kinds.items():
+        ranks = tuple(next(ranks for ranks in kind if topology.rank in ranks))
+        if ranks not in built:
+            built[ranks] = closing.enter_context(topology.group(name, ranks))
+            built[ranks].group_ranks = kind
+            if broadcaster:
+                built[ranks].start_broadcaster()
+        groups[name] = built[ranks]
+    if duplicate_tp:
+        second: Any = closing.enter_context(topology.group("pdmux_prefill_tp", groups["tp"].ranks))
+        second.group_ranks = kinds["tp"]
+        groups["pdmux_prefill_tp"] = second
+    return groups
 
 
 def get_dcp_group_no_assert() -> GroupCoordinator | None:
     """As `get_dcp_group`; None if the group does not exist."""
     return _state.groups.get("dcp")
-
-
-def get_moe_dp_group() -> GroupCoordinator:
-    """Return the group of ranks that hold the same part of the same experts."""
-    return _state.group("moe_dp")
-
-
-def get_moe_ep_group() -> GroupCoordinator:
-    """Return the group of ranks that hold different experts."""
-    return _state.group("moe_ep")
-
-
-def get_moe_tp_group() -> GroupCoordinator:
-    """Return the group of ranks that share an expert."""
-    return _state.group("moe_tp")
 
 
 def get_pipeline_model_parallel_world_size() -> int:
@@ -307,9 +695,9 @@ def inplace_all_reduce(tensor: Tensor, group_name: str) -> None:
 
     Collective: yes, every member.
     """
-    for adapter in (*_state.groups.values(), _state.world):
-        if adapter is not None and adapter.unique_name == group_name:
-            adapter.group.all_reduce_(tensor)
+    for group in (*_state.groups.values(), _state.world):
+        if group is not None and group.unique_name == group_name:
+            group.all_reduce_(tensor)
             return
     raise ValueError(f"no group {group_name!r} in this process")
 
@@ -362,6 +750,6 @@ def graph_capture(stream: torch.cuda.Stream | None = None) -> Iterator[GraphCapt
 def abort_distributed_environment() -> None:
     """Abort all groups for all members: their waiting calls raise."""
     if _state.world is not None:
-        _state.world.group.abort("the distributed environment was aborted")
+        _state.world.abort("the distributed environment was aborted")
     destroy_model_parallel()
     destroy_distributed_environment()

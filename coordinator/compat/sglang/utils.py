@@ -7,15 +7,15 @@ import os
 from torch.distributed import all_gather_into_tensor as all_gather_single
 from torch.distributed import reduce_scatter_tensor as reduce_scatter_single
 
-from coordinator.compat.sglang.group import GroupCoordinator
 from coordinator.compat.sglang.parallel_state import get_global_tcp_store, set_global_tcp_store
-from coordinator.compat.shared import (
+from coordinator.compat.state import (
     divide,
     ensure_divisibility,
-    layers_as_told,
+    layers_of_stage,
     split_tensor_along_last_dim,
 )
 from coordinator.compat.vllm.utils import StatelessProcessGroup
+from coordinator.group import GroupCoordinator
 
 __all__ = [
     "StatelessProcessGroup",
@@ -47,7 +47,7 @@ def get_pp_indices(num_hidden_layers: int, pp_rank: int, pp_size: int) -> tuple[
     """
     partition = os.environ.get("SGLANG_PP_LAYER_PARTITION")
     if partition is not None and pp_size > 1:
-        return layers_as_told(partition, num_hidden_layers, pp_rank, pp_size)
+        return layers_of_stage(partition, num_hidden_layers, pp_rank, pp_size)
     each, left = divmod(num_hidden_layers, pp_size)
     start = pp_rank * each + max(0, pp_rank - (pp_size - left))
     return start, start + each + (pp_rank >= pp_size - left)

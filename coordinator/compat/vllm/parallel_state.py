@@ -1,27 +1,34 @@
-"""Provide vLLM's function names over one default topology: change the import, keep the calls.
+# mypy: disable-error-code="override"
+"""Provide vLLM's groups and functions over one default topology: change the import, keep the calls.
 
     from coordinator.compat.vllm.parallel_state import get_tp_group, initialize_model_parallel
 
-`docs/from-vllm.md` lists the differences. This module holds one `coordinator.ParallelGroups`; new
-code holds one or more itself. The getters raise `NotInitializedError` before initialisation and
-after destruction.
+`docs/from-vllm.md` lists the differences. This module holds one topology; new code holds one or
+more `coordinator.ParallelGroups` itself. The getters raise `NotInitializedError` before
+initialisation and after destruction.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
-from coordinator.compat.shared import Getters, GlobalState, in_the_same_node_as
-from coordinator.compat.vllm import group as model_groups
-from coordinator.compat.vllm.group import GroupCoordinator
+from coordinator import group as native
+from coordinator.compat.state import GlobalState, in_the_same_node_as
+from coordinator.compat.vllm.device_communicators.shm_broadcast import MessageQueue
+from coordinator.context import GroupContext
 from coordinator.group import GraphCaptureContext, capture_on_side_stream
+from coordinator.groups import ParallelGroups, Topology
+from coordinator.rank_grid import RankGrid
 from coordinator.rendezvous import DEFAULT_TIMEOUT
 from device_comm import Work
 from shm_broadcast import Deadline
@@ -37,11 +44,8 @@ __all__ = [
     "get_dcp_group",
     "get_dcp_world_size_and_rank",
     "get_dp_group",
-    "get_engram_dp_group",
-    "get_engram_dp_size",
     "get_ep_group",
     "get_eplb_group",
-    "get_etp_group",
     "get_inner_dp_world_group",
     "get_node_count",
     "get_pcp_group",
@@ -68,22 +72,245 @@ __all__ = [
 Handle = Work
 """The handle of a pending send or receive: ``is_completed()`` and ``wait()``."""
 
+
+class GroupCoordinator(native.GroupCoordinator):
+    """One member's end of a named group, with vLLM's arguments and results.
+
+    Attributes:
+        group_ranks: the global ranks of all known groups of this kind.
+        all2all_manager: None: `all_gatherv` and `reduce_scatterv` route rows to experts.
+    """
+
+    _queue_type = MessageQueue
+    all2all_manager: None = None
+
+    def __init__(
+        self,
+        group_ranks: Sequence[Sequence[int]],
+        local_rank: int,
+        torch_distributed_backend: str,
+        use_device_communicator: bool,
+        use_message_queue_broadcaster: bool = False,
+        group_name: str | None = None,
+        use_all2all: bool = False,  # noqa: ARG002 - dispatch and combine always work
+    ) -> None:
+        """Build as `coordinator.GroupCoordinator`, over torch's default process group.
+
+        Collective: yes, every member of this process's group.
+        """
+        super().__init__(
+            group_ranks,
+            local_rank,
+            torch_distributed_backend,
+            use_device_communicator,
+            use_message_queue_broadcaster,
+            group_name,
+        )
+        self.group_ranks = [list(ranks) for ranks in group_ranks]
+
+    def _init_from(self, link: GroupContext) -> None:
+        super()._init_from(link)
+        self.group_ranks = [self.ranks]
+        self.device_index = self.local_rank
+        self.torch_distributed_backend = link.settings.backend
+        self.use_device_communicator = not link.settings.torch_only
+
+    @property
+    def group(self) -> native.GroupCoordinator:
+        """Return this group with the arguments of this library; both close together."""
+        group = native.GroupCoordinator.__new__(native.GroupCoordinator)
+        vars(group).update(vars(self))
+        return group
+
+    @property
+    def device_communicator(self) -> Self:
+        """Return the group itself: it has the verbs of vLLM's communicators."""
+        return self
+
+    # --- tensors -------------------------------------------------------------------------
+
+    def all_reduce(self, input_: Tensor, **options: Any) -> Any:
+        """Return the sum of every ``input_``; of one member, ``input_``. Collective: yes."""
+        if self.world_size == 1 and not options:
+            return input_
+        return super().all_reduce(input_, **options)
+
+    def cpu_all_reduce_(self, tensor: Tensor, **options: Any) -> Any:
+        """Sum a CPU tensor into itself. Collective: yes, every member."""
+        return super().cpu_all_reduce_(tensor, **options)
+
+    def all_gather(self, input_: Tensor, dim: int = -1, **options: Any) -> Any:
+        """Return every ``input_``, concatenated. Collective: yes, every member."""
+        if self.world_size == 1 and not options:
+            return input_
+        return super().all_gather(input_, dim, **options)
+
+    def all_gatherv(
+        self,
+        input_: Tensor | Sequence[Tensor],
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        **options: Any,
+    ) -> Any:
+        """As `all_gather`, with ``sizes[r]`` rows from rank r; of a list, each tensor."""
+        return super().all_gatherv(input_, dim, sizes, **options)
+
+    def reduce_scatter(self, input_: Tensor, dim: int = -1, **options: Any) -> Any:
+        """Return this member's part of the sum. Collective: yes, every member."""
+        if self.world_size == 1 and not options:
+            return input_
+        return super().reduce_scatter(input_, dim, **options)
+
+    def reduce_scatterv(
+        self, input_: Tensor, dim: int = -1, sizes: Sequence[int] | None = None, **options: Any
+    ) -> Any:
+        """As `reduce_scatter`, with ``sizes[r]`` rows for rank r."""
+        return super().reduce_scatterv(input_, dim, sizes, **options)
+
+    def reduce_scatterv_into_output(
+        self,
+        input_: Tensor,
+        output: Tensor,
+        dim: int = -1,
+        sizes: Sequence[int] | None = None,
+    ) -> Tensor:
+        """As `reduce_scatterv`, into ``output``; return ``output``."""
+        return super().reduce_scatterv(input_, dim, sizes, out=output)
+
+    def gather(self, input_: Tensor, dst: int = 0, dim: int = -1, **options: Any) -> Any:
+        """Return every ``input_``, concatenated, on ``dst``; None elsewhere. Collective: yes."""
+        if self.world_size == 1 and not options:
+            return input_
+        return super().gather(input_, dst, dim, **options)
+
+    def broadcast(self, input_: Tensor, src: int = 0, **options: Any) -> Any:
+        """Fill ``input_`` with that of ``src`` and return it. Collective: yes, every member."""
+        options.setdefault("out", input_)
+        return super().broadcast(input_, src, **options)
+
+    def send(self, tensor: Tensor, dst: int | None = None, **options: Any) -> None:
+        """Send a tensor to ``dst``; None: to the next rank."""
+        super().send(tensor, dst, **options)
+
+    # --- experts -------------------------------------------------------------------------
+
+    def dispatch_router_logits(
+        self,
+        hidden_states: Tensor,
+        router_logits: Tensor,
+        is_sequence_parallel: bool = False,
+        extra_tensors: Sequence[Tensor] | None = None,
+    ) -> Any:
+        """Return the rows of all members, before the choice of experts. Collective: yes."""
+        return self._dispatch((hidden_states, router_logits), is_sequence_parallel, extra_tensors)
+
+    def dispatch(
+        self,
+        hidden_states: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        is_sequence_parallel: bool = False,
+        extra_tensors: Sequence[Tensor] | None = None,
+    ) -> Any:
+        """Return the rows of all members. Collective: yes, every member."""
+        main = (hidden_states, topk_weights, topk_ids)
+        return self._dispatch(main, is_sequence_parallel, extra_tensors)
+
+    def combine_into_output(
+        self, hidden_states: Tensor, output: Tensor, is_sequence_parallel: bool = False
+    ) -> Tensor:
+        """As `combine`, into ``output``; return ``output``."""
+        return self.combine(hidden_states, is_sequence_parallel, out=output)
+
+    def prepare_communication_buffer_for_model(self, model: nn.Module) -> None:
+        """Call each module's ``prepare_communication_buffers``; models must be alike."""
+        for module in model.modules():
+            prepare: Any = getattr(module, "prepare_communication_buffers", None)
+            if prepare is not None:
+                prepare(self)
+
+    def _dispatch(
+        self, main: Sequence[Tensor], is_sequence_parallel: bool, extra: Sequence[Tensor] | None
+    ) -> tuple[Any, ...]:
+        rows = super().dispatch(*main, *(extra or ()), is_sequence_parallel=is_sequence_parallel)
+        return rows if extra is None else (*rows[: len(main)], list(rows[len(main) :]))
+
+    # --- objects and dicts ---------------------------------------------------------------
+
+    def broadcast_object_list(
+        self,
+        obj_list: list[Any],
+        src: int = 0,
+        group: ProcessGroup | None = None,  # noqa: ARG002 - the original ignores it as well
+        **options: Any,
+    ) -> Any:
+        """Fill every member's list with the objects of ``src``'s. Collective: yes."""
+        return super().broadcast_object_list(obj_list, src, **options)
+
+    def broadcast_tensor_dict(
+        self,
+        tensor_dict: Mapping[str, Any] | None = None,
+        src: int = 0,
+        group: ProcessGroup | None = None,  # noqa: ARG002 - the original ignores both as well
+        metadata_group: ProcessGroup | None = None,  # noqa: ARG002
+        **options: Any,
+    ) -> Any:
+        """Return the dict of ``src`` on all members. Collective: yes, every member."""
+        return super().broadcast_tensor_dict(tensor_dict, src, **options)
+
+    def isend_tensor_dict(
+        self,
+        tensor_dict: Mapping[str, Any],
+        dst: int | None = None,
+        all_gather_group: native.GroupCoordinator | None = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+    ) -> list[Work[None]]:
+        """As `send_tensor_dict`, without blocking; the tensors must not change meanwhile.
+
+        Returns one handle, which may be dropped; none in a group of one.
+        """
+        if self.world_size == 1:
+            return []
+        return [super().isend_tensor_dict(tensor_dict, dst, all_gather_group, all_gather_tensors)]
+
+    def irecv_tensor_dict(
+        self,
+        src: int | None = None,
+        all_gather_group: native.GroupCoordinator | None = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+    ) -> tuple[dict[str, Any] | None, list[Work[dict[str, Any]]], list[Callable[[], None]]]:
+        """As `recv_tensor_dict`, without blocking.
+
+        Returns an empty dict, handles to wait for, and functions to call then, which fill the dict:
+        its keys, too, arrive with the message.
+        """
+        if self.world_size == 1:
+            return None, [], []
+        work = super().irecv_tensor_dict(src, all_gather_group, all_gather_tensors)
+        received: dict[str, Any] = {}
+        return received, [work], [lambda: received.update(work.wait())]
+
+
 _state = GlobalState(GroupCoordinator)
 """The instance that the functions below use."""
 
-_getters = Getters(_state)
-get_world_group = _getters.world_group
-set_custom_all_reduce = _getters.set_custom_all_reduce
-model_parallel_is_initialized = _getters.model_parallel_is_initialized
-get_tp_group = _getters.tp_group
-get_pp_group = _getters.pp_group
-get_dcp_group = _getters.dcp_group
-get_tensor_model_parallel_world_size = _getters.tp_world_size
-get_tensor_model_parallel_rank = _getters.tp_rank
-get_pipeline_model_parallel_rank = _getters.pp_rank
-destroy_model_parallel = _getters.destroy_model_parallel
-destroy_distributed_environment = _getters.destroy_distributed_environment
-cleanup_dist_env_and_memory = _getters.cleanup_dist_env_and_memory
+get_world_group = _state.world_group
+get_tp_group = _state.getter("tp")  # the ranks that share this rank's layers
+get_pp_group = _state.getter("pp")  # the stages of this rank's model
+get_dp_group = _state.getter("dp")  # this rank's counterparts in the replicas that work together
+get_pcp_group = _state.getter("pcp")  # the ranks that share this rank's prompts
+get_dcp_group = _state.getter("dcp")  # the ranks that share this rank's contexts
+get_ep_group = _state.getter("ep")  # the ranks of this stage in all replicas that work together
+get_eplb_group = _state.getter("eplb")  # the same ranks again, for balancing experts meanwhile
+get_inner_dp_world_group = _state.getter("inner_dp_world")  # all ranks of this rank's replica
+get_tensor_model_parallel_world_size = _state.tp_world_size
+get_tensor_model_parallel_rank = _state.tp_rank
+get_pipeline_model_parallel_rank = _state.pp_rank
+model_parallel_is_initialized = _state.model_parallel_is_initialized
+set_custom_all_reduce = _state.set_custom_all_reduce
+destroy_model_parallel = _state.close_model
+destroy_distributed_environment = _state.close_environment
+cleanup_dist_env_and_memory = _state.clean_up
 
 
 # --- the environment ----------------------------------------------------------------------
@@ -124,7 +351,7 @@ def is_initialized() -> bool:
 
 def get_node_count() -> int:
     """Return the number of nodes, found by attaching shared memory."""
-    return len(get_world_group().group.nodes)
+    return len(get_world_group().nodes)
 
 
 def init_world_group(ranks: list[int], local_rank: int, backend: str) -> GroupCoordinator:
@@ -162,7 +389,7 @@ def new_group(ranks: Sequence[int], group_name: str = "group") -> GroupCoordinat
     topology, members = _state.topology, sorted(ranks)
     if topology.rank not in members:
         return None
-    return GroupCoordinator.wrap(topology.group(group_name, members))
+    return cast("GroupCoordinator", topology.group(group_name, members))
 
 
 def is_global_first_rank() -> bool:
@@ -224,8 +451,44 @@ def initialize_model_parallel(
         "pcp": prefill_context_model_parallel_size,
         "tp": tensor_model_parallel_size,
     }
-    dcp = decode_context_model_parallel_size or 1
-    _state.build(partial(model_groups.build, sizes=sizes, dcp=dcp, eplb=enable_eplb), backend)
+    make = partial(
+        _build, sizes=sizes, dcp=decode_context_model_parallel_size or 1, eplb=enable_eplb
+    )
+    _state.build(make, backend)
+
+
+def _build(
+    topology: Topology,
+    closing: ExitStack,
+    *,
+    sizes: Mapping[str, int],
+    dcp: int,
+    eplb: bool,
+) -> dict[str, GroupCoordinator]:
+    model = RankGrid.of(sizes)
+    external = RankGrid.of({"external": max(topology.world_size // model.size, 1)})
+    grid, world = RankGrid((*external.axes, *model.axes)), get_world_group()
+    built = ParallelGroups.build(topology, grid, ExitStack(), dcp=dcp, world=world)
+    closing.enter_context(built)
+    built.tp.start_broadcaster()
+    named: dict[str, Any] = {name: getattr(built, name) for name in (*sizes, "dcp", "ep")}
+    replica = grid.group_of(topology.rank, "pp", "pcp", "tp")
+    named["inner_dp_world"] = world
+    if len(replica) < topology.world_size:
+        named["inner_dp_world"] = closing.enter_context(topology.group("inner_dp_world", replica))
+    if eplb:
+        named["eplb"] = closing.enter_context(topology.group("eplb", built.ep.ranks))
+    sharers = [grid.dcp_group_of(rank, dcp) for rank in range(grid.size)]
+    experts = grid.groups("dp", "pcp", "tp")
+    kinds = {name: grid.groups(name) for name in sizes} | {
+        "dcp": [ranks for rank, ranks in enumerate(sharers) if ranks[0] == rank],
+        "ep": experts,
+        "eplb": experts,
+        "inner_dp_world": grid.groups("pp", "pcp", "tp"),
+    }
+    for name, group in named.items():
+        group.group_ranks = kinds[name]
+    return named
 
 
 def ensure_model_parallel_initialized(
@@ -269,52 +532,12 @@ def ensure_model_parallel_initialized(
         raise ValueError(f"the groups have the sizes {actual}, not {expected}")
 
 
-def get_etp_group() -> GroupCoordinator:
-    """Return the group of ranks that share an embedding table: `get_tp_group`."""
-    return get_tp_group()
-
-
-def get_engram_dp_group() -> GroupCoordinator | None:
-    """Return None: every replica has an embedding table of its own."""
-    return None
-
-
-def get_engram_dp_size() -> int:
-    """Return 1: replicas do not share an embedding table."""
-    return 1
-
-
-def get_dp_group() -> GroupCoordinator:
-    """Return the group of this rank's counterparts in the replicas that work together."""
-    return _state.group("dp")
-
-
-def get_ep_group() -> GroupCoordinator:
-    """Return the group of all ranks of this rank's stage, in all replicas that work together."""
-    return _state.group("ep")
-
-
-def get_eplb_group() -> GroupCoordinator:
-    """Return a second group of the ranks of `get_ep_group`."""
-    return _state.group("eplb")
-
-
 def get_dcp_world_size_and_rank(enabled: bool = True) -> tuple[int, int]:
     """Return the size of `get_dcp_group` and this rank; (1, 0) without, or if not ``enabled``."""
     if not enabled or not model_parallel_is_initialized():
         return 1, 0
     group = get_dcp_group()
     return group.world_size, group.rank_in_group
-
-
-def get_pcp_group() -> GroupCoordinator:
-    """Return the group of ranks that share this rank's prompts."""
-    return _state.group("pcp")
-
-
-def get_inner_dp_world_group() -> GroupCoordinator:
-    """Return the group of all ranks of this rank's replica."""
-    return _state.group("inner_dp_world")
 
 
 @contextmanager

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="override"
 """Provide vLLM's groups that need only a store."""
 
 from __future__ import annotations
@@ -5,15 +6,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import cached_property
+from typing import Any
 
 from torch.distributed import Store
 
 from coordinator import groups
-from coordinator.compat.vllm.group import GroupCoordinator
+from coordinator.compat.vllm.parallel_state import GroupCoordinator
 from coordinator.compat.vllm.utils import StatelessProcessGroup
 
 
-class StatelessGroupCoordinator(GroupCoordinator):
+class StatelessGroupCoordinator(GroupCoordinator, groups.StatelessGroupCoordinator):
     """A group whose members rendezvous in a given store."""
 
     def __init__(
@@ -29,12 +31,14 @@ class StatelessGroupCoordinator(GroupCoordinator):
         global_rank: int = 0,
         global_world_size: int = 1,  # noqa: ARG002 - the members' ranks are enough
         use_all2all: bool = False,  # noqa: ARG002 - dispatch and combine always work
+        **options: Any,
     ) -> None:
         """Build as `coordinator.StatelessGroupCoordinator`.
 
         Collective: yes, every member of the group of ``global_rank``.
         """
-        group = groups.StatelessGroupCoordinator(
+        groups.StatelessGroupCoordinator.__init__(
+            self,
             group_ranks,
             local_rank,
             torch_distributed_backend,
@@ -44,8 +48,9 @@ class StatelessGroupCoordinator(GroupCoordinator):
             group_name,
             host,
             global_rank,
+            **options,
         )
-        self._bind(group, lambda: [list(ranks) for ranks in group_ranks])
+        self.group_ranks = [list(ranks) for ranks in group_ranks]
 
     @property
     def backend(self) -> str:

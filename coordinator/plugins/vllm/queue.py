@@ -1,16 +1,17 @@
 """Provide the message queue between vLLM's engine and its workers."""
 
-from __future__ import annotations
+from typing import Any
 
 import torch.distributed as dist
 
 from coordinator.compat.vllm.device_communicators import shm_broadcast
-from shm_broadcast import DRIVER_RANK
 
 
 class MessageQueue(shm_broadcast.MessageQueue):
     """vLLM's queue, with errors that name a dead worker by rank."""
 
-    def _own_rank(self) -> int:
-        """Return a worker's rank; the engine is the driver."""
-        return dist.get_rank() if dist.is_initialized() else DRIVER_RANK
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """Create a queue; a worker writes by its rank, the engine as the driver."""
+        if dist.is_initialized():
+            options.setdefault("writer_rank", dist.get_rank())
+        super().__init__(*args, **options)

@@ -24,8 +24,9 @@ class Group(Collectives):
     """The verbs of a communicator, also as ops."""
 
     def __init__(self, comm: Communicator) -> None:
-        self.name, self.device_communicator, self.runner = "tp", comm, comm.runner
-        self._traced = compile_ops.OpsOfGraph(compile_ops.register_ops(self), comm.world_size)
+        self.runner = comm.runner
+        name = compile_ops.register_ops("tp", comm)
+        self._traced = compile_ops.OpsOfGraph(name, comm.world_size)
 
 
 def over_ipc(

@@ -1,17 +1,13 @@
-"""Share the parts of all engines' interfaces, over one default topology.
-
-A `GroupAdapter` wraps a `GroupCoordinator` (`GroupAdapter.group`) in the interface of another
-engine. Ranks in arguments are ranks in the group.
-"""
+"""Keep one default topology for an engine's module functions, and share its arithmetic."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import Any, Generic, TypeVar, cast
 from urllib.parse import urlsplit
 
 import torch
@@ -20,7 +16,7 @@ from torch import Tensor
 from torch.distributed import FileStore, HashStore, PrefixStore, ProcessGroup, TCPStore
 
 from coordinator import torch_groups
-from coordinator.group import GraphCaptureContext, GroupCoordinator
+from coordinator.group import GroupCoordinator
 from coordinator.groups import Topology
 from coordinator.launcher import Launch
 from coordinator.rendezvous import Settings
@@ -62,21 +58,21 @@ def split_tensor_along_last_dim(
     return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else parts
 
 
-def layers_as_told(
-    told: str, num_hidden_layers: int, pp_rank: int, pp_size: int
+def layers_of_stage(
+    partition: str, num_hidden_layers: int, pp_rank: int, pp_size: int
 ) -> tuple[int, int]:
     """Return the first layer of a stage and the first of the next, from the stages' sizes.
 
-    ``told`` has one number per stage, separated by commas, with the sum ``num_hidden_layers``.
+    ``partition`` has one number per stage, separated by commas, with the sum ``num_hidden_layers``.
     Raises ValueError if they are not numbers, too few or many, or have another sum.
     """
     try:
-        layers = [int(each) for each in told.split(",")]
+        layers = [int(each) for each in partition.split(",")]
     except ValueError as error:
-        raise ValueError(f"layers of each stage must be numbers; got {told!r}") from error
+        raise ValueError(f"layers of each stage must be numbers; got {partition!r}") from error
     if len(layers) != pp_size or sum(layers) != num_hidden_layers:
         raise ValueError(
-            f"{told!r} puts {sum(layers)} layers on {len(layers)} stages; "
+            f"{partition!r} puts {sum(layers)} layers on {len(layers)} stages; "
             f"there are {num_hidden_layers} layers and {pp_size} stages"
         )
     start = sum(layers[:pp_rank])
@@ -88,132 +84,6 @@ def in_the_same_node_as(pg: ProcessGroup | ObjectGroup, source_rank: int = 0) ->
     group = as_object_group(pg)
     beside = (source_rank, *ranks_beside(group, source_rank))
     return [rank in beside for rank in range(group.world_size)]
-
-
-class GroupAdapter:
-    """A group (``group``) with the interface of other engines.
-
-    ``rank`` and ``ranks`` are global. ``local_rank``, also ``device_index``, is this process's
-    number on its node. ``unique_name`` is unique among the groups of this process.
-    """
-
-    @classmethod
-    def wrap(
-        cls, group: GroupCoordinator, kind: Callable[[], list[list[int]]] | None = None
-    ) -> Self:
-        """Return an adapter of a group, which its owner closes. Collective: yes, every member.
-
-        ``kind`` returns the ranks of all groups of its kind; None: of this one.
-        """
-        adapter = cls.__new__(cls)
-        adapter._bind(group, kind or (lambda: [group.ranks]))
-        return adapter
-
-    def _bind(self, group: GroupCoordinator, kind: Callable[[], list[list[int]]]) -> None:
-        self.group = group
-        self._kind = kind
-        self.rank = group.rank
-        self.ranks = group.ranks
-        self.rank_in_group = group.rank_in_group
-        self.world_size = group.world_size
-        self.local_rank = self.device_index = group.local_rank
-        self.device: torch.device = group.device
-        self.unique_name = group.unique_name
-        self.first_rank, self.last_rank = group.first_rank, group.last_rank
-        self.next_rank, self.prev_rank = group.next_rank, group.prev_rank
-        self.is_first_rank, self.is_last_rank = group.is_first_rank, group.is_last_rank
-
-    @property
-    def group_ranks(self) -> list[list[int]]:
-        """Return the global ranks of all known groups of this kind."""
-        return self._kind()
-
-    @property
-    def cpu_group(self) -> ProcessGroup:
-        """Return the members' torch process group on the CPU."""
-        return self.group.cpu_group
-
-    @property
-    def device_group(self) -> ProcessGroup:
-        """Return the members' torch process group for `device`."""
-        return self.group.device_group
-
-    # --- tensors -------------------------------------------------------------------------
-
-    def all_reduce(self, input_: Tensor) -> Tensor:
-        """Return the sum of every ``input_``; of one member, ``input_``. Collective: yes."""
-        if self.world_size == 1:
-            return input_
-        return self.group.all_reduce(input_)
-
-    def gather(self, input_: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
-        """Return every ``input_``, concatenated, on ``dst``; None elsewhere. Collective: yes."""
-        if self.world_size == 1:
-            return input_
-        return self.group.gather(input_, dst, dim)
-
-    def broadcast(self, input_: Tensor, src: int = 0) -> Tensor:
-        """Fill ``input_`` with that of ``src`` and return it. Collective: yes, every member."""
-        return self.group.broadcast_(input_, src)
-
-    def send(self, tensor: Tensor, dst: int | None = None) -> None:
-        """Send a tensor to ``dst``; None: to the next rank."""
-        self.group.send(tensor, dst)
-
-    def recv(self, size: int | Sequence[int], dtype: torch.dtype, src: int | None = None) -> Tensor:
-        """Receive a tensor from ``src``; None: from the previous rank."""
-        return self.group.recv(size, dtype, src)
-
-    def barrier(self) -> None:
-        """Return once every member has called this. Collective: yes, every member."""
-        self.group.barrier()
-
-    # --- objects and dicts ---------------------------------------------------------------
-
-    def broadcast_object(self, obj: Any = None, src: int = 0) -> Any:
-        """Return the object of ``src``. Collective: yes, every member."""
-        return self.group.broadcast_object(obj, src)
-
-    def broadcast_object_list(
-        self,
-        obj_list: list[Any],
-        src: int = 0,
-        group: ProcessGroup | None = None,  # noqa: ARG002 - the original ignores it as well
-    ) -> list[Any]:
-        """Fill every member's list with the objects of ``src``'s. Collective: yes."""
-        return self.group.broadcast_object_list(obj_list, src)
-
-    def broadcast_tensor_dict(
-        self,
-        tensor_dict: Mapping[str, Any] | None = None,
-        src: int = 0,
-        group: ProcessGroup | None = None,  # noqa: ARG002 - the original ignores both as well
-        metadata_group: ProcessGroup | None = None,  # noqa: ARG002
-    ) -> Any:
-        """Return the dict of ``src`` on all members. Collective: yes, every member."""
-        if self.world_size == 1:
-            return tensor_dict
-        return self.group.broadcast_tensor_dict(tensor_dict, src)
-
-    # --- life ----------------------------------------------------------------------------
-
-    def graph_capture(
-        self, graph_capture_context: GraphCaptureContext | None = None
-    ) -> AbstractContextManager[GraphCaptureContext]:
-        """Capture a CUDA graph with collectives; no effect on CPUs. Collective: yes."""
-        return self.group.graph_capture(graph_capture_context)
-
-    def destroy(self) -> None:
-        """Close the group. Idempotent."""
-        self.group.close()
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__module__}.{type(self).__name__} over {self.group!r}>"
-
-
-def unwrap(adapter: GroupAdapter | None) -> GroupCoordinator | None:
-    """Return the group of an adapter; None for None."""
-    return None if adapter is None else adapter.group
 
 
 _OPERATION_TIMEOUT = timedelta(minutes=30)
@@ -304,31 +174,26 @@ def _launch_of_default_group(local_rank: int) -> Launch:
     return Launch(rank, dist.get_world_size(), local_rank, secret=launcher_secret())
 
 
-if TYPE_CHECKING:
-    Known = tuple[GroupCoordinator, Callable[[], list[list[int]]]]
-    """A group, and a function that returns the ranks of all groups of its kind."""
-
-    Build = Callable[[Topology, GroupCoordinator, ExitStack], Mapping[str, Known]]
-    """A function that builds the groups of a model over all ranks; the stack closes them."""
-
-F = TypeVar("F", bound=GroupAdapter)
+G = TypeVar("G", bound=GroupCoordinator)
 
 
-class GlobalState(Generic[F]):
+class GlobalState(Generic[G]):
     """All ranks, and the groups of a model on them; either may be missing.
+
+    Methods that need a group raise `NotInitializedError` if it does not exist.
 
     Attributes:
         world: the group of all ranks.
-        groups: the model's groups, by name; a group with several names has one adapter.
+        groups: the model's groups, by name; a group may have several names.
         device_communicators: groups may use more than torch's process groups.
         store: stores the argument of SGLang's ``set_global_tcp_store``.
     """
 
-    def __init__(self, adapter_type: type[F]) -> None:
-        self._adapter_type = adapter_type
+    def __init__(self, group_type: type[G]) -> None:
+        self._group_type = group_type
         self._topology: Topology | None = None
-        self.world: F | None = None
-        self.groups: dict[str, F] = {}
+        self.world: G | None = None
+        self.groups: Mapping[str, G] = {}
         self.device_communicators = True
         self.store: TCPStore | None = None
         self._environment = ForkSafeExitStack()
@@ -346,14 +211,6 @@ class GlobalState(Generic[F]):
         if self._topology is None:
             raise NotInitializedError("the distributed environment is not initialised")
         return self._topology
-
-    def group(self, name: str) -> F:
-        """Return one of the model's groups; raise NotInitializedError if it does not exist."""
-        group = self.groups.get(name)
-        if group is None:
-            missing = f"the group {name!r}" if self.groups else "model parallelism"
-            raise NotInitializedError(f"{missing} is not initialised")
-        return group
 
     def meet(
         self,
@@ -379,17 +236,20 @@ class GlobalState(Generic[F]):
             topology = meet_with_default_group(
                 world_size, rank, method, local_rank, backend, deadline, undo
             )
+            topology = replace(topology, group_type=self._group_type)
             with topology.abort_on_error():
                 world = topology.group("world", list(range(topology.world_size)), deadline)
             undo.enter_context(world)
-            self._topology, self.world = topology, self._adapter_type.wrap(world)
+            self._topology, self.world = topology, cast("G", world)
             self._environment = undo.pop_all()
 
-    def build(self, make: Build, backend: str | None) -> None:
+    def build(
+        self, make: Callable[[Topology, ExitStack], Mapping[str, G]], backend: str | None
+    ) -> None:
         """Build the groups of a model by ``make``. Collective: yes, every rank.
 
-        ``backend`` is of the groups; None: the world's. Raises NotInitializedError before the ranks
-        met, and RuntimeError if the groups exist.
+        The stack closes the groups. ``backend`` None: the world's. Raises NotInitializedError
+        before the ranks met, and RuntimeError if the groups exist.
         """
         topology = self.topology
         if self.groups:
@@ -402,19 +262,12 @@ class GlobalState(Generic[F]):
             torch_only=not self.device_communicators,
             secret=world_settings.secret,
         )
-        world = self.world
-        if world is None:
-            raise NotInitializedError("the world group is not initialised")
         with ForkSafeExitStack() as undo:
-            built = make(replace(topology, settings=settings), world.group, undo)
-            adapters = {id(world.group): world}
-            for group, kind in built.values():
-                adapters.setdefault(id(group), self._adapter_type.wrap(group, kind))
-            self.groups = {name: adapters[id(group)] for name, (group, _) in built.items()}
+            self.groups = make(replace(topology, settings=settings), undo)
             self._model = undo.pop_all()
 
     @contextmanager
-    def replaced(self, others: Mapping[str, F]) -> Iterator[None]:
+    def replaced(self, others: Mapping[str, G]) -> Iterator[None]:
         """Replace groups by ``others`` inside this context.
 
         Groups that are closed or built inside stay so.
@@ -431,6 +284,46 @@ class GlobalState(Generic[F]):
         """Close ``group`` with the environment."""
         self._environment.enter_context(group)
 
+    # --- functions of the engines ----------------------------------------------------------
+
+    def group(self, name: str) -> G:
+        """Return one of the model's groups."""
+        group = self.groups.get(name)
+        if group is None:
+            missing = f"the group {name!r}" if self.groups else "model parallelism"
+            raise NotInitializedError(f"{missing} is not initialised")
+        return group
+
+    def getter(self, name: str) -> Callable[[], G]:
+        """Return a function that returns the group ``name``."""
+        return lambda: self.group(name)
+
+    def world_group(self) -> G:
+        """Return the group of all ranks."""
+        if self.world is None:
+            raise NotInitializedError("the distributed environment is not initialised")
+        return self.world
+
+    def set_custom_all_reduce(self, enable: bool) -> None:
+        """Allow later groups to use more than torch's process groups, or forbid it."""
+        self.device_communicators = enable
+
+    def model_parallel_is_initialized(self) -> bool:
+        """Return whether the groups of a model exist."""
+        return bool(self.groups)
+
+    def tp_world_size(self) -> int:
+        """Return the number of ranks that share a layer."""
+        return self.group("tp").world_size
+
+    def tp_rank(self) -> int:
+        """Return this rank's position among the ranks that share a layer."""
+        return self.group("tp").rank_in_group
+
+    def pp_rank(self) -> int:
+        """Return this rank's stage."""
+        return self.group("pp").rank_in_group
+
     def close_model(self) -> None:
         """Close the groups of the model. Idempotent."""
         self.groups = {}
@@ -443,71 +336,10 @@ class GlobalState(Generic[F]):
         if self._is_own:
             _destroy_default_group()
 
-
-def _destroy_default_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-class Getters(Generic[F]):
-    """Functions for the modules of engines, which name them.
-
-    Functions of a group raise `NotInitializedError` if it does not exist.
-    """
-
-    def __init__(self, state: GlobalState[F]) -> None:
-        self._state = state
-
-    def world_group(self) -> F:
-        """Return the group of all ranks."""
-        if self._state.world is None:
-            raise NotInitializedError("the distributed environment is not initialised")
-        return self._state.world
-
-    def set_custom_all_reduce(self, enable: bool) -> None:
-        """Allow later groups to use more than torch's process groups, or forbid it."""
-        self._state.device_communicators = enable
-
-    def model_parallel_is_initialized(self) -> bool:
-        """Return whether the groups of a model exist."""
-        return bool(self._state.groups)
-
-    def tp_group(self) -> F:
-        """Return the group of ranks that share this rank's layers."""
-        return self._state.group("tp")
-
-    def pp_group(self) -> F:
-        """Return the group of the stages of this rank's model."""
-        return self._state.group("pp")
-
-    def dcp_group(self) -> F:
-        """Return the group of ranks that share this rank's contexts."""
-        return self._state.group("dcp")
-
-    def tp_world_size(self) -> int:
-        """Return the number of ranks that share a layer."""
-        return self.tp_group().world_size
-
-    def tp_rank(self) -> int:
-        """Return this rank's position in `tp_group`."""
-        return self.tp_group().rank_in_group
-
-    def pp_rank(self) -> int:
-        """Return this rank's stage."""
-        return self.pp_group().rank_in_group
-
-    def destroy_model_parallel(self) -> None:
-        """Close the groups of the model. Idempotent."""
-        self._state.close_model()
-
-    def destroy_distributed_environment(self) -> None:
-        """Close the world group and torch's default group."""
-        self._state.close_environment()
-
-    def cleanup_dist_env_and_memory(self, shutdown_ray: bool = False) -> None:
+    def clean_up(self, shutdown_ray: bool = False) -> None:
         """Destroy all groups and free memory; with ``shutdown_ray`` shut down Ray too."""
-        self.destroy_model_parallel()
-        self.destroy_distributed_environment()
+        self.close_model()
+        self.close_environment()
         if shutdown_ray:
             import ray  # noqa: PLC0415 - an optional dependency
 
@@ -518,11 +350,15 @@ class Getters(Generic[F]):
 
     def all_reduce(self, input_: Tensor) -> Tensor:
         """Return the sum of every ``input_``. Collective: yes, every member."""
-        return self.tp_group().all_reduce(input_)
+        return self.group("tp").all_reduce(input_)
+
+    def all_gather(self, input_: Tensor, dim: int = -1) -> Tensor:
+        """Return every ``input_``, concatenated along ``dim``. Collective: yes, every member."""
+        return self.group("tp").all_gather(input_, dim)
 
     def gather(self, input_: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
         """Return every ``input_``, concatenated, on ``dst``; None elsewhere. Collective: yes."""
-        return self.tp_group().gather(input_, dst, dim)
+        return self.group("tp").gather(input_, dst, dim)
 
     def broadcast_tensor_dict(
         self, tensor_dict: Mapping[str, Any] | None = None, src: int = 0
@@ -530,4 +366,9 @@ class Getters(Generic[F]):
         """Return the dict of ``src``; ``tensor_dict`` without a default group. Collective: yes."""
         if not dist.is_initialized():
             return tensor_dict
-        return self.tp_group().broadcast_tensor_dict(tensor_dict, src)
+        return self.group("tp").broadcast_tensor_dict(tensor_dict, src)
+
+
+def _destroy_default_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
