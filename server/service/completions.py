@@ -10,12 +10,12 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
 import msgspec
+from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
+from starlette.responses import Response, StreamingResponse
 
 from ..config import ServiceLimits
 from ..pool import WorkerPool
@@ -28,17 +28,17 @@ from ..workers.decoder import (
     Sampling,
 )
 from .api import ApiError, ServedModel, decode_body
-from .face import ServiceApp, json_answer, unless_client_leaves
-from .openapi import COUNT, REASONS, STRING, Schema, document_of, object_of, responses
-from .page import EventStream
+from .app import ServiceApp, json_answer, unless_client_leaves
+from .openapi import PostRoute, token_ids
 from .pool_service import InstrumentedPool, PoolService
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 MAX_STOPS = 4
 """Maximum stop strings of a request, as in OpenAI's API."""
-ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Roles of a message, as in OpenAI's API; the model's chat template may allow fewer."""
 _COMPLETION_TOKENS = 16
 """Default ``max_tokens`` of a completion, as in OpenAI's API."""
 _NO_TOP_K = -1
@@ -72,44 +72,37 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
-class TextPart(msgspec.Struct):
+class TextPart(msgspec.Struct, tag_field="type", tag="text"):
     """Text part of a message."""
 
-    type: str
-    text: str | None = None
-
-    def said(self) -> str:
-        """Return the text; raise `ApiError` (400) for a part of another type."""
-        if self.type != "text" or self.text is None:
-            message = f"a message has a part of type {self.type!r}; this model takes text alone"
-            raise ApiError(400, message, param="messages")
-        return self.text
+    text: str
 
 
 class ChatMessage(msgspec.Struct):
-    """Message of a chat."""
+    """Message of a chat; the model's chat template may allow fewer roles."""
 
-    role: str
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart]
 
     def plain(self) -> dict[str, str]:
-        """Return role and content; raise `ApiError` (400) for an unknown role or part."""
-        if self.role not in ROLES:
-            message = f"a message has the role {self.role!r}; it must be one of {ROLES}"
-            raise ApiError(400, message, param="messages")
+        """Return role and text."""
         parts = self.content
-        text = parts if isinstance(parts, str) else "".join(part.said() for part in parts)
+        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
         return {"role": self.role, "content": text}
+
+
+_Count = Annotated[int, Meta(ge=1)]
+_Stop = Annotated[str, Meta(min_length=1)]
 
 
 class _RequestFields(msgspec.Struct):
     model: str
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
+    max_tokens: _Count | None = None
+    temperature: Annotated[float, Meta(ge=0)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=_NO_TOP_K)] | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: _Stop | Annotated[list[_Stop], Meta(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -123,18 +116,66 @@ class CompletionRequest(_RequestFields, kw_only=True):
 class ChatRequest(_RequestFields, kw_only=True):
     """Body of ``POST /v1/chat/completions``."""
 
-    messages: list[ChatMessage]
-    max_completion_tokens: int | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    max_completion_tokens: _Count | None = None
 
 
 def _with_plain(kind: type[T]) -> type[T]:
-    plain = [(name, Any, None) for name in PLAIN]
+    """Return ``kind`` with the fields of `PLAIN`."""
+    plain = []
+    for name, values in PLAIN.items():
+        schema = {"enum": list(values), "description": f"Other values of {name} are refused."}
+        plain.append((name, Annotated[Any, Meta(extra_json_schema=schema)], None))
     subclass = msgspec.defstruct(kind.__name__, plain, bases=(kind,), kw_only=True)
     return cast("type[T]", subclass)
 
 
-_completion = msgspec.json.Decoder(_with_plain(CompletionRequest))
-_chat = msgspec.json.Decoder(_with_plain(ChatRequest))
+_CompletionBody = _with_plain(CompletionRequest)
+_ChatBody = _with_plain(ChatRequest)
+_completion = msgspec.json.Decoder(_CompletionBody)
+_chat = msgspec.json.Decoder(_ChatBody)
+
+
+class Usage(msgspec.Struct):
+    """Counts of tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+    @classmethod
+    def of(cls, prompt: int, answer: int) -> Usage:
+        """Return the counts of a prompt and an answer."""
+        return cls(prompt, answer, prompt + answer)
+
+
+class ChatAnswer(msgspec.Struct):
+    """Answer of a chat, or a piece of it."""
+
+    content: str | UnsetType = UNSET
+    role: Literal["assistant"] | UnsetType = UNSET
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    """Answer: ``text`` of a completion, ``message`` of a chat, ``delta`` of a chat's stream."""
+
+    index: int = 0
+    text: str | UnsetType = UNSET
+    message: ChatAnswer | UnsetType = UNSET
+    delta: ChatAnswer | UnsetType = UNSET
+    logprobs: None = None
+    finish_reason: str | None = None
+
+
+class Completion(msgspec.Struct):
+    """Response to a request for a completion or a chat, and chunk of a stream."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType = UNSET
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,17 +208,14 @@ def read_completion(body: bytes | bytearray, model: ServedModel) -> CompletionPa
         message = "prompt must be one text, or the token ids of one"
         raise ApiError(400, message, param="prompt")
     most = _COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
-    return _params(request, prompt, model, max_tokens=most)
+    return _params(request, prompt, model, most)
 
 
 def read_chat(body: bytes | bytearray, model: ServedModel) -> CompletionParams:
     """Parse a chat request; raise `ApiError`: 400, or 404 for another model."""
     request = decode_body(_chat, body, "a request for a chat")
-    if not request.messages:
-        raise ApiError(400, "messages is an empty list", param="messages")
     messages = [each.plain() for each in request.messages]
-    most, older = request.max_completion_tokens, request.max_tokens
-    return _params(request, messages, model, max_completion_tokens=most, max_tokens=older)
+    return _params(request, messages, model, request.max_completion_tokens or request.max_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,82 +227,72 @@ class ResponseWriter:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, text: str, reason: str, tokens: tuple[int, int]) -> bytes:
-        """Return the answer as JSON; ``tokens``: counts of prompt and answer."""
-        content = (
-            {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
-        )
-        kind = "chat.completion" if self.is_chat else "text_completion"
-        return self._json(kind, [_choice(content, reason)], usage=_usage(tokens))
+    def whole(self, text: str, reason: str, usage: Usage) -> Completion:
+        """Return the answer in one piece."""
+        if self.is_chat:
+            choice = CompletionChoice(message=ChatAnswer(text, "assistant"), finish_reason=reason)
+            return self._completion("chat.completion", [choice], usage)
+        choice = CompletionChoice(text=text, finish_reason=reason)
+        return self._completion("text_completion", [choice], usage)
 
     def first_chunk(self) -> list[bytes]:
         """Return the events that begin a stream."""
-        first = {"delta": {"role": "assistant", "content": ""}}
-        return [self._event([_choice(first, None)])] if self.is_chat else []
+        return [self._event(self._piece("", role="assistant"))] if self.is_chat else []
 
     def chunk(self, text: str) -> bytes:
         """Return an event with more text."""
-        content = {"delta": {"content": text}} if self.is_chat else {"text": text}
-        return self._event([_choice(content, None)])
+        return self._event(self._piece(text))
 
-    def last_chunk(self, reason: str, tokens: tuple[int, int] | None) -> list[bytes]:
-        """Return the events that end a stream; ``tokens``: as for `whole`, if requested."""
-        content: dict[str, Any] = {"delta": {}} if self.is_chat else {"text": ""}
-        usage = [] if tokens is None else [self._event([], usage=_usage(tokens))]
-        return [self._event([_choice(content, reason)]), *usage, b"data: [DONE]\n\n"]
+    def last_chunk(self, reason: str, usage: Usage | None) -> list[bytes]:
+        """Return the events that end a stream; ``usage``: if requested."""
+        counts = [] if usage is None else [self._event(usage=usage)]
+        last = self._event(self._piece(UNSET if self.is_chat else "", reason))
+        return [last, *counts, b"data: [DONE]\n\n"]
 
-    def _event(self, choices: list[Any], **more: object) -> bytes:
+    def _piece(
+        self,
+        text: str | UnsetType,
+        reason: str | None = None,
+        role: Literal["assistant"] | UnsetType = UNSET,
+    ) -> CompletionChoice:
+        if self.is_chat:
+            return CompletionChoice(delta=ChatAnswer(text, role), finish_reason=reason)
+        return CompletionChoice(text=text, finish_reason=reason)
+
+    def _event(self, *choices: CompletionChoice, usage: Usage | UnsetType = UNSET) -> bytes:
         kind = "chat.completion.chunk" if self.is_chat else "text_completion"
-        return b"data: " + self._json(kind, choices, **more) + b"\n\n"
+        return _event(self._completion(kind, [*choices], usage))
 
-    def _json(self, kind: str, choices: list[Any], **more: object) -> bytes:
-        return msgspec.json.encode(
-            {
-                "id": ("chatcmpl-" if self.is_chat else "cmpl-") + self.id,
-                "object": kind,
-                "created": self.created,
-                "model": self.model,
-                "choices": choices,
-                **more,
-            }
-        )
+    def _completion(
+        self, kind: str, choices: list[CompletionChoice], usage: Usage | UnsetType
+    ) -> Completion:
+        prefix = "chatcmpl-" if self.is_chat else "cmpl-"
+        return Completion(prefix + self.id, kind, self.created, self.model, choices, usage)
 
 
-def error_event(error: ApiError) -> bytes:
-    """Return the event that ends a failed stream."""
-    return b"data: " + error.body() + b"\n\n"
+def _event(content: object) -> bytes:
+    return b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
-def _choice(content: dict[str, Any], reason: str | None) -> dict[str, Any]:
-    return {"index": 0, **content, "logprobs": None, "finish_reason": reason}
-
-
-def _usage(tokens: tuple[int, int]) -> dict[str, int]:
-    prompt, answer = tokens
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": answer,
-        "total_tokens": prompt + answer,
-    }
-
-
-def _params(request: Any, prompt: Any, model: ServedModel, **most: int | None) -> CompletionParams:
-    """Build the parameters; ``most``: token limits by field name, the first given one counts."""
+def _params(
+    request: Any, prompt: Any, model: ServedModel, max_tokens: int | None
+) -> CompletionParams:
     model.check_name(request.model)
     for name, values in PLAIN.items():
         if not _is_one_of(values, getattr(request, name)):
             raise ApiError(400, f"{name} is not supported; leave it out", param=name)
-    given = {name: count for name, count in most.items() if count is not None}
-    for name, count in given.items():
-        if count < 1:
-            raise ApiError(400, f"{name} must be 1 or more; got {count}", param=name)
-    options = request.stream_options
+    options, stop = request.stream_options, request.stop
     return CompletionParams(
         prompt=prompt,
         is_chat=isinstance(request, ChatRequest),
-        max_tokens=next(iter(given.values()), None),
-        sampling=_sampling(request),
-        stops=_stops(request.stop),
+        max_tokens=max_tokens,
+        sampling=Sampling(
+            temperature=1.0 if request.temperature is None else request.temperature,
+            top_p=1.0 if request.top_p is None else request.top_p,
+            top_k=0 if request.top_k in (None, _NO_TOP_K) else request.top_k,
+            seed=request.seed,
+        ),
+        stops=(stop,) if isinstance(stop, str) else tuple(stop or ()),
         stream=bool(request.stream),
         with_usage=bool(options and options.include_usage),
     )
@@ -275,108 +303,6 @@ def _is_one_of(values: Sequence[object], given: object) -> bool:
     return any(
         given == value and isinstance(given, bool) == isinstance(value, bool) for value in values
     )
-
-
-def _sampling(request: Any) -> Sampling:
-    try:
-        return Sampling(
-            temperature=1.0 if request.temperature is None else request.temperature,
-            top_p=1.0 if request.top_p is None else request.top_p,
-            top_k=0 if request.top_k in (None, _NO_TOP_K) else request.top_k,
-            seed=request.seed,
-        )
-    except ValueError as error:
-        raise ApiError(400, str(error), param=str(error).partition(" ")[0]) from error
-
-
-def _stops(given: str | Sequence[str] | None) -> tuple[str, ...]:
-    stops = (given,) if isinstance(given, str) else tuple(given or ())
-    if len(stops) > MAX_STOPS:
-        message = f"stop has {len(stops)} items; at most {MAX_STOPS} are allowed"
-        raise ApiError(400, message, param="stop")
-    if "" in stops:
-        raise ApiError(400, "stop has an empty text", param="stop")
-    return stops
-
-
-def completion_document(model: ServedModel, *, with_key: bool) -> Schema:
-    """Return the service's OpenAPI 3.1 document; ``with_key``: requests need an API key."""
-    ids = {
-        "type": "array",
-        "minItems": 1,
-        "maxItems": model.max_tokens - 1,
-        "items": {"type": "integer", "minimum": 0, "maximum": model.vocabulary - 1},
-    }
-    parts = {"type": "array", "items": object_of(type={"const": "text"}, text=STRING)}
-    message = object_of(role={"enum": list(ROLES)}, content={"anyOf": [STRING, parts]})
-    messages = {"type": "array", "minItems": 1, "items": message}
-    text = {"type": "string", "minLength": 1}
-    completion = _body(model, prompt={"anyOf": [text, ids]})
-    chat = _body(model, messages=messages)
-    chat["properties"]["max_completion_tokens"] = _MOST
-    reply = object_of(role={"const": "assistant"}, content=STRING)
-    return document_of(
-        "completions",
-        {
-            "/v1/completions": ("complete", completion, _answers(model, text=STRING)),
-            "/v1/chat/completions": ("chat", chat, _answers(model, message=reply)),
-        },
-        model,
-        with_key=with_key,
-    )
-
-
-_MOST: Schema = {"type": ["integer", "null"], "minimum": 1}
-
-
-def _body(model: ServedModel, **required: Schema) -> Schema:
-    stop = {"type": "string", "minLength": 1}
-    stops = {"type": "array", "maxItems": MAX_STOPS, "items": stop}
-    nothing: Schema = {"type": "null"}
-    return {
-        "type": "object",
-        "required": ["model", *required],
-        "properties": {
-            "model": {"enum": [model.name]},
-            **required,
-            "max_tokens": _MOST,
-            "temperature": {"type": ["number", "null"], "minimum": 0},
-            "top_p": {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 1},
-            "top_k": {"type": ["integer", "null"], "minimum": -1},
-            "seed": {"type": ["integer", "null"]},
-            "stop": {"anyOf": [stop, stops, nothing]},
-            "stream": {
-                "type": ["boolean", "null"],
-                "description": "Answer with server-sent events, as in OpenAI's API.",
-            },
-            "stream_options": {
-                "anyOf": [
-                    {
-                        "type": "object",
-                        "properties": {"include_usage": {"type": ["boolean", "null"]}},
-                    },
-                    nothing,
-                ]
-            },
-            **{name: {"enum": list(values)} for name, values in PLAIN.items()},
-        },
-    }
-
-
-def _answers(model: ServedModel, **content: Schema) -> Schema:
-    choice = object_of(index={"const": 0}, finish_reason={"enum": ["stop", "length"]}, **content)
-    answer = object_of(
-        id=STRING,
-        object=STRING,
-        created=COUNT,
-        model={"const": model.name},
-        choices={"type": "array", "minItems": 1, "maxItems": 1, "items": choice},
-        usage=object_of(prompt_tokens=COUNT, completion_tokens=COUNT, total_tokens=COUNT),
-    )
-    documented = responses(answer, *REASONS)
-    streamed: Any = {"text/event-stream": {}}
-    documented["200"]["content"] |= streamed
-    return documented
 
 
 _POLL_SECONDS = 0.02
@@ -429,6 +355,20 @@ class CompletionService(PoolService):
             await asyncio.to_thread(self._engine.close)
 
 
+class _EventStream(StreamingResponse):
+    """Server-sent events of one answer, whose slot is freed at the end."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], generation: GeneratedSequence) -> None:
+        super().__init__(events, headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+        self._generation = generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._generation:
+            await super().__call__(scope, receive, send)
+
+
 _TOO_LONG = "context_length_exceeded"
 """OpenAI's code of the error."""
 
@@ -436,16 +376,17 @@ _TOO_LONG = "context_length_exceeded"
 class CompletionApp(ServiceApp[CompletionService]):
     """Routes of a completion service."""
 
-    def model_routes(self) -> list[Route]:
-        """See `ServiceApp`."""
-        return [
-            Route("/v1/completions", self.answering(self._complete), methods=["POST"]),
-            Route("/v1/chat/completions", self.answering(self._chat), methods=["POST"]),
-        ]
+    title = "completions"
 
-    def openapi(self, *, with_key: bool) -> Schema:
+    def posts(self) -> list[PostRoute]:
         """See `ServiceApp`."""
-        return completion_document(self.model, with_key=with_key)
+        text = {"type": "string", "minLength": 1}
+        prompt = {"anyOf": [text, token_ids(self.model, self.model.max_tokens - 1)]}
+        limits, plain, chat = {"prompt": prompt}, (_CompletionBody, Completion), _ChatBody
+        return [
+            PostRoute("/v1/completions", "complete", self._complete, *plain, limits, True),
+            PostRoute("/v1/chat/completions", "chat", self._chat, chat, Completion, {}, True),
+        ]
 
     async def _complete(self, request: Request) -> Response:
         async with self.bodies.read(request) as body:
@@ -472,12 +413,12 @@ class CompletionApp(ServiceApp[CompletionService]):
         request.state.facts["prompt_tokens"] = len(prompt)
         if params.stream:
             events = self._streamed(request, params, writer, answer, len(prompt))
-            return EventStream(events, generation)
+            return _EventStream(events, generation)
         with generation:
             text = await unless_client_leaves(request, answer.whole())
         request.state.facts["tokens"] = answer.tokens
         self._count_answer(len(prompt) + answer.tokens)
-        return json_answer(writer.whole(text, answer.reason, (len(prompt), answer.tokens)))
+        return json_answer(writer.whole(text, answer.reason, Usage.of(len(prompt), answer.tokens)))
 
     async def _tokens(self, params: CompletionParams) -> list[int]:
         """Tokenize the prompt in a thread; raise `ApiError` if it is too long to tokenize."""
@@ -513,7 +454,7 @@ class CompletionApp(ServiceApp[CompletionService]):
                 yield event
             async for text in answer.pieces():
                 yield writer.chunk(text)
-            usage = (n_prompt, answer.tokens) if params.with_usage else None
+            usage = Usage.of(n_prompt, answer.tokens) if params.with_usage else None
             for event in writer.last_chunk(answer.reason, usage):
                 yield event
             request.state.outcome = 200
@@ -522,7 +463,7 @@ class CompletionApp(ServiceApp[CompletionService]):
             failure = self.as_api_error(error, request.state.request_id)
             request.state.outcome = failure.status
             self.service.metrics.errors.labels(failure.code or failure.kind).inc()
-            yield error_event(failure)
+            yield _event(failure.response())
         finally:
             request.state.facts["tokens"] = answer.tokens
 

@@ -16,33 +16,119 @@ items relies on this.
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar
 
+import msgspec
 import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from shm_broadcast import CoordinatorError
 
-from ..config import ServiceLimits
+from ..config import MAX_INPUTS, ServiceLimits
 from ..errors import CallTimeoutError, PoolClosedError, QueueFullError
 from ..spans import Carrier, carried, of_batch
 from ..workers.minilm import EncodedText, InputTooLongError, SentenceTokenizer
-from .api import ApiError, ServedModel
-from .embedding_api import FORMATS, MAX_INPUTS, Input, read_request, write_response
-from .face import ServiceApp, json_answer, unless_client_leaves
-from .openapi import COUNT, REASONS, STRING, Schema, document_of, object_of, responses
+from .api import ApiError, ServedModel, decode_body
+from .app import ServiceApp, json_answer, unless_client_leaves
+from .openapi import PostRoute, token_ids
 from .pool_service import InstrumentedPool, NotReadyError, PoolService
 
 if TYPE_CHECKING:
     from ..pool import WorkerPool
     from ..replicas import Replicas
+
+
+Input: TypeAlias = "str | list[int]"
+
+
+class EmbeddingRequest(msgspec.Struct):
+    """Body of ``POST /v1/embeddings``.
+
+    ``truncate`` extends OpenAI's API: whether to cut long inputs; ``None``: the server's default.
+    """
+
+    model: str
+    input: str | list[str | int | list[int]]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    user: str | None = None
+    truncate: bool | None = None
+
+
+class Embedding(msgspec.Struct, tag_field="object", tag="embedding"):
+    """One vector, as numbers or base64 of float32."""
+
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(msgspec.Struct):
+    """Counts of tokens."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingResponse(msgspec.Struct, tag_field="object", tag="list"):
+    """Body of the response to ``POST /v1/embeddings``."""
+
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
+_decoder = msgspec.json.Decoder(EmbeddingRequest)
+
+
+def read_request(
+    body: bytes | bytearray, model: ServedModel
+) -> tuple[EmbeddingRequest, list[Input]]:
+    """Return the parsed request and the list of its inputs; raise `ApiError`: 400 or 404."""
+    request = decode_body(_decoder, body, "an embeddings request")
+    model.check_name(request.model)
+    hidden = model.hidden_size
+    if request.dimensions not in (None, hidden):
+        message = f"dimensions must be {hidden}, all that this model has; got {request.dimensions}"
+        raise ApiError(400, message, param="dimensions")
+    return request, _inputs(request.input)
+
+
+def response_to(
+    request: EmbeddingRequest, vectors: Sequence[np.ndarray], n_tokens: int
+) -> EmbeddingResponse:
+    """Return the response; ``vectors``: float32 [hidden] per input."""
+    as_text = request.encoding_format == "base64"
+    data = [
+        Embedding(index, _base64(vector) if as_text else vector.tolist())
+        for index, vector in enumerate(vectors)
+    ]
+    return EmbeddingResponse(data, request.model, EmbeddingUsage(n_tokens, n_tokens))
+
+
+def _inputs(given: str | list[Any]) -> list[Input]:
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise ApiError(400, "input is an empty list", param="input")
+    kinds = set(map(type, given))
+    if len(kinds) > 1:
+        raise ApiError(400, "input mixes texts, token ids and lists of them", param="input")
+    inputs: list[Input] = [given] if int in kinds else given
+    if len(inputs) > MAX_INPUTS:
+        message = f"input has {len(inputs)} items; at most {MAX_INPUTS} are allowed"
+        raise ApiError(400, message, param="input")
+    return inputs
+
+
+def _base64(vector: np.ndarray) -> str:
+    return base64.b64encode(vector.astype("<f4", copy=False).tobytes()).decode()
 
 
 Item = TypeVar("Item", bound="Sized")
@@ -425,53 +511,10 @@ async def _vectors(
     return list(vectors)
 
 
-def embedding_document(model: ServedModel, *, with_key: bool) -> Schema:
-    """Return the service's OpenAPI 3.1 document; ``with_key``: requests need an API key."""
-    routes = {"/v1/embeddings": ("embed", _request(model), responses(_answer(model), *REASONS))}
-    return document_of("embeddings", routes, model, with_key=with_key)
-
-
-def _request(model: ServedModel) -> Schema:
-    ids = {
-        "type": "array",
-        "minItems": 1,
-        "maxItems": model.max_tokens,
-        "items": {"type": "integer", "minimum": 0, "maximum": model.vocabulary - 1},
-    }
-    many = {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS}
-    return {
-        "type": "object",
-        "required": ["model", "input"],
-        "properties": {
-            "model": {"enum": [model.name]},
-            "input": {"anyOf": [STRING, {**many, "items": STRING}, ids, {**many, "items": ids}]},
-            "encoding_format": {"enum": [*FORMATS, None]},
-            "dimensions": {"enum": [model.hidden_size, None]},
-            "user": {"type": ["string", "null"]},
-            "truncate": {
-                "type": ["boolean", "null"],
-                "description": f"Cut inputs of more than {model.max_tokens} tokens.",
-            },
-        },
-    }
-
-
-def _answer(model: ServedModel) -> Schema:
-    size = model.hidden_size
-    floats = {"type": "array", "minItems": size, "maxItems": size, "items": {"type": "number"}}
-    entry = object_of(
-        object={"const": "embedding"}, index=COUNT, embedding={"anyOf": [floats, STRING]}
-    )
-    return object_of(
-        object={"const": "list"},
-        data={"type": "array", "items": entry},
-        model={"const": model.name},
-        usage=object_of(prompt_tokens=COUNT, total_tokens=COUNT),
-    )
-
-
 class EmbeddingApp(ServiceApp[EmbeddingService]):
     """Routes of an embedding service; ``truncate``: default of the field in requests."""
+
+    title = "embeddings"
 
     def __init__(
         self,
@@ -485,13 +528,17 @@ class EmbeddingApp(ServiceApp[EmbeddingService]):
         super().__init__(service, model, api_key=api_key, on_failure=on_failure)
         self._truncate = truncate
 
-    def model_routes(self) -> list[Route]:
+    def posts(self) -> list[PostRoute]:
         """See `ServiceApp`."""
-        return [Route("/v1/embeddings", self.answering(self._embed), methods=["POST"])]
-
-    def openapi(self, *, with_key: bool) -> Schema:
-        """See `ServiceApp`."""
-        return embedding_document(self.model, with_key=with_key)
+        model, text = self.model, {"type": "string"}
+        ids = token_ids(model, model.max_tokens)
+        many = {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS}
+        limits = {
+            "input": {"anyOf": [text, {**many, "items": text}, ids, {**many, "items": ids}]},
+            "dimensions": {"enum": [model.hidden_size, None]},
+        }
+        types = EmbeddingRequest, EmbeddingResponse
+        return [PostRoute("/v1/embeddings", "embed", self._embed, *types, limits)]
 
     def as_api_error(self, error: Exception, request_id: str) -> ApiError:
         """See `ServiceApp`."""
@@ -509,7 +556,7 @@ class EmbeddingApp(ServiceApp[EmbeddingService]):
             embedded = await unless_client_leaves(
                 request, self.service.embed(inputs, truncate=truncate)
             )
-        response = json_answer(write_response(parsed, embedded.vectors, embedded.n_tokens))
+        response = json_answer(response_to(parsed, embedded.vectors, embedded.n_tokens))
         request.state.facts.update(inputs=len(inputs), tokens=embedded.n_tokens)
         self.service.metrics.inputs.inc(len(inputs))
         self.service.metrics.tokens.inc(embedded.n_tokens)

@@ -1,50 +1,16 @@
-"""Listen for clients within the limit of open descriptors."""
+"""Listen for clients at an address."""
 
 from __future__ import annotations
 
 import ipaddress
 import resource
 import socket
-from dataclasses import dataclass
-
-from ..driver.limits import open_files
-from ..errors import DescriptorLimitError
-
-_PROCESS_DESCRIPTORS = 32
-"""Descriptors for the event loop and for files."""
-SPARE_CONNECTIONS = 16
-"""Connections beyond the limit, for requests about the service's state."""
-_PER_WORKER = 16
-"""Descriptors for each worker: queues, channels, pidfds."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shares:
-    """Maximum connections, without `SPARE_CONNECTIONS`, and accepts at once."""
-
-    connections: int
-    accepts: int
-
-
-def raise_limit() -> int:
-    """Raise the soft limit of open files to the hard limit; return it."""
+def raise_limit() -> None:
+    """Raise the soft limit of open files to the hard limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return hard
-
-
-def connection_shares(limit: int, wanted: int, n_workers: int) -> Shares:
-    """Return the descriptors that clients may use, before the workers start.
-
-    Raises:
-        DescriptorLimitError: no descriptor is left for a connection.
-    """
-    reserve = _PROCESS_DESCRIPTORS + _PER_WORKER * n_workers
-    accepts = reserve // 4
-    taken = open_files() + reserve + accepts + SPARE_CONNECTIONS
-    if limit <= taken:
-        raise DescriptorLimitError(limit, taken + 1)
-    return Shares(min(wanted, limit - taken), accepts)
 
 
 BACKLOG = 2048

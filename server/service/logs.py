@@ -7,8 +7,8 @@ import logging
 import os
 import select
 import sys
-from datetime import UTC, datetime
-from typing import Any, TextIO
+import time
+from typing import TextIO
 
 from shm_broadcast import Deadline
 from shm_broadcast.deadline import milliseconds
@@ -28,17 +28,12 @@ _KIND_SECONDS = 60.0
 _READER_SECONDS = 0.5
 
 
-def utc(seconds: float) -> str:
-    """Return a time since the epoch as ISO 8601 text, in milliseconds."""
-    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%S.%f}"[:-3] + "Z"
-
-
-class UtcFormatter(logging.Formatter):
+class _UtcFormatter(logging.Formatter):
     """Formats records with the time in UTC, in milliseconds."""
 
-    def formatTime(self, record: logging.LogRecord, _: str | None = None) -> str:  # noqa: N802
-        """Return the record's time."""
-        return utc(record.created)
+    converter = staticmethod(time.gmtime)
+    default_time_format = "%Y-%m-%dT%H:%M:%S"
+    default_msec_format = "%s.%03dZ"
 
 
 class RateLimitFilter(logging.Filter):
@@ -65,31 +60,26 @@ class RateLimitFilter(logging.Filter):
         return count < self._limit
 
 
-class _AccessAsJson(logging.Formatter):
+class _AccessFormatter(_UtcFormatter):
     def format(self, record: logging.LogRecord) -> str:
-        return json.dumps({"time": utc(record.created), **_facts(record)})
-
-
-class _AccessAsText(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        shown = dict(_facts(record))
+        shown = dict(record.__dict__["facts"])
         client, method, path = (shown.pop(name) for name in ("client", "method", "path"))
         fields = " ".join(f"{name}={value}" for name, value in shown.items())
-        return f"{utc(record.created)} {client} {method} {json.dumps(path)} {fields}"
+        return f"{self.formatTime(record)} {client} {method} {json.dumps(path)} {fields}"
 
 
-class _LogAsJson(logging.Formatter):
+class _JsonFormatter(_UtcFormatter):
     def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, Any] = {
-            "time": utc(record.created),
+        given = record.__dict__
+        facts = given.get("facts") or {
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
+            **{name: given[name] for name in FIELDS if given.get(name) is not None},
         }
-        line |= {name: value for name in FIELDS if (value := record.__dict__.get(name)) is not None}
         if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line)
+            facts["traceback"] = self.formatException(record.exc_info)
+        return json.dumps({"time": self.formatTime(record), **facts})
 
 
 class _UnblockedHandler(logging.StreamHandler[TextIO]):
@@ -148,21 +138,13 @@ class _AccessHandler(_UnblockedHandler):
             super().handleError(record)
             return
         _log.warning("the access log cannot be written: %s", error)
-        if isinstance(error, BrokenPipeError):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.stream.fileno())  # also for the flush at exit
-            os.close(nowhere)
-
-
-def _facts(record: logging.LogRecord) -> dict[str, Any]:
-    facts: dict[str, Any] = record.__dict__["facts"]
-    return facts
+        logging.getLogger(ACCESS).disabled = isinstance(error, BrokenPipeError)
 
 
 def configure(access: str, *, as_json: bool = False) -> None:
     """Log to stderr from WARNING, and write the access log; ``as_json``: JSON lines, from INFO."""
     handler: logging.Handler = _UnblockedHandler(sys.stderr, "the log")
-    handler.setFormatter(_LogAsJson() if as_json else UtcFormatter(FORMAT))
+    handler.setFormatter(_JsonFormatter() if as_json else _UtcFormatter(FORMAT))
     handler.addFilter(RateLimitFilter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     for package in (PACKAGE, *LOWER_FLOORS):
@@ -172,5 +154,5 @@ def configure(access: str, *, as_json: bool = False) -> None:
     requests.propagate = False
     requests.disabled = access == "off"
     handler = _AccessHandler(sys.stdout, "the access log")
-    handler.setFormatter(_AccessAsJson() if access == "json" else _AccessAsText())
+    handler.setFormatter(_JsonFormatter() if access == "json" else _AccessFormatter())
     requests.handlers = [handler]

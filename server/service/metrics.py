@@ -76,22 +76,7 @@ class Metrics:
         self.batch_tokens = Histogram(
             "pool_batch_tokens", "Tokens of a batch", buckets=_TOKENS, registry=registry
         )
-        self.refusals = Counter(
-            "connections_refused",
-            "Connections closed without a request",
-            ["status"],
-            registry=registry,
-        )
         registry.register(_Now(now))
-
-    def fail(self, status: int, code: str) -> None:
-        """Count a request that was answered with an error."""
-        self.requests.labels(str(status)).inc()
-        self.errors.labels(code).inc()
-
-    def refuse(self, status: int) -> None:
-        """Count a connection that was closed with an error before a request."""
-        self.refusals.labels(str(status)).inc()
 
     def totals(self) -> dict[str, Any]:
         """Return answers, inputs, tokens and latencies since the start, as plain data.

@@ -1,26 +1,26 @@
-"""Build the OpenAPI document of a service."""
+"""Build the OpenAPI document of a service from the types of its requests and responses."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
-if TYPE_CHECKING:
-    from .api import ServedModel
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
 
+from .api import ErrorResponse, Health, ModelEntry, ModelList, Readiness, ServedModel
 
 Schema: TypeAlias = "dict[str, Any]"
 
-STRING: Schema = {"type": "string"}
-COUNT: Schema = {"type": "integer", "minimum": 0}
-REASONS = {
+_JSON = "application/json"
+_ERRORS = {
     400: "The request is invalid; the message has the reason.",
     401: "The API key is missing or wrong.",
     404: "The model does not exist.",
-    408: "The request did not arrive in time.",
     413: "The body is too large.",
     415: "The body is compressed.",
-    421: "There is no API key, and the request names another host.",
     429: "The queue is full; try again.",
     500: "The workers failed to compute it.",
     503: "The service is starting, restarting, stalled, stopping or failed.",
@@ -28,105 +28,105 @@ REASONS = {
 }
 
 
-def document_of(
-    what: str,
-    asked: Mapping[str, tuple[str, Schema, Schema]],
-    model: ServedModel,
-    *,
-    with_key: bool,
-) -> Schema:
-    """Return the OpenAPI 3.1 document of a service; ``what`` names its kind.
+@dataclass(frozen=True, slots=True)
+class PostRoute:
+    """One route to the model: its path, id, handler and types.
 
-    ``asked`` has operation id, body and responses of each route to the model, by path.
+    Attributes:
+        limits: schemas of fields of the request that depend on the model.
+        streams: whether the response may be server-sent events.
     """
-    locked: list[Any] = [{"bearer": []}] if with_key else []
-    name = {"name": "model", "in": "path", "required": True, "schema": {"enum": [model.name]}}
+
+    path: str
+    name: str
+    handler: Callable[[Request], Awaitable[Response]]
+    request: type[msgspec.Struct]
+    response: type[msgspec.Struct]
+    limits: Schema
+    streams: bool = False
+
+
+def document_of(
+    title: str, posts: Sequence[PostRoute], model: ServedModel, *, with_key: bool
+) -> Schema:
+    """Return the OpenAPI 3.1 document of a service; ``with_key``: requests need an API key."""
+    types = [ErrorResponse, ModelList, ModelEntry, Health, Readiness]
+    types += [each for post in posts for each in (post.request, post.response)]
+    _, schemas = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
+    for post in posts:
+        limits = {"model": {"const": model.name}, **post.limits}
+        schemas[post.request.__name__]["properties"] |= limits
+    locked: list[Schema] = [{"bearer": []}] if with_key else []
+    refused = (401,) if with_key else ()
+
+    def get(name: str, content: Schema, errors: tuple[int, ...] = refused, **more: Any) -> Schema:
+        security = locked if errors else []
+        responses = {**_responses(content, errors), **more}
+        return {"get": {"operationId": name, "security": security, "responses": responses}}
+
+    def probe(name: str, answer: type[msgspec.Struct]) -> Schema:
+        failed = {"description": "The check failed.", "content": _json(answer)}
+        return get(name, _json(answer), (), **{"503": failed})
+
+    one = {"name": "model", "in": "path", "required": True, "schema": {"const": model.name}}
     return {
         "openapi": "3.1.0",
-        "info": {"title": f"group-coordinator {what}", "version": "1"},
+        "info": {"title": f"group-coordinator {title}", "version": "1"},
         "paths": {
-            "/": _get("page", STRING, [], kind="text/html"),
-            "/events": _get("events", STRING, locked, 503, kind="text/event-stream"),
+            "/": get("page", _text("text/html"), ()),
             **{
-                path: {
+                post.path: {
                     "post": {
-                        "operationId": operation,
+                        "operationId": post.name,
                         "security": locked,
-                        "requestBody": {
-                            "required": True,
-                            "content": {"application/json": {"schema": body}},
-                        },
-                        "responses": answers,
+                        "requestBody": {"required": True, "content": _json(post.request)},
+                        "responses": _responses(_answers(post), _ERRORS),
                     }
                 }
-                for path, (operation, body, answers) in asked.items()
+                for post in posts
             },
-            "/v1/models": _get("models", _models(), locked),
+            "/v1/models": get("models", _json(ModelList)),
             "/v1/models/{model}": {
-                **_get("model", _entry(), locked, 404),
-                "parameters": [name],
+                **get("model", _json(ModelEntry), (*refused, 404)),
+                "parameters": [one],
             },
-            "/health": _get("health", object_of(status=STRING), [], failing=_reason("status")),
-            "/health/progress": _get(
-                "progress", object_of(status=STRING), [], failing=_reason("status")
-            ),
-            "/ready": _get(
-                "ready", object_of(ready={"const": True}), [], failing=_reason("ready", "boolean")
-            ),
-            "/status": _get("status", {"type": "object"}, locked),
-            "/metrics": _get("metrics", STRING, locked, kind="text/plain"),
+            "/health": probe("health", Health),
+            "/health/progress": probe("progress", Health),
+            "/ready": probe("ready", Readiness),
+            "/status": get("status", {_JSON: {"schema": {"type": "object"}}}),
+            "/metrics": get("metrics", _text("text/plain")),
         },
         "components": {
             "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
-            "schemas": {"Error": _error()},
+            "schemas": schemas,
         },
     }
 
 
-def _models() -> Schema:
-    return object_of(object={"const": "list"}, data={"type": "array", "items": _entry()})
+def _json(kind: type[msgspec.Struct]) -> Schema:
+    return {_JSON: {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}}
 
 
-def _entry() -> Schema:
-    return object_of(id=STRING, object={"const": "model"}, created=COUNT, owned_by=STRING)
+def _answers(post: PostRoute) -> Schema:
+    streams: Schema = {"text/event-stream": {}} if post.streams else {}
+    return {**_json(post.response), **streams}
 
 
-def _error() -> Schema:
-    maybe = {"type": ["string", "null"]}
-    return object_of(error=object_of(message=STRING, type=STRING, param=maybe, code=maybe))
+def _text(kind: str) -> Schema:
+    return {kind: {"schema": {"type": "string"}}}
 
 
-def _reason(what: str, kind: str = "string") -> Schema:
-    return object_of(**{what: {"type": kind}, "reason": STRING})
+def _responses(content: Schema, errors: Iterable[int]) -> Schema:
+    return {
+        "200": {"description": "Success.", "content": content},
+        **{
+            str(status): {"description": _ERRORS[status], "content": _json(ErrorResponse)}
+            for status in errors
+        },
+    }
 
 
-def object_of(**properties: Schema) -> Schema:
-    """Return the schema of an object that requires all ``properties``."""
-    return {"type": "object", "required": list(properties), "properties": properties}
-
-
-def _get(
-    operation: str,
-    schema: Schema,
-    security: list[Any],
-    *statuses: int,
-    kind: str = "application/json",
-    failing: Schema | None = None,
-) -> Schema:
-    refused = (401,) if security else (421,) if failing is None else ()
-    documented = responses(schema, *refused, *statuses, kind=kind)
-    if failing is not None:
-        documented["503"] = {
-            "description": "The check failed.",
-            "content": {kind: {"schema": failing}},
-        }
-    return {"get": {"operationId": operation, "security": security, "responses": documented}}
-
-
-def responses(schema: Schema, *statuses: int, kind: str = "application/json") -> Schema:
-    """Return responses: 200 with ``schema``, and errors with ``statuses``."""
-    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    documented: Schema = {"200": {"description": "Success.", "content": {kind: {"schema": schema}}}}
-    for status in statuses:
-        documented[str(status)] = {"description": REASONS[status], "content": error}
-    return documented
+def token_ids(model: ServedModel, most: int) -> Schema:
+    """Return the schema of 1 to ``most`` token ids."""
+    ids = {"type": "integer", "minimum": 0, "maximum": model.vocabulary - 1}
+    return {"type": "array", "minItems": 1, "maxItems": most, "items": ids}

@@ -86,7 +86,8 @@ def check(page: str, words: list[str]) -> None:
 
 def is_served(path: str) -> bool:
     """Whether a service has a route of this path."""
-    return any(f'Route("{path}"' in face.read_text() for face in ROOT.glob("server/service/*.py"))
+    route = f'Route("{path}"'
+    return any(route in each.read_text() for each in ROOT.glob("server/service/*.py"))
 
 
 def _ours(options: list[str]) -> None:

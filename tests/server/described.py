@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractAsyncContextManager
 
-    from server.service.face import ServiceApp
+    from server.service.app import ServiceApp
 
 
 def operations(document: dict[str, Any]) -> dict[str, Any]:
@@ -29,15 +29,15 @@ def operations(document: dict[str, Any]) -> dict[str, Any]:
     return {each.label: each for each in found}
 
 
-def check_routes(face: ServiceApp[Any]) -> None:
-    """The routes of a face are those that its document describes, and the document's own."""
+def check_routes(app: ServiceApp[Any]) -> None:
+    """The routes are those that the document describes, and its own."""
     answered = {
         f"{method} {route.path.replace(':path', '')}"
-        for route in face.app().routes
+        for route in app.app().routes
         if isinstance(route, Route)
         for method in (route.methods or {"GET"}) - {"HEAD"}
     }
-    assert answered == {*operations(face.openapi(with_key=False)), "GET /openapi.json"}
+    assert answered == {*operations(app.openapi()), "GET /openapi.json"}
 
 
 def ask(operation: Any, mode: GenerationMode, url: str, examples: int) -> None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import numpy as np
-import uvicorn
 
 from coordinator.rank_grid import RankGrid
 from server.config import ServiceLimits
@@ -18,7 +17,7 @@ from server.errors import CallTimeoutError, WorkerError, WorkerLostError
 from server.service.api import ServedModel
 from server.service.embeddings import PROBE, EmbeddingApp, EmbeddingService
 from server.service.listener import listen
-from server.service.web_server import ConnectionLimits, TimedConnection, WebServer
+from server.service.web_server import WebServer
 from server.workers.minilm import EncodedText, InputTooLongError
 from shm_broadcast import CoordinatorError, MemberStatus
 from shm_broadcast.state.flight_recorder import VerbTotal
@@ -27,7 +26,7 @@ from tests.patience import auntil
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-    from server.service.face import ServiceApp
+    from server.service.app import ServiceApp
 
 STUCK = MemberStatus(1, 4242, "busy", "all_reduce", 7, 12.5)
 
@@ -145,7 +144,7 @@ MAX_TOKENS = 10_000
 MODEL = ServedModel("m", 1, MAX_TOKENS, 9)
 
 
-def face(service: EmbeddingService, api_key: str | None = None) -> EmbeddingApp:
+def app_of(service: EmbeddingService, api_key: str | None = None) -> EmbeddingApp:
     return EmbeddingApp(service, MODEL, api_key=api_key, truncate=False, on_failure=lambda: None)
 
 
@@ -164,7 +163,7 @@ async def site(
         ServiceLimits(**{"max_tokens": 16, "max_waiting": 4, **TIMES, **limits}),
         in_flight=in_flight,
     )
-    transport = httpx.ASGITransport(face(service, api_key).app())
+    transport = httpx.ASGITransport(app_of(service, api_key).app())
     service.start(lambda: None)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         here = Site(pool, service, client)
@@ -175,25 +174,18 @@ async def site(
 
 
 @asynccontextmanager
-async def listening(site: Site, api_key: str | None = None, **limits: Any) -> AsyncIterator[str]:
-    """The service behind a socket of its own, with `ConnectionLimits`; gives its URL."""
-    refused = site.service.metrics.refuse
-    async with serving(face(site.service, api_key), refused=refused, **limits) as url:
+async def listening(
+    site: Site, api_key: str | None = None, connections: int = 1000
+) -> AsyncIterator[str]:
+    """The service behind a socket of its own; gives its URL."""
+    async with serving(app_of(site.service, api_key), connections) as url:
         yield url
 
 
 @asynccontextmanager
-async def serving(front: ServiceApp[Any], **limits: Any) -> AsyncIterator[str]:
-    """A face behind a socket of its own, with `ConnectionLimits`; gives its URL."""
-    config = uvicorn.Config(
-        front.app(),
-        http=TimedConnection.within(ConnectionLimits(**limits)),
-        ws="none",
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-    )
-    server = WebServer(config, lambda _: None, front.live.close, 60.0)
+async def serving(front: ServiceApp[Any], connections: int = 1000) -> AsyncIterator[str]:
+    """An application behind a socket of its own; gives its URL."""
+    server = WebServer(front.app(), connections, lambda _: None, 60.0, lifespan="off")
     with listen("127.0.0.1", 0) as listener:
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -82,9 +82,9 @@ async def site(
         ServiceLimits(**{"max_tokens": 16, "max_waiting": 8, **given}),
     )
     model = ServedModel("m", 36, length, 257)
-    face = CompletionApp(service, model, api_key=api_key, on_failure=lambda: None)
+    app = CompletionApp(service, model, api_key=api_key, on_failure=lambda: None)
     service.start(lambda: None)
-    async with serving(face, refused=service.metrics.refuse) as url:
+    async with serving(app) as url:
         here = Site(folder, pool, service, url)
         await auntil(lambda: service.state != "starting")
         yield here
@@ -193,13 +193,13 @@ def test_seeds(llama: Path) -> None:
         ({"prompt": "x" * 64}, 400, "has 64 tokens; with its answer at most 64 fit"),
         ({"prompt": "x" * 1_000_000}, 400, "1000000 characters; at most"),
         ({"prompt": "\ud800"}, 400, "the body is not JSON"),
-        ({"max_tokens": 0}, 400, "max_tokens must be 1 or more; got 0"),
+        ({"max_tokens": 0}, 400, "Expected `int` >= 1 - at `$.max_tokens`"),
         ({"max_tokens": "many"}, 400, "max_tokens"),
-        ({"temperature": -1}, 400, "temperature must be 0 or more"),
-        ({"top_p": 0}, 400, "top_p must be more than 0"),
-        ({"top_k": -2}, 400, "top_k must be 0 or more"),
-        ({"stop": ""}, 400, "stop has an empty text"),
-        ({"stop": ["a"] * 5}, 400, "stop has 5 items"),
+        ({"temperature": -1}, 400, "Expected `float` >= 0.0 - at `$.temperature`"),
+        ({"top_p": 0}, 400, "Expected `float` > 0.0 - at `$.top_p`"),
+        ({"top_k": -2}, 400, "Expected `int` >= -1 - at `$.top_k`"),
+        ({"stop": ""}, 400, "Expected `str` of length >= 1 - at `$.stop`"),
+        ({"stop": ["a"] * 5}, 400, "Expected `array` of length <= 4 - at `$.stop`"),
         ({"n": 2}, 400, "n is not supported"),
         ({"echo": True}, 400, "echo is not supported"),
         ({"logprobs": 1}, 400, "logprobs is not supported"),
@@ -234,24 +234,24 @@ def test_requests_that_are_refused(
 @pytest.mark.parametrize(
     ("fields", "param", "text"),
     [
-        ({"messages": []}, "messages", "messages is an empty list"),
+        ({"messages": []}, "messages", r"Expected `array` of length >= 1 - at `\$.messages`"),
         ({"messages": [{"role": "user"}]}, "messages", "not a request for a chat: .*content"),
         ({"messages": [{"role": "user", "content": "x" * 64}]}, "messages", "with its answer at"),
         ({"messages": [{"role": "tool", "content": ""}] * 65}, "messages", "has 65 messages"),
         (
             {"messages": [*CHAT, {"role": "bogus", "content": "x"}]},
             "messages",
-            "a message has the role 'bogus'; it must be one of .*'system', 'developer', 'user'",
+            r"Invalid enum value 'bogus' - at `\$.messages\[1\].role`",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             "messages",
-            "a message has a part of type 'image_url'; this model takes text alone",
+            r"Invalid value 'image_url' - at `\$.messages\[0\].content\[0\].type`",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
             "messages",
-            "a message has a part of type 'text'; this model takes text alone",
+            r"missing required field `text` - at `\$.messages\[0\].content\[0\]`",
         ),
     ],
     ids=lambda value: repr(value)[:40],
@@ -299,7 +299,9 @@ def test_chats_that_are_refused(llama: Path, tmp_path: Path) -> None:
         with pytest.raises(openai.BadRequestError, match="tools is not supported"):
             await here.chat(tools=[{"type": "function", "function": {"name": "f"}}])
         for most, older, name in ((3, 0, "max_tokens"), (0, 3, "max_completion_tokens")):
-            with pytest.raises(openai.BadRequestError, match=f"{name} must be 1 or more; got 0"):
+            with pytest.raises(
+                openai.BadRequestError, match=rf"Expected `int` >= 1 - at `\$.{name}`"
+            ):
                 await here.chat(max_completion_tokens=most, max_tokens=older)
 
     async def untold(here: Site) -> None:

@@ -36,7 +36,6 @@ def exported() -> dict[str, set[str]]:
                 await here.embed("a")
                 await here.embed([])
                 await here.embed("boom")
-            here.service.metrics.refuse(408)
             for family in families(here.service):
                 labels = {label for sample in family.samples for label in sample.labels}
                 for suffix in SUFFIXES[family.type]:

@@ -6,11 +6,13 @@ import base64
 import json
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
+from server.config import MAX_INPUTS
 from server.service.api import MAX_PARTS, MAX_VALUES, ApiError, ServedModel
-from server.service.embedding_api import MAX_INPUTS, read_request, write_response
+from server.service.embeddings import read_request, response_to
 
 MODEL = ServedModel("m", 3, 8, 100)
 
@@ -63,7 +65,7 @@ def test_what_is_wrong_is_told(fields: Any, status: int, param: str, text: str) 
     with pytest.raises(ApiError, match=text) as raised:
         read(**fields)
     assert raised.value.status == status
-    error = json.loads(raised.value.body())["error"]
+    error = msgspec.to_builtins(raised.value.response())["error"]
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
     assert set(error) == {"message", "type", "param", "code"}
 
@@ -124,7 +126,7 @@ def test_what_looks_like_parts_within_a_text_does_not_count(text: str) -> None:
 def test_the_answer_holds_the_vectors_in_order(encoding: str) -> None:
     vectors = [np.array([1.5, -2.0, 0.1], np.float32), np.array([0.0, 4.0, 5.0], np.float32)]
     request, _ = read(input=["a", "b"], encoding_format=encoding)
-    answer = json.loads(write_response(request, vectors, 7))
+    answer = json.loads(msgspec.json.encode(response_to(request, vectors, 7)))
     assert (answer["object"], answer["model"]) == ("list", "m")
     assert answer["usage"] == {"prompt_tokens": 7, "total_tokens": 7}
     for index, (entry, vector) in enumerate(zip(answer["data"], vectors, strict=True)):

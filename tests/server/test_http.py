@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from server.service.face import MAX_BODY_BYTES, SMALL_BODY_BYTES
+from server.service.app import MAX_BODY_BYTES, SMALL_BODY_BYTES
 from tests.patience import auntil
 from tests.server.fake_service import Pool, site
 

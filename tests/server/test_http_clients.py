@@ -7,7 +7,7 @@ import random
 from contextlib import suppress
 
 from benchmarks.http_load import Client
-from server.service.face import MAX_BODY_BYTES
+from server.service.app import MAX_BODY_BYTES
 from tests.patience import auntil
 from tests.server.fake_service import Site, listening, site
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import ssl
 from collections import Counter
 from typing import Any
@@ -14,7 +13,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from server.config import PACKAGED_NAME
 from tests.server.fake_service import MAX_TOKENS, Site, listening, run, site
 from tests.server.served import ForkedServed
-from tests.server.test_http_connections import Raw
 
 CLIENTS = 1000
 KEY = {"authorization": "Bearer secret"}
@@ -115,37 +113,6 @@ def test_counters_are_what_a_thousand_clients_have_counted() -> None:
         assert here.service.status()["totals"]["requests"] == tally.statuses
 
     run(test)
-
-
-async def test_connections_that_are_refused_are_counted() -> None:
-    async with site() as here, listening(here, connections=3, head_seconds=0.2) as url:
-        refused: Counter[str] = Counter()
-        for _ in range(5):
-            async with Raw(url) as silent:
-                refused[(await silent.rest()).split()[1].decode()] += 1
-        found = samples(here.service.metrics.expose().decode())
-        assert labelled(found, "connections_refused_total") == refused == {"408": 5}
-
-
-POST = b"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\n"
-NO_HTTP = {
-    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n": "illegal request line",
-    b"GET /health HTTP/1.1\r\n\r\n": "Missing mandatory Host: header",
-    POST + b"content-length: 1\r\ncontent-length: 2\r\n\r\n": "conflicting Content-Length headers",
-    POST + b"transfer-encoding: chunked\r\n\r\nx\r\n": "illegal chunk header",
-}
-
-
-async def test_what_is_no_http_is_told_and_counted() -> None:
-    async with site() as here, listening(here) as url:
-        for sent, reason in NO_HTTP.items():
-            async with Raw(url) as wrong:
-                wrong.writer.write(sent)
-                head, _, body = (await wrong.rest()).partition(b"\r\n\r\n")
-                assert head.startswith(b"HTTP/1.1 400 ")
-                assert reason in json.loads(body)["error"]["message"]
-        found = samples(here.service.metrics.expose().decode())
-        assert labelled(found, "connections_refused_total") == {"400": len(NO_HTTP)}
 
 
 async def test_what_ranks_did_together_is_told_by_group_and_verb() -> None:

@@ -8,13 +8,13 @@ from ...config import (
     BATCH_TOKENS,
     CHUNK_TOKENS,
     CONTEXT,
+    MAX_INPUTS,
     MAX_RESTARTS,
     PACKAGED_DECODER,
     PACKAGED_NAME,
     RESTARTS,
     SLOTS,
 )
-from ...service.embedding_api import MAX_INPUTS
 from ...service.logs import ACCESS_MODES
 from . import shared_options
 
@@ -43,9 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{BATCH_TOKENS}; for completions {CHUNK_TOKENS})")  # fmt: skip
     add("--max-waiting", type=int, default=2 * MAX_INPUTS, metavar="N", help="inputs that may "
         f"wait before requests get 429 (default {2 * MAX_INPUTS})")  # fmt: skip
-    add("--max-connections", type=int, default=1000, metavar="N", help="maximum open "
-        "connections; above, the longest idle one is closed for a new one; 16 more may request "
-        "the service's state (default 1000)")  # fmt: skip
+    add("--max-connections", type=int, default=1000, metavar="N", help="open connections above "
+        "which requests get 503 (default 1000)")  # fmt: skip
     add("--truncate", action="store_true", help="cut inputs that are too long, unless a "
         "request sets truncate (default: reject them)")  # fmt: skip
     add("--access-log", choices=ACCESS_MODES, default="off", help="a line on stdout for each "

@@ -1,7 +1,6 @@
 """Serve the routes that all services share: keys, body limits, errors, access log.
 
     GET  /                page with the live state of the service and its workers
-    GET  /events          data of the page, as server-sent events
     POST /v1/...          requests to the model, as in OpenAI's API; see /openapi.json
     GET  /v1/models       the model, also as /v1/models/NAME
     GET  /openapi.json    OpenAPI document
@@ -20,17 +19,15 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import ipaddress
 import logging
 import re
 import socket
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -38,6 +35,7 @@ from starlette.background import BackgroundTask
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
@@ -46,17 +44,16 @@ from shm_broadcast import CoordinatorError
 
 from ..errors import QueueFullError, WorkerLostError
 from ..spans import begin_request, end_request, within
-from .api import ApiError, ServedModel, clipped, too_many_connections
+from .api import ApiError, Health, ModelList, Readiness, ServedModel, clipped
 from .logs import ACCESS
 from .metrics import CONTENT_TYPE
-from .page import SnapshotBroadcaster, page_route
+from .openapi import PostRoute, Schema, document_of
+from .page import page_route
 from .pool_service import NotReadyError, PoolService
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-    from .openapi import Schema
 
 
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -67,7 +64,7 @@ class AccessLog:
     """Logs each request, and gives it an id.
 
     The id is the client's ``X-Request-ID`` if short and printable. A handler may add fields to
-    ``request.state.facts``.
+    ``request.state.facts``. A request whose end a proxy may see elsewhere is refused.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -81,8 +78,9 @@ class AccessLog:
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _ID.fullmatch(given) else uuid.uuid4().hex
         facts: dict[str, Any] = {}
-        state = scope.setdefault("state", {})
-        state.update(request_id=request_id, facts=facts)
+        scope.setdefault("state", {}).update(request_id=request_id, facts=facts)
+        names = {name for name, _ in scope["headers"]}
+        app = _two_lengths() if {b"content-length", b"transfer-encoding"} <= names else self._app
         status, size = 0, 0
 
         async def answer(message: Message) -> None:
@@ -96,7 +94,7 @@ class AccessLog:
 
         began = time.perf_counter()
         try:
-            await self._app(scope, receive, answer)
+            await app(scope, receive, answer)
         finally:
             client = scope.get("client")
             path = scope.get("raw_path", b"").decode("ascii", "backslashreplace")
@@ -183,9 +181,11 @@ class ServiceApp(ABC, Generic[Service]):
         on_failure: called when the service has failed for good.
 
     Attributes:
-        live: broadcaster of ``/events``.
+        title: kind of the service.
         bodies: bodies of running requests.
     """
+
+    title: ClassVar[str]
 
     def __init__(
         self,
@@ -199,59 +199,59 @@ class ServiceApp(ABC, Generic[Service]):
         self._api_key = api_key
         self._on_failure = on_failure
         self.model = model
-        self.live = SnapshotBroadcaster(self._snapshot)
         self.bodies = BodyLimiter()
 
-    def app(self, *within: Middleware) -> Starlette:
-        """Return the ASGI application, which runs the service; ``within``: inner middleware."""
-        document = self.openapi(with_key=self._api_key is not None)
+    def app(self, names: Sequence[str] = ("*",)) -> Starlette:
+        """Return the ASGI application; ``names``: hosts that requests may name, by default all."""
         app = Starlette(
             routes=[
                 Route("/", page_route()),
-                Route("/events", self.guarded(self._events)),
-                *self.model_routes(),
+                *(
+                    Route(post.path, self.answering(post.handler), methods=["POST"])
+                    for post in self.posts()
+                ),
                 Route("/v1/models", self.guarded(self._models)),
                 Route("/v1/models/{model:path}", self.guarded(self._one_model)),
-                Route("/openapi.json", self.guarded(_always(document))),
+                Route("/openapi.json", self.guarded(self._openapi)),
                 Route("/health", self._health),
                 Route("/health/progress", self._progress),
                 Route("/ready", self._ready),
                 Route("/status", self.guarded(self._status)),
                 Route("/metrics", self.guarded(self._metrics)),
             ],
-            middleware=[Middleware(AccessLog), *within],
-            exception_handlers={HTTPException: _no_such_route},
+            middleware=[
+                Middleware(AccessLog),
+                Middleware(TrustedHostMiddleware, allowed_hosts=names, www_redirect=False),
+            ],
+            exception_handlers={HTTPException: _no_such_route, ApiError: _failed},
             lifespan=self._lifespan,
         )
         app.router.redirect_slashes = False  # clients behind a proxy cannot use the redirect's URL
         return app
 
     @abstractmethod
-    def model_routes(self) -> list[Route]:
+    def posts(self) -> list[PostRoute]:
         """Return the routes to the model."""
 
-    @abstractmethod
-    def openapi(self, *, with_key: bool) -> Schema:
-        """Return the OpenAPI document; ``with_key``: requests need an API key."""
+    def openapi(self) -> Schema:
+        """Return the OpenAPI 3.1 document."""
+        with_key = self._api_key is not None
+        return document_of(self.title, self.posts(), self.model, with_key=with_key)
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         self.service.start(self._on_failure)
         yield
-        self.live.close()
         await self.service.stop()
 
     def guarded(
         self, answer: Callable[[Request], Awaitable[Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
-        """Wrap a handler: check the key, and respond to an `ApiError`."""
+        """Wrap a handler: check the key."""
 
         async def guarded(request: Request) -> Response:
-            try:
-                self._check_key(request)
-                return await answer(request)
-            except ApiError as error:
-                return error_answer(error)
+            self._check_key(request)
+            return await answer(request)
 
         return guarded
 
@@ -270,7 +270,6 @@ class ServiceApp(ABC, Generic[Service]):
             span = begin_request(f"POST {request.url.path}", request.headers)
             try:
                 self._check_key(request)
-                _check_room(request)
                 with within(span):
                     response = await answer(request)
             except ClientDisconnect:
@@ -323,34 +322,30 @@ class ServiceApp(ABC, Generic[Service]):
         return ApiError(500, f"{type(error).__name__}: {error}", "server_error")
 
     async def _models(self, _: Request) -> Response:
-        return json_answer(msgspec.json.encode({"object": "list", "data": [self.model.entry()]}))
+        return json_answer(ModelList([self.model.entry()]))
 
     async def _one_model(self, request: Request) -> Response:
         self.model.check_name(request.path_params["model"])
-        return json_answer(msgspec.json.encode(self.model.entry()))
+        return json_answer(self.model.entry())
 
     async def _health(self, _: Request) -> Response:
-        return _ok_unless("failed", str(self.service.failure or ""))
+        return _health("failed", str(self.service.failure or ""))
 
     async def _progress(self, _: Request) -> Response:
-        return _ok_unless("stalled", self.service.stalled)
+        return _health("stalled", self.service.stalled)
 
     async def _ready(self, _: Request) -> Response:
         try:
             self.service.check_ready()
         except NotReadyError as error:
-            return _unavailable({"ready": False, "reason": str(error)})
-        return json_answer(b'{"ready":true}')
+            return json_answer(Readiness(False, str(error)), 503)
+        return json_answer(Readiness(True))
 
     async def _status(self, _: Request) -> Response:
-        return json_answer(await self._snapshot())
+        return json_answer(await self.service.seen())
 
-    async def _snapshot(self) -> bytes:
-        return msgspec.json.encode(await self.service.seen())
-
-    async def _events(self, request: Request) -> Response:
-        _check_room(request)
-        return self.live.answer(request)
+    async def _openapi(self, _: Request) -> Response:
+        return json_answer(self.openapi())
 
     async def _metrics(self, _: Request) -> Response:
         return Response(self.service.metrics.expose(), media_type=CONTENT_TYPE)
@@ -375,11 +370,6 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _check_room(request: Request) -> None:
-    if request.scope["state"].get("spare", False):
-        raise too_many_connections()
-
-
 def _has_key(request: Request, api_key: str) -> bool:
     scheme, _, shown = request.headers.get("authorization", "").partition(" ")
     # In constant time, so that the duration does not reveal the key.
@@ -387,93 +377,48 @@ def _has_key(request: Request, api_key: str) -> bool:
     return matches and scheme.lower() == "bearer"
 
 
-def _always(content: object) -> Callable[[Request], Awaitable[Response]]:
-    body = msgspec.json.encode(content)
-
-    async def answer(_: Request) -> Response:
-        return json_answer(body)
-
-    return answer
-
-
-async def _no_such_route(request: Request, error: Exception) -> Response:
-    status = error.status_code if isinstance(error, HTTPException) else 500
-    response = error_answer(ApiError(status, f"no {request.method} {request.url.path} here"))
-    response.headers.update(getattr(error, "headers", None) or {})
+async def _no_such_route(request: Request, error: Any) -> Response:
+    message = f"no {request.method} {request.url.path} here"
+    response = error_answer(ApiError(error.status_code, message))
+    response.headers.update(error.headers or {})
     return response
 
 
-def _ok_unless(what: str, reason: str) -> Response:
-    if reason:
-        return _unavailable({"status": what, "reason": reason})
-    return json_answer(b'{"status":"ok"}')
+async def _failed(_: Request, error: Any) -> Response:
+    return error_answer(error)
 
 
-def _unavailable(content: object) -> Response:
-    return json_answer(msgspec.json.encode(content), 503)
+def _health(state: str, reason: str) -> Response:
+    return json_answer(Health(state, reason), 503) if reason else json_answer(Health("ok"))
 
 
-def json_answer(body: bytes, status: int = 200) -> Response:
+def json_answer(content: object, status: int = 200) -> Response:
     """Return a JSON response; ask clients to retry after a 429 or 503."""
     headers = {"retry-after": "1"} if status in (429, 503) else None
-    return Response(body, status, headers, media_type="application/json")
+    return Response(msgspec.json.encode(content), status, headers, media_type="application/json")
 
 
 def error_answer(error: ApiError) -> Response:
     """Return the response for an error."""
-    response = json_answer(error.body(), error.status)
+    response = json_answer(error.response(), error.status)
     if error.status == 401:
         response.headers["www-authenticate"] = "Bearer"
     return response
 
 
-OPEN = ("/health", "/health/progress", "/ready")
-"""Paths that are served for any ``Host``."""
+def _two_lengths() -> Response:
+    message = "the request has a Content-Length beside its Transfer-Encoding"
+    response = error_answer(ApiError(400, message))
+    response.headers["connection"] = "close"
+    return response
 
 
-def names_of(host: str) -> frozenset[str]:
-    """Return the host names of a service that listens at ``host``."""
-    machine = socket.gethostname().lower()
-    return frozenset({"localhost", host.lower(), machine, machine.partition(".")[0]})
-
-
-class TrustedHosts:
-    """Rejects requests whose ``Host`` is neither an address nor one of ``names``.
+def names_of(host: str) -> list[str]:
+    """Return the names by which requests may call a service that listens at ``host``.
 
     A page of another site may resolve its name to this machine (DNS rebinding). The browser then
-    sends that name as ``Host``, and lets the page read the answers. A request without a ``Host``
-    (HTTP/1.0) is not from a browser.
-
-    ``failed`` is called with the status and the code of each rejected request.
+    sends that name as ``Host``, and lets the page read the answers.
     """
-
-    def __init__(
-        self, app: ASGIApp, names: Collection[str], failed: Callable[[int, str], None]
-    ) -> None:
-        self._app = app
-        self._names = names
-        self._failed = failed
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request; other scopes pass unchanged."""
-        if scope["type"] == "http" and scope["path"] not in OPEN:
-            called = Headers(scope=scope).get("host", "")
-            if called and not is_own(called, self._names):
-                message = (
-                    f"this service is not {called!r}: without an API key it answers only to "
-                    "addresses and to this machine's names"
-                )
-                self._failed(421, "unknown_host")
-                error = ApiError(421, message, code="unknown_host")
-                await error_answer(error)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-
-def is_own(called: str, names: Collection[str]) -> bool:
-    """Return whether a ``Host`` is one of ``names`` or an address."""
-    try:
-        name = (urlsplit(f"//{called}").hostname or "").removesuffix(".")
-        return name in names or bool(ipaddress.ip_address(name))
-    except ValueError:
-        return False
+    machine = socket.gethostname().lower()
+    listening = f"[{host}]" if ":" in host else host.lower()
+    return ["localhost", "127.0.0.1", "[::1]", listening, machine, machine.partition(".")[0]]
