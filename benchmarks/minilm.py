@@ -6,7 +6,7 @@ Two ranks hold a half of every layer each and embed batches of 1, 8 and 64 sente
 from __future__ import annotations
 
 import os
-from importlib.resources import files
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from server.worker import WorkerContext
 
 BATCHES = (1, 8, 64)
+SENTENCES = Path(__file__).parents[1] / "examples" / "sentences.txt"
 
 
 class MiniLM(Model):
@@ -47,7 +48,7 @@ class MiniLM(Model):
 
 def batch(size: int) -> list[str]:
     """``size`` sentences, the first ones again if there are too few."""
-    lines = files("server").joinpath("data", "sentences.txt").read_text().splitlines()
+    lines = SENTENCES.read_text().splitlines()
     sentences = [line for line in lines if line.strip()]
     return [sentences[index % len(sentences)] for index in range(size)]
 

@@ -33,11 +33,11 @@ import numpy as np
 import psutil
 
 from benchmarks.harness import machine
-from server.commands.demo import reference
 from server.pool import WorkerPool
 from server.replicas import Replicas
 from server.workers.minilm import MiniLMWorker, ModelFolder, SentenceTokenizer, packaged_model
 from shm_broadcast import CoordinatorError
+from tests.server.tiny_bert import reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -192,7 +192,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the figures there")
     arguments = parser.parse_args()
     folder = ModelFolder.open(packaged_model())
-    expected = reference(folder, SENTENCES)
+    expected = reference(packaged_model(), SENTENCES)
     tokens = SentenceTokenizer(folder).encode(SENTENCES, truncate=False).tokens
     draw = random.Random(arguments.seed)
     report: dict[str, Any] = {"machine": machine(), "seed": arguments.seed}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from server.workers.decoder.decoder_config import made_once, smollm2
+from server.workers.decoder.decoder_folder import made_once, smollm2
 
 __all__ = ["random_qwen2", "smollm2"]
 

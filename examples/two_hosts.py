@@ -21,8 +21,8 @@ from pathlib import Path
 from urllib.error import HTTPError
 
 import numpy as np
-from group_coordinator.commands.demo import reference
-from group_coordinator.workers.minilm import ModelFolder, packaged_model
+from demo import reference
+from group_coordinator.workers.minilm import packaged_model
 
 SENTENCES = ["The tide leaves a line of seaweed along the wall.", "Jupiter has dozens of moons."]
 LIMIT = 1e-5
@@ -43,7 +43,7 @@ def main() -> int:
         finally:
             head.send_signal(signal.SIGTERM)
             print("they end with", head.wait(), "and", other.wait())
-    expected = reference(ModelFolder.open(packaged_model()), SENTENCES)
+    expected = reference(packaged_model(), SENTENCES)
     difference = float(np.abs(np.array(vectors) - expected).max())
     print(f"max_abs_diff={difference:.3e} from sentence-transformers in one process")
     return 0 if difference < LIMIT else 1

@@ -25,7 +25,6 @@ from shm_broadcast.errors import CoordinatorError
 from .control.output import drop_output, hold_standard_numbers
 
 COMMANDS: Final = {
-    "demo": ("demo", "embed sentences with a pool of workers, and check the result"),
     "serve": ("serve", "serve a model over HTTP from a pool of workers"),
     "status": ("looking.status", "show what every process of running pools and groups does"),
     "explain": (
@@ -36,7 +35,7 @@ COMMANDS: Final = {
 }
 """Module and summary of each command."""
 
-OPTIONS_APART: Final = {"demo": "options.demo_options", "serve": "options.serve_options"}
+OPTIONS_APART: Final = {"serve": "options.serve_options"}
 """Modules with the options of commands whose modules import torch."""
 
 

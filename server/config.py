@@ -69,9 +69,6 @@ PACKAGED_DECODER: Final = "smollm2"
 MAX_INPUTS: Final = 2048
 """Maximum inputs of a request for embeddings, as in OpenAI's API."""
 
-REQUEST_LINES: Final = 1024
-"""Lines in one request of `demo`."""
-
 
 @dataclass(frozen=True, slots=True)
 class ServiceLimits:

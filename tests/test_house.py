@@ -230,11 +230,11 @@ def test_types_are_made_known_to_msgspec_where_they_are_imported() -> None:
     assert wrong == []
 
 
-def test_model_libraries_are_imported_by_the_server_and_its_benchmarks_only() -> None:
+def test_model_libraries_are_imported_by_servers_benchmarks_and_examples_only() -> None:
     wrong = [
         str(path.relative_to(ROOT))
         for path in tracked()
-        if not {"server", "benchmarks"} & {*path.relative_to(ROOT).parts}
+        if not {"server", "benchmarks", "examples"} & {*path.relative_to(ROOT).parts}
         and imported_by(path) & MODEL_LIBRARIES
     ]
     assert wrong == []

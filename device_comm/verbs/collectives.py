@@ -478,13 +478,10 @@ class Collectives:
             for given, target in zip(read, outputs, strict=True):
                 if target is not None and target is not given:
                     target.detach().copy_(given)
-            results = [
-                given if target is None else target
-                for given, target in zip(inputs, outputs, strict=True)
-            ]
-            return run.skip(
-                "all_gatherv", results[0] if isinstance(x, Tensor) else results, async_op
-            )
+            pairs = zip(inputs, outputs, strict=True)
+            results = [given if target is None else target for given, target in pairs]
+            result = results[0] if isinstance(x, Tensor) else results
+            return run.skip("all_gatherv", result, async_op)
         plans = [
             self._plan_gatherv(given, target, dim, parts, inputs, async_op, timeout)
             for given, target, parts in zip(inputs, outputs, rows, strict=True)
@@ -617,19 +614,15 @@ class Collectives:
         return operation, finish
 
 
-def _match_outputs(
-    inputs: Sequence[Tensor], outputs: Sequence[object] | Tensor | None
-) -> list[Tensor | None]:
+def _match_outputs(inputs: Sequence[Tensor], outputs: Any) -> list[Out]:
     if outputs is None:
         return [None] * len(inputs)
     if isinstance(outputs, Tensor) or len(outputs) != len(inputs):
         raise TypeError(f"out must be a sequence of {len(inputs)} tensors, as x is")
-    given: list[Tensor | None] = []
     for output in outputs:
-        if output is not None and not isinstance(output, Tensor):
+        if not isinstance(output, Tensor | None):
             raise TypeError(f"out must be of tensors, not {type(output).__name__}")
-        given.append(output)
-    return given
+    return list(outputs)
 
 
 def _check_like(label: str, given: Tensor, x: Tensor, shape: tuple[int, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Read the options of `demo` and `serve`: model, workers, hosts, and the plan of a service."""
+"""Read the options of `serve`: model, workers, hosts, and the plan of a service."""
 
 from __future__ import annotations
 

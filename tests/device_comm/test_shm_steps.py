@@ -179,15 +179,16 @@ def test_a_call_that_begins_while_another_reads_its_tensor_is_not_overwritten() 
     ends.finish()
 
 
-def test_a_root_may_run_two_steps_ahead_and_no_more(ends: Ends) -> None:
+@pytest.mark.parametrize("count", [3, 200], ids=["in slots", "in rings"])
+def test_a_root_may_run_two_steps_ahead_and_no_more(ends: Ends, count: int) -> None:
     first = ends.steps[0]
-    sent = [torch.full((3,), float(i)) for i in range(3)]
+    sent = [torch.full((count,), float(i)) for i in range(3)]
     for x in sent[:2]:
         assert broadcast(ends, 0, SENT, x, 0) == Status.DONE
     assert broadcast(ends, 0, SENT, sent[2], 0) == Status.BLOCKED
     assert first.missing() == [1]
     assert not first.ready()
-    got = torch.zeros(3)
+    got = torch.zeros(count)
     assert broadcast(ends, 1, SENT, got, 0) == Status.DONE
     assert torch.equal(got, sent[0])
     assert first.ready()

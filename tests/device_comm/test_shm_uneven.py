@@ -99,3 +99,21 @@ def test_ranks_that_differ_about_any_sizes_use_no_data(ours: list[int], theirs: 
     with pytest.raises(DivergenceError, match="issued all_gatherv of"):
         run(gather)
     assert all(bool((output == -1).all()) for output in outputs)
+
+
+def test_an_exchange_of_other_sizes_than_expected_uses_no_data() -> None:
+    sizes = [([1, 2], [1, 3]), ([5, 1], [2, 1])]
+    outputs = [torch.full((sum(received),), -1.0) for _, received in sizes]
+
+    def exchange(rank: int) -> Operation:
+        sent, received = sizes[rank]
+        source = numbers(sum(sent), rank)
+        return Operation(
+            "all_to_all", source, outputs[rank], source_sizes=sent, output_sizes=received
+        )
+
+    with pytest.raises(DivergenceError) as caught:
+        run(exchange)
+    assert "all_to_all that receives 3 elements from that rank" in str(caught.value)
+    assert "all_to_all that sends 5 elements to rank 0" in str(caught.value)
+    assert bool((outputs[0] == -1).all())

@@ -307,11 +307,21 @@ MUTANTS = (
         ("tests/device_comm/test_call_number.py::test_ranks_in_different_calls_do_not_meet",),
     ),
     Mutant(
+        "R1 ranks that differ about sizes do not use each other's data",
+        "device_comm/native/comm.c",
+        "if (contradicts(self) < s->n) return false;",
+        "",
+        (
+            "tests/device_comm/test_shm_uneven.py::"
+            "test_ranks_that_differ_about_any_sizes_use_no_data",
+        ),
+    ),
+    Mutant(
         "R1 payloads go on in the rings where those of the plan before have ended",
         "device_comm/native/steps.c",
         "    if (in_rings(s)) s->place = place_of(s, s->begun + 1);",
         "",
-        ("tests/device_comm/test_shm_steps.py::test_any_sizes_after_each_other_arrive",),
+        ("tests/device_comm/test_shm_steps.py::test_a_root_may_run_two_steps_ahead_and_no_more",),
     ),
     Mutant(
         "R1 a rank that has nothing to give is not an operation ahead",

@@ -96,7 +96,7 @@ def test_what_the_user_says_counts(said: str, threads: int | None) -> None:
 
 DRIVER = """
 from server import WorkerPool
-from server.commands.options.demo_options import add_arguments
+from server.commands.options.serve_options import add_arguments
 from server.commands.read_options import read_model
 import argparse
 parser = argparse.ArgumentParser()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from server.workers.decoder.decoder_config import made_once
+from server.workers.decoder.decoder_folder import made_once
 
 if TYPE_CHECKING:
     from pathlib import Path

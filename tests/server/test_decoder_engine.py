@@ -195,9 +195,9 @@ def test_an_answer_ends_with_the_context(engine: Engine) -> None:
         ([257], 5, ValueError, "token id 257 is not in 0 to 256"),
         ([3, -1], 5, ValueError, "token id -1 is not in"),
         ([3], 0, ValueError, "max_tokens must be 1 or more; got 0"),
-        ([3, 2.0], 5, TypeError, "a prompt has token ids; got 2.0"),
-        ("33", 5, TypeError, "a prompt has token ids; got '3'"),
-        (np.array([3.0]), 5, TypeError, "a prompt has token ids; got"),
+        ([3, 2.0], 5, TypeError, "a prompt has token ids: 'float' object"),
+        ("33", 5, TypeError, "a prompt has token ids: 'str' object"),
+        (np.array([3.0]), 5, TypeError, "a prompt has token ids: 'numpy"),
     ],
 )
 def test_requests_that_make_no_sense(

@@ -20,7 +20,7 @@ from server.workers.decoder.decoder_cache import (
     ScheduledSequence,
     choose,
 )
-from server.workers.decoder.decoder_config import DecoderFolder, DecoderFolderError, is_decoder
+from server.workers.decoder.decoder_folder import DecoderFolder, DecoderFolderError, is_decoder
 from server.workers.decoder.decoder_model import FixedArrangement
 from server.workers.decoder.decoder_worker import DecoderWorker
 from server.workers.model_folder import HeadSplit

@@ -11,14 +11,14 @@ import psutil
 import pytest
 
 from benchmarks.http_served import Served
-from server.commands.demo import reference
 from server.config import PoolConfig
 from server.errors import HostError, WorkerLostError, WorkerStartError
 from server.launchers.ray_actors import RayCluster
 from server.pool import WorkerPool
-from server.workers.minilm import ModelFolder, packaged_model
+from server.workers.minilm import packaged_model
 from tests.patience import PATIENCE_SECONDS, until
 from tests.server.served import embed
+from tests.server.tiny_bert import reference
 from tests.server.workers import Restored, Worker, pids_of
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def test_a_killed_worker_and_a_killed_actor_are_replaced(cluster: Any) -> None:
 def test_minilm_is_served_by_two_nodes(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made, _ = cluster
     monkeypatch.setenv("RAY_ADDRESS", made.address)
-    expected = reference(ModelFolder.open(packaged_model()), LINES)
+    expected = reference(packaged_model(), LINES)
     with Served("--launcher", "ray", "--tp", "2", "--pp", "2") as served:
         served.wait_until_ready(START_SECONDS)
         found = [each["embedding"] for each in embed(served, LINES).json()["data"]]

@@ -22,13 +22,13 @@ import pytest
 
 from benchmarks.http_load import Questions, load
 from benchmarks.http_served import Served, gone
-from server.commands.demo import reference
 from server.config import PACKAGED_NAME
 from server.errors import WorkerLostError
-from server.workers.minilm import ModelFolder, packaged_model
+from server.workers.minilm import packaged_model
 from tests.pages.blocks import block_of
 from tests.patience import NAMED_WITHIN, STALL_SECONDS, quickest, until
 from tests.server.served import ForkedServed, embed
+from tests.server.tiny_bert import reference
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -92,7 +92,7 @@ def stopped(pids: list[int]) -> Iterator[None]:
 
 
 def test_clients_get_the_models_vectors_or_what_is_wrong_until_it_is_stopped() -> None:
-    expected = reference(ModelFolder.open(packaged_model()), LINES)
+    expected = reference(packaged_model(), LINES)
     with Served(*FOUR) as served:
         assert served.get("/health")[0] == 200
         assert served.get("/ready") == (

@@ -16,8 +16,7 @@ import pytest
 
 from benchmarks.http_served import COMMAND, ROOT, Served
 from coordinator.secret import SECRET_FILE
-from server.commands.demo import reference
-from server.workers.minilm import ModelFolder, packaged_model
+from server.workers.minilm import packaged_model
 from tests.commands import run_to_end
 from tests.coordinator.hosts import NAMES, move_to
 from tests.netns import Host, two_hosts
@@ -25,6 +24,7 @@ from tests.patience import PATIENCE_SECONDS
 from tests.ranks import run_ranks
 from tests.server.over_hosts import living_children, note, noted
 from tests.server.served import embed
+from tests.server.tiny_bert import reference
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -84,7 +84,7 @@ def served(rank: int, n: int, folder: str, hosts: Hosts, how: Any, end: str) -> 
 
 @pytest.mark.parametrize("how", [by_options, by_torchrun])
 def test_minilm_is_served_by_two_hosts_until_the_head_is_stopped(how: Any, tmp_path: Path) -> None:
-    expected = reference(ModelFolder.open(packaged_model()), LINES)
+    expected = reference(packaged_model(), LINES)
     with two_hosts("IPv4") as hosts:
         head, (status, errors, left) = run_ranks(
             2, served, str(tmp_path), hosts, how, "head", timeout=2 * START_SECONDS

@@ -10,7 +10,10 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
+
+    import numpy as np
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "mat", "fast", "##s", "##ing", "blue"]
@@ -90,6 +93,15 @@ def make_model(
         },
     )
     return folder
+
+
+def reference(folder: Path, lines: Sequence[str]) -> np.ndarray:
+    """The embeddings that sentence-transformers computes in this process."""
+    from sentence_transformers import SentenceTransformer
+
+    how = {"dtype": torch.float32}
+    model = SentenceTransformer(str(folder), device="cpu", local_files_only=True, model_kwargs=how)
+    return model.encode(list(lines), show_progress_bar=False)
 
 
 def save_json(path: Path, content: Any) -> None:

@@ -6,13 +6,20 @@
                 ...
 
 `engine` schedules sequences; `decoder_worker` computes a step on one rank with `decoder_model` and
-`decoder_cache`; `decoder_text` tokenizes. Needs the packages safetensors and tokenizers (extra
-``decoder``).
+`decoder_cache`; `decoder_folder` reads settings and tokenizes. Needs the packages safetensors and
+transformers (extra ``decoder``).
 """
 
 from .decoder_cache import Sampling
-from .decoder_config import DecoderFolder, DecoderFolderError, is_decoder, smollm2
-from .decoder_text import AnswerReader, ChatError, DecoderText
+from .decoder_folder import (
+    AnswerReader,
+    ChatError,
+    DecoderFolder,
+    DecoderFolderError,
+    DecoderText,
+    is_decoder,
+    smollm2,
+)
 from .decoder_worker import DecoderWorker, EngineLimits
 from .engine import Engine, GeneratedSequence, GenerationTimeoutError, PromptTooLongError
 

@@ -26,7 +26,7 @@ from ..parallel import (
     whole_parameters,
 )
 from .decoder_cache import KVCache, ScheduledSequence
-from .decoder_config import DecoderFolder, LlamaConfig
+from .decoder_folder import DecoderFolder, LlamaConfig
 
 
 class RotaryTable:

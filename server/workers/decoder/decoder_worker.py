@@ -20,7 +20,7 @@ from ...config import CONTEXT, SLOTS
 from ..model_folder import share
 from ..parallel import compute_with, recv_activations, regroup, send_activations
 from .decoder_cache import KVCache, ScheduledSequence, choose
-from .decoder_config import DecoderFolder
+from .decoder_folder import DecoderFolder
 from .decoder_model import (
     DecoderStage,
     FixedArrangement,

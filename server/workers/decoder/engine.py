@@ -21,7 +21,7 @@ import random
 import threading
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from operator import index
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
@@ -85,7 +85,7 @@ class GeneratedSequence:
         self._random = random.Random(sampling.seed and sampling.seed % (1 << 64))
         self._number = self._random.random()
         self._tokens_out: queue.SimpleQueue[int | Exception | None] = queue.SimpleQueue()
-        self._wake = _no_wake
+        self._wake: Callable[[], None] = lambda: None  # the queue wakes a waiting thread
         self._ended = False
         call_in_forked_children(self)
 
@@ -187,10 +187,6 @@ class GeneratedSequence:
     def _late(self) -> GenerationTimeoutError:
         self.cancel()
         return GenerationTimeoutError(f"no token within {self._timeout:g} s")
-
-
-def _no_wake() -> None:
-    """Do nothing: the queue wakes a waiting thread."""
 
 
 def _wake_loop(loop: asyncio.AbstractEventLoop, woken: asyncio.Event) -> None:
@@ -316,7 +312,8 @@ class Engine:
         ends = frozenset[int]() if ignore_ends else limits.ends
         sequence = GeneratedSequence(tokens, stop, ends, sampling or Sampling(), timeout)
         with self._lock:
-            self._check()
+            if (ended := self._ended) is not None:
+                raise again(ended)
             if len(self._waiting) >= self._max_waiting:
                 self._forget_cancelled()
             if len(self._waiting) >= self._max_waiting:
@@ -346,10 +343,6 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _check(self) -> None:
-        if self._ended is not None:
-            raise again(self._ended)
 
     def _run(self, group: _SlotGroup) -> None:
         """Make steps; all readers get an error of the engine itself."""
@@ -470,23 +463,18 @@ class _SlotGroup:
 
 
 def _ids(prompt: Iterable[int], limits: EngineLimits) -> list[int]:
-    tokens = list(prompt)
+    try:
+        tokens = [*map(index, prompt)]
+    except TypeError as error:
+        raise TypeError(f"a prompt has token ids: {error}") from None
     if not tokens:
         raise ValueError("the prompt is empty: it has no token")
     if len(tokens) >= limits.context:
         raise PromptTooLongError(len(tokens), limits.context)
-    tokens = [_id(each) for each in tokens]
     for token in (min(tokens), max(tokens)):
         if not 0 <= token < limits.vocabulary:
             raise ValueError(f"token id {token} is not in 0 to {limits.vocabulary - 1}")
     return tokens
-
-
-def _id(token: int) -> int:
-    try:
-        return index(token)
-    except TypeError:
-        raise TypeError(f"a prompt has token ids; got {token!r}") from None
 
 
 def _is_repeatable(error: CoordinatorError) -> bool:

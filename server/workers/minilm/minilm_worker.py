@@ -41,7 +41,6 @@ from .model_config import BertConfig, ModelFolder
 
 if TYPE_CHECKING:
     from ...worker import WorkerContext
-    from ..parallel import Activation
 
 
 _SHORT = 16
@@ -195,7 +194,7 @@ class Layer(nn.Module):
         self.value = ColumnParallelLinear(size, size, tp)
         self.attended = RowParallelLinear(size, size, tp)
         self.attended_norm = nn.LayerNorm(size, eps, device="meta")
-        self.up = ColumnParallelLinear(size, inner, tp, _FUNCTIONS[config.activation])
+        self.up = ColumnParallelLinear(size, inner, tp, config.activation)
         self.down = RowParallelLinear(inner, size, tp)
         self.down_norm = nn.LayerNorm(size, eps, device="meta")
 
@@ -313,23 +312,6 @@ def pool(hidden: torch.Tensor, lengths: torch.Tensor, how: str) -> torch.Tensor:
     if how == "cls":
         return hidden[lengths.cumsum(0) - lengths]
     return torch.segment_reduce(hidden, how, lengths=lengths)
-
-
-def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    return functional.gelu(x, approximate="tanh")
-
-
-def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    return x * torch.sigmoid(1.702 * x)
-
-
-_FUNCTIONS: dict[str, Activation] = {
-    "gelu": functional.gelu,
-    "gelu_tanh": _gelu_tanh,
-    "quick_gelu": _quick_gelu,
-    "relu": functional.relu,
-    "silu": functional.silu,
-}
 
 
 @dataclass(frozen=True, slots=True)

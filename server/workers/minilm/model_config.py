@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import numpy as np
+import torch
+from torch.nn import functional
 
 from coordinator.layout import Checkpoint
 
@@ -21,6 +23,7 @@ from ..model_folder import PositiveInt, read_description
 
 if TYPE_CHECKING:
     from ..model_folder import T
+    from ..parallel import Activation
 
 
 def packaged_model() -> Path:
@@ -33,18 +36,21 @@ def packaged_model() -> Path:
     return path
 
 
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return functional.gelu(x, approximate="tanh")
+
+
+def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
 POOLINGS = ("mean", "cls", "max")
-ACTIVATIONS = {
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_python_tanh": "gelu_tanh",
-    "quick_gelu": "quick_gelu",
-    "relu": "relu",
-    "silu": "silu",
-    "swish": "silu",
+ACTIVATIONS: dict[str, Activation] = {
+    **dict.fromkeys(("gelu", "gelu_python"), functional.gelu),
+    **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh"), _gelu_tanh),
+    "quick_gelu": _quick_gelu,
+    "relu": functional.relu,
+    **dict.fromkeys(("silu", "swish"), functional.silu),
 }
 """Activation function of each name in config.json."""
 
@@ -79,8 +85,8 @@ class BertConfig(msgspec.Struct, frozen=True):
     is_decoder: bool = False
 
     @property
-    def activation(self) -> str:
-        """Return the name of the activation function, a value of `ACTIVATIONS`."""
+    def activation(self) -> Activation:
+        """Return the activation function."""
         return ACTIVATIONS[self.hidden_act]
 
     @property

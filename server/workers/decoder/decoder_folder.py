@@ -1,4 +1,4 @@
-"""Read the folder of a Llama-type model, and unpack the packaged model.
+"""Read the folder of a Llama-type model: settings, tokenizer, chat template.
 
 A folder has config.json, safetensors, tokenizer.json and, for chats, a template, as transformers
 writes them. Unsupported settings that would change the answer are rejected by name.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -214,3 +215,182 @@ def is_decoder(path: str | os.PathLike[str]) -> bool:
 
 class _Kind(msgspec.Struct):
     model_type: str = ""
+
+
+_BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
+"""Token of one byte, in vocabularies with byte fallback."""
+
+
+class ChatError(ValueError):
+    """The model's template rejects a chat; the text has the reason."""
+
+
+class DecoderText:
+    """Tokenizer and chat template of a model.
+
+    Attributes:
+        longest: maximum characters of a token.
+
+    Raises:
+        ImportError: a package is not installed.
+        DecoderFolderError: the folder's tokenizer or template is malformed.
+    """
+
+    def __init__(self, folder: DecoderFolder) -> None:
+        from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
+        from transformers.utils import chat_template_utils, logging  # noqa: PLC0415
+
+        logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+        try:
+            self._chats = PreTrainedTokenizerFast.from_pretrained(
+                folder.path, local_files_only=True
+            )
+            if isinstance(self._chats.chat_template, dict):  # several, by name
+                self._chats.chat_template = self._chats.chat_template.get("default")
+            if (template := self._chats.chat_template) is not None:
+                chat_template_utils.render_jinja_template([], chat_template=template)  # compiles it
+        except Exception as exc:
+            raise DecoderFolderError(f"{folder.path}: tokenizer or chat template: {exc}") from exc
+        self._tokenizer = self._chats.backend_tokenizer
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self.longest = max(map(len, self._tokenizer.get_vocab()), default=1)
+
+    def encode(self, text: str) -> list[int]:
+        """Tokenize a text, with the model's special tokens; raise `ValueError` unless Unicode."""
+        return self._encode(text, add_special_tokens=True)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Tokenize a chat, up to the begin of the answer.
+
+        Args:
+            messages: each with a ``"role"`` and a ``"content"``.
+
+        Raises:
+            ChatError: the model has no template, or the template rejects these messages.
+        """
+        if self._chats.chat_template is None:
+            raise ChatError("the model has no chat template")
+        from jinja2 import TemplateError  # noqa: PLC0415
+
+        try:
+            text = self._chats.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True
+            )
+        except TemplateError as error:
+            raise ChatError(f"the model's chat template: {error}") from error
+        return self._encode(text, add_special_tokens=False)
+
+    def reader(self, stops: Sequence[str] = ()) -> AnswerReader:
+        """Return a detokenizer for one answer, which ends before the first of ``stops``."""
+        return AnswerReader(self._tokenizer, stops)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        try:  # as a batch of one: `encode` keeps the GIL
+            (encoding,) = self._tokenizer.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+        except (TypeError, UnicodeEncodeError) as error:
+            raise ValueError(f"the text is not Unicode: {error}") from error
+        ids: list[int] = encoding.ids
+        return ids
+
+
+class AnswerReader:
+    """Detokenizes one token at a time; yields no part of a character or of a stop string.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        stops: strings that end the answer and are not part of it; none is empty.
+
+    Attributes:
+        stopped: whether a stop string was found.
+    """
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
+        self.stopped = False
+        self._decoding = _Decoding(tokenizer)
+        self._stops = tuple(stops)
+        self._held = ""
+
+    def read(self, token: int) -> str:
+        """Return the text that is final after one more token; often empty."""
+        if self.stopped:
+            return ""
+        text = self._before_stop(self._decoding.step(token))
+        ahead = self._decoding.rest() if self._stops and not self.stopped else ""
+        if self._holds_stop(ahead):
+            text += self._before_stop(ahead)
+        return text
+
+    def rest(self) -> str:
+        """Return the held-back text; call once, after the last token."""
+        if self.stopped:
+            return ""
+        text = self._before_stop(self._decoding.rest())
+        rest, self._held = self._held, ""
+        return text + rest
+
+    def _holds_stop(self, ahead: str) -> bool:
+        """Return whether a stop string ends in held-back tokens that are whole characters."""
+        text = self._held + ahead
+        return bool(ahead) and "\ufffd" not in ahead and any(stop in text for stop in self._stops)
+
+    def _before_stop(self, new: str) -> str:
+        """Append ``new``; return the text that no stop string can begin in."""
+        text = self._held + new
+        starts = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if starts:
+            self.stopped = True
+            self._held = ""
+            return text[: min(starts)]
+        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+class _Decoding:
+    """Decodes tokens incrementally; the result equals decoding all of them at once.
+
+    Only the last tokens are decoded. The first of these, already returned, give context: text
+    decodes differently at its start. Held back are partial characters, and byte tokens, whose runs
+    decode as a whole.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        added = tokenizer.get_added_tokens_decoder()
+        self._tokenizer = tokenizer
+        self._special = {token for token, how in added.items() if how.special}
+        self._tokens: list[int] = []
+        self._n_known = 0
+        self._returned = ""
+
+    def step(self, token: int) -> str:
+        name = self._tokenizer.id_to_token(token)
+        if name is None or token in self._special:
+            return ""  # it has no text
+        self._tokens.append(token)
+        text = self._text()
+        if _BYTE.fullmatch(name) or text.endswith("\ufffd"):
+            return ""
+        new, self._returned = text[len(self._returned) :], text
+        self._forget()
+        return new
+
+    def rest(self) -> str:
+        return self._text()[len(self._returned) :]
+
+    def _forget(self) -> None:
+        """Keep only the tokens of the last text, unless they decode to nothing on their own."""
+        last = self._tokens[self._n_known :]
+        if text := self._tokenizer.decode(last):
+            self._tokens, self._n_known, self._returned = last, len(last), text
+
+    def _text(self) -> str:
+        text: str = self._tokenizer.decode(self._tokens)
+        return text
+
+
+def _overlap(text: str, stop: str) -> int:
+    sizes = range(min(len(text), len(stop) - 1), 0, -1)
+    return next((size for size in sizes if text.endswith(stop[:size])), 0)
