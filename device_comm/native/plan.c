@@ -19,7 +19,7 @@ static void lay_out(span *parts, size_t n, span whole, const uint64_t *sizes, ui
 
 static int kind_of(const steps *s, const collective *c, bool at_root) {
     switch (c->verb) {
-    case VERB_ALL_REDUCE: /* load it each time: a rank may store it when it joins */
+    case VERB_ALL_REDUCE:
         return c->source.size <= gc_load64(s->group, GROUP_WHOLE_BYTES) ? KIND_REDUCE : KIND_ALL_REDUCE;
     case VERB_REDUCE_SCATTER:
     case VERB_REDUCE_SCATTERV: return KIND_REDUCE;

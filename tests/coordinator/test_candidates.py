@@ -15,7 +15,6 @@ from device_comm.cuda.agree import all_gather_bytes_over, unanimous
 from device_comm.cuda.driver import IpcUnavailableError
 from device_comm.measuring import Key, TableCache
 from device_comm.selection import Candidate
-from device_comm.shm.shm_backend import ShmBackend
 from shm_broadcast import Board, BoardHandle, CoordinatorError
 from tests.device_comm.shm_ranks import make_comm
 from tests.ranks import NEW_BOARD, run_ranks
@@ -90,18 +89,17 @@ def test_a_table_is_measured_once_and_is_that_of_rank_0(store_path: str, tmp_pat
 
 
 def test_a_lone_candidate_needs_no_table() -> None:
-    with Board.create(1, 0) as board:
-        backend = ShmBackend.create(board, [0], lambda payload: payload or b"")
-        chosen = select(
-            [Candidate("no", None, "why"), Candidate("yes", backend)],
-            KEY,
-            TableCache(None),
-            lambda _: pytest.fail("swapped"),
-        )
-        assert chosen.selection.table is None
-        assert Communicator(chosen).all_reduce(torch.ones(1)).item() == 1
-        chosen.close()
-        assert backend.closed
+    backend = LoopbackBackend("cpu")
+    chosen = select(
+        [Candidate("no", None, "why"), Candidate("yes", backend)],
+        KEY,
+        TableCache(None),
+        lambda _: pytest.fail("swapped"),
+    )
+    assert chosen.selection.table is None
+    assert Communicator(chosen).all_reduce(torch.ones(1)).item() == 1
+    chosen.close()
+    assert backend.closed
 
 
 def swap_much(rank: int, n: int, path: str, handle: BoardHandle) -> list[int]:

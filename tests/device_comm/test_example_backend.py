@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from device_comm import Communicator, Identity
+from device_comm.operation import Verb
 from examples.backend import StoreBackend
 from shm_broadcast import Board, GroupAbortedError, GroupTimeoutError, PeerLostError
 from tests.commands import run_to_end
@@ -27,13 +28,14 @@ if TYPE_CHECKING:
     from shm_broadcast import BoardHandle
 
 DTYPES = (torch.float32, torch.bool, torch.complex64)
+VERBS: frozenset[Verb] = frozenset({"all_reduce", "all_gather", "broadcast", "barrier"})
 LIMIT = 0.5
 ERRORS = {"dies": PeerLostError, "aborts": GroupAbortedError, "is late": GroupTimeoutError}
 
 
 def table(rank: int, n: int, store: Store) -> dict[str, str]:
     with Communicator(StoreBackend(store, Identity.of(rank, n))) as comm:
-        return run_whole_table(comm, DTYPES)
+        return run_whole_table(comm, DTYPES, VERBS)
 
 
 @pytest.mark.parametrize("n", [2, 3])

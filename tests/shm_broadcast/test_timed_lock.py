@@ -1,4 +1,4 @@
-"""The lock by which threads share an end of a queue: the extension's, and Python's."""
+"""The lock by which threads share an end of a queue."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from shm_broadcast import GroupTimeoutError, eventcount
+from shm_broadcast import GroupTimeoutError
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.eventcount import TimedLock
 from tests.patience import PATIENCE_SECONDS, until
@@ -19,10 +19,8 @@ if TYPE_CHECKING:
     from types import FrameType
 
 
-@pytest.fixture(params=["native", "python"])
-def lock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> TimedLock:
-    if request.param == "python":
-        monkeypatch.setattr(eventcount, "native", None)
+@pytest.fixture
+def lock() -> TimedLock:
     return TimedLock()
 
 

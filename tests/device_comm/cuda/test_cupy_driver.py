@@ -101,21 +101,6 @@ def test_the_default_stream_is_marked_as_itself(monkeypatch: pytest.MonkeyPatch)
     assert recorded == [external(0, driver.device), external(0x5000, driver.device)]
 
 
-def test_an_invalid_capture_is_an_error_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CuPy says so by a plain ``RuntimeError``, CUDA's other errors are subclasses of it."""
-
-    def invalid(_: int) -> bool:
-        raise RuntimeError("the capture sequence is invalid")
-
-    runtime = SimpleNamespace(getDevice=lambda: 3, streamIsCapturing=invalid)
-    monkeypatch.setattr(cupy_driver, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
-    driver = object.__new__(cupy_driver.CupyDriver)
-    driver._index = 3
-    driver._calls = None
-    with pytest.raises(DeviceError, match="cudaStreamIsCapturing: the capture sequence"):
-        driver.is_capturing(0)
-
-
 @pytest.mark.parametrize("call", ["getDevice", "setDevice"])
 def test_a_device_that_cannot_be_entered_is_an_error_of_the_device(
     call: str, monkeypatch: pytest.MonkeyPatch

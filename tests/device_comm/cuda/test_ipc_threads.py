@@ -75,7 +75,7 @@ def test_ranks_as_threads(watched: bool, emulation_library: str) -> None:
 
 def test_without_a_board_deadlines_name_the_rank(emulation_library: str) -> None:
     comms = make_local(str(emulation_library), 2, None)
-    with pytest.raises(GroupTimeoutError, match="rank 0 waited for rank 1 to come") as caught:
+    with pytest.raises(GroupTimeoutError, match="rank 0 waited for rank 1 to begin") as caught:
         comms[0].all_reduce(torch.ones(5000), timeout=0.2)
     assert [each.rank for each in caught.value.waiting_for] == [1]
     on_threads(2, lambda rank: comms[rank].close())
