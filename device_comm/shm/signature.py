@@ -90,11 +90,6 @@ def with_chunk(signature: bytes, chunk: int) -> bytes:
     return signature[:COMPARED] + struct.pack("<I", chunk) + signature[CALL:]
 
 
-def with_call(signature: bytes, number: int) -> bytes:
-    """Return the signature with call number ``number``."""
-    return signature[:CALL] + struct.pack("<I", number)
-
-
 def signature_text(signature: bytes) -> str:
     """Return a signature as text, such as ``all_reduce SUM float32[2, 3]``."""
     verb, op, dtype, n_dims, place, *dims, chunk, call = SIGNATURE.unpack(signature)

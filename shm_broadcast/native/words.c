@@ -168,41 +168,31 @@ static PyObject *spin64(PyObject *self, PyObject *const *args, Py_ssize_t n) {
  * past them. */
 #define STREAMED_WRITE (8 << 20)
 
-static PyObject *copy(PyObject *self, PyObject *const *args, Py_ssize_t n, bool into_segment) {
+static PyObject *write_bytes(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     size_t offset;
     char *base = at(self, args, n, 2, 0, &offset);
     if (base == NULL) return NULL;
-    Py_buffer other;
-    if (PyObject_GetBuffer(args[1], &other, into_segment ? PyBUF_SIMPLE : PyBUF_WRITABLE) < 0)
-        return NULL;
-    if (words_memory(self, offset + (size_t)other.len) == NULL) {
-        PyBuffer_Release(&other);
+    Py_buffer from;
+    if (PyObject_GetBuffer(args[1], &from, PyBUF_SIMPLE) < 0) return NULL;
+    size_t size = (size_t)from.len;
+    if (words_memory(self, offset + size) == NULL) {
+        PyBuffer_Release(&from);
         return NULL;
     }
-    void *to = into_segment ? base + offset : other.buf;
-    const void *from = into_segment ? other.buf : base + offset;
-    if (other.len >= LARGE_COPY) {
+    if (size >= LARGE_COPY) {
         Py_BEGIN_ALLOW_THREADS
-        if (into_segment && other.len >= STREAMED_WRITE) {
-            stream_copy(to, from, (size_t)other.len);
+        if (size >= STREAMED_WRITE) {
+            stream_copy(base + offset, from.buf, size);
             stream_end();
         } else {
-            memcpy(to, from, (size_t)other.len);
+            memcpy(base + offset, from.buf, size);
         }
         Py_END_ALLOW_THREADS
     } else {
-        memcpy(to, from, (size_t)other.len);
+        memcpy(base + offset, from.buf, size);
     }
-    PyBuffer_Release(&other);
+    PyBuffer_Release(&from);
     Py_RETURN_NONE;
-}
-
-static PyObject *write_bytes(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    return copy(self, args, n, true);
-}
-
-static PyObject *read_into(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    return copy(self, args, n, false);
 }
 
 /* Copies a string, truncated to `size` bytes, into zeroed memory; returns -1 with an error set if
@@ -331,7 +321,6 @@ static PyMethodDef methods[] = {
          "spin64(offset, seen, spin_ns) -> bool: poll until the word differs from `seen`, without "
          "the GIL; False after spin_ns."),
     FAST("write", write_bytes, "write(offset, buffer): copy a buffer into the segment."),
-    FAST("read_into", read_into, "read_into(offset, buffer): fill a buffer from the segment."),
     FAST("stamp", stamp,
          "stamp(slot, state, operation[, history, group, verb, bytes, number, peer, dtype]) -> int: "
          "record the begin of an operation, also in the flight recorder at `history` unless 0; "
