@@ -13,7 +13,7 @@ import coordinator
 from device_comm import ReduceOp, divergence
 from server.errors import CallDivergedError, WorkerError, WorkerLostError
 from server.pool import WorkerPool
-from shm_broadcast import GroupAbortedError
+from shm_broadcast import DivergenceError, GroupAbortedError
 from tests.netns import two_hosts
 from tests.patience import PATIENCE_SECONDS
 from tests.ranks import run_ranks
@@ -165,10 +165,16 @@ def slips(pool: WorkerPool) -> list[str]:
         for _ in range(n_before):
             assert pool.call("step", "dtype", -1, retry=True) == 4.0
         # With the worker's report late, the error is the abort, whose text is the divergence.
-        errors_of_a_slip = (CallDivergedError, WorkerError, GroupAbortedError)
-        with pytest.raises(errors_of_a_slip) as raised:
+        with pytest.raises((CallDivergedError, WorkerError, GroupAbortedError)) as raised:
             pool.call("step", "dtype", 0, retry=False, timeout=PATIENCE_SECONDS)
-        errors.append(str(raised.value))
+        error = raised.value
+        if isinstance(error, GroupAbortedError):
+            assert error.failure.kind == DivergenceError.__name__
+        else:
+            assert isinstance(error, DivergenceError) or isinstance(
+                error.__cause__, DivergenceError
+            )
+        errors.append(str(error))
     return errors
 
 
