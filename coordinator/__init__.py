@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from coordinator.group import GroupCoordinator
-    from coordinator.groups import ParallelGroups, StatelessGroupCoordinator, init
+    from coordinator.groups import ParallelGroups, StatelessGroupCoordinator, current, init
     from coordinator.launcher import Launch
     from coordinator.norm_pass import all_reduce_norm_pass
     from coordinator.rank_grid import RankGrid
@@ -29,6 +29,7 @@ __all__ = [
     "__version__",
     "all_reduce_norm_pass",
     "connect_store",
+    "current",
     "host_store",
     "init",
 ]
@@ -38,6 +39,7 @@ _HOMES: Final = {
     "coordinator.group": ("GroupCoordinator",),
     "coordinator.groups": (
         "ParallelGroups",
+        "current",
         "init",
         "StatelessGroupCoordinator",
     ),

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from device_comm import ReduceOp
+from device_comm.operation import AnyOp
 
 if TYPE_CHECKING:
     from device_comm import Communicator
@@ -125,9 +126,9 @@ class OpsOfGraph:
         self._name = name
         self._n = world_size
 
-    def all_reduce(self, x: Tensor, op: ReduceOp) -> Tensor:
+    def all_reduce(self, x: Tensor, op: AnyOp) -> Tensor:
         """Reduce by the op; a group of one returns ``x``."""
-        return x if self._n == 1 else all_reduce(x.detach(), int(op), self._name)
+        return x if self._n == 1 else all_reduce(x.detach(), int(ReduceOp.of(op)), self._name)
 
     def all_reduce_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, epsilon: float
@@ -140,9 +141,9 @@ class OpsOfGraph:
         """Gather by the op; a group of one returns ``x``."""
         return x if self._n == 1 else all_gather(x.detach(), dim, self._n, self._name)
 
-    def reduce_scatter(self, x: Tensor, dim: int, op: ReduceOp) -> Tensor:
+    def reduce_scatter(self, x: Tensor, dim: int, op: AnyOp) -> Tensor:
         """Reduce and scatter by the op; a group of one returns ``x``."""
         if self._n == 1:
             return x
-        part: Tensor = reduce_scatter(x.detach(), dim, int(op), self._n, self._name)
+        part: Tensor = reduce_scatter(x.detach(), dim, int(ReduceOp.of(op)), self._n, self._name)
         return part

@@ -267,6 +267,20 @@ class ParallelGroups:
         self._closing.__exit__(*error)
 
 
+_open: list[ParallelGroups] = []
+
+
+def current() -> ParallelGroups:
+    """Return the groups of the latest `init` in this process that are still open.
+
+    In a pool's worker these are the worker's groups. Raises RuntimeError if there are none.
+    """
+    for groups in reversed(_open):
+        if not groups.world.closed:
+            return groups
+    raise RuntimeError("this process has no open groups: call coordinator.init")
+
+
 def init(
     tp: int = 1,
     pp: int = 1,
@@ -386,6 +400,8 @@ def init(
         with aborting:
             groups = ParallelGroups.build(topology, grid, undo, dcp=dcp, timeout=deadline)
         groups._closing.enter_context(aborting)
+        _open.append(groups)
+        groups._closing.callback(_open.remove, groups)
         return groups
 
 

@@ -9,6 +9,7 @@ network once per host: reduce within the host, all-reduce between hosts, broadca
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Generic, NoReturn, Self, TypeVar
 
 import torch
@@ -19,6 +20,7 @@ from coordinator import call_counts as begun
 from coordinator import compile_ops
 from coordinator.messages.messenger import Messenger
 from device_comm import ReduceOp, check_reduction
+from device_comm.operation import AnyOp
 from device_comm.verbs.checks import Timeout, check_out
 from shm_broadcast import Board, GroupClosedError, MemberStatus
 from shm_broadcast.errors import counted
@@ -69,16 +71,12 @@ class Member:
     """One process's end of a group.
 
     Attributes:
-        name: the group's name.
-        rank: this process's global rank.
-        ranks: the members' global ranks, by rank in the group.
-        rank_in_group: this member's rank in the group.
-        world_size: the number of members.
-        local_rank: this process's number on its host.
-        device: the device of the collectives' tensors.
         unique_name: the name with a number, unique in this process: ``"tp:0"``.
         mq_broadcaster: the queue for objects that rank 0 broadcasts; None: there is none.
     """
+
+    unique_name = ""
+    mq_broadcaster: MessageQueue | None = None
 
     @classmethod
     def from_context(cls, link: GroupContext) -> Self:
@@ -87,16 +85,15 @@ class Member:
         group._init_from(link)
         return group
 
+    @classmethod
+    def sharing(cls, group: Member) -> Self:
+        """Return ``group`` as an object of this class; both close together."""
+        other = cls.__new__(cls)
+        vars(other).update(vars(group))
+        return other
+
     def _init_from(self, link: GroupContext) -> None:
         self._context = link
-        self.name = link.name
-        self.ranks = list(link.ranks)
-        self.rank_in_group = link.rank_in_group
-        self.rank = link.ranks[link.rank_in_group]
-        self.world_size = len(link.ranks)
-        self.local_rank = link.settings.local_rank
-        self.device: torch.device = link.device.device
-        self.mq_broadcaster: MessageQueue | None = None
         self._messenger = Messenger(link.cpu, link.device, link.wire)
         self._counted = self._count() if self.world_size > 1 and link.wire.in_calls else []
         self.unique_name = compile_ops.register_ops(link.name, link.device)
@@ -124,6 +121,41 @@ class Member:
         return entries
 
     # --- ranks ---------------------------------------------------------------------------
+
+    @cached_property
+    def name(self) -> str:
+        """The group's name."""
+        return self._context.name
+
+    @cached_property
+    def ranks(self) -> list[int]:
+        """The members' global ranks, by rank in the group."""
+        return list(self._context.ranks)
+
+    @cached_property
+    def rank(self) -> int:
+        """This process's global rank."""
+        return self._context.ranks[self.rank_in_group]
+
+    @cached_property
+    def rank_in_group(self) -> int:
+        """This member's rank in the group."""
+        return self._context.rank_in_group
+
+    @cached_property
+    def world_size(self) -> int:
+        """The number of members."""
+        return len(self._context.ranks)
+
+    @cached_property
+    def local_rank(self) -> int:
+        """This process's number on its host."""
+        return self._context.settings.local_rank
+
+    @cached_property
+    def device(self) -> torch.device:
+        """The device of the collectives' tensors."""
+        return self._context.device.device
 
     @property
     def first_rank(self) -> int:
@@ -163,13 +195,22 @@ class Member:
 
         On one host the first access makes it, and two members connect at their first operation on
         it; until then torch opens no socket. Raises GroupClosedError if this group is closed.
+        A subclass may assign another one, which its owner destroys; the verbs do not use it.
         """
-        return self._open_context().groups.cpu()
+        return vars(self).get("cpu_group") or self._open_context().groups.cpu()
+
+    @cpu_group.setter
+    def cpu_group(self, group: ProcessGroup) -> None:
+        vars(self)["cpu_group"] = group
 
     @property
     def device_group(self) -> ProcessGroup:
         """As `cpu_group`, for `device`; the same object if that is the CPU."""
-        return self._open_context().groups.device()
+        return vars(self).get("device_group") or self._open_context().groups.device()
+
+    @device_group.setter
+    def device_group(self, group: ProcessGroup) -> None:
+        vars(self)["device_group"] = group
 
     def _open_context(self) -> GroupContext:
         if self.closed:
@@ -298,7 +339,7 @@ class Hierarchy(Generic[G_co]):
         self,
         x: Tensor,
         *,
-        op: ReduceOp = ReduceOp.SUM,
+        op: AnyOp = ReduceOp.SUM,
         out: Tensor | None = None,
         timeout: Timeout = None,
     ) -> Tensor:
@@ -318,7 +359,7 @@ class Hierarchy(Generic[G_co]):
         world, intra = self.world._context.device, self.intra._context.device
         if self.intra is self.world:
             return world.all_reduce(x, op=op, out=out, timeout=timeout)
-        check_reduction(op, x.dtype)
+        op = check_reduction(op, x.dtype)
         if out is not None:
             check_out(out, x.shape, x.dtype, world.device)
         inner, wide = op, x

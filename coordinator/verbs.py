@@ -408,8 +408,8 @@ class GroupVerbs(Member, Collectives, RootedCollectives):
 
     def exchanging_rows_in(self, token_group: GroupVerbs) -> Self:
         """Return a second name of this group with another `token_group`; both close together."""
-        other = type(self).__new__(type(self))
-        vars(other).update(vars(self), token_group=token_group)
+        other = self.sharing(self)
+        other.token_group = token_group
         return other
 
     @overload

@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Final, Literal, Self, TypeAlias, get_args
 
 import torch
 import torch.distributed as dist
@@ -55,6 +55,15 @@ class ReduceOp(IntEnum):
     BAND = 8
     BXOR = 9
     AVG = 10
+
+    @classmethod
+    def of(cls, op: AnyOp) -> Self:
+        """Return ``op``, or the reduction with the name of torch's; raise TypeError without one."""
+        if isinstance(op, cls):
+            return op
+        if isinstance(op, dist.ReduceOp.RedOpType) and op.name in cls.__members__:
+            return cls[op.name]
+        raise TypeError(f"op must be a coordinator.ReduceOp, not {op!r}")
 
     @property
     def torch(self) -> dist.ReduceOp:
@@ -83,13 +92,17 @@ _COMBINE: dict[ReduceOp, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def check_reduction(op: ReduceOp, dtype: torch.dtype) -> None:
-    """Raise `TypeError` unless ``op`` is a `ReduceOp` that is defined for ``dtype``."""
-    if not isinstance(op, ReduceOp):
-        raise TypeError(f"op must be a coordinator.ReduceOp, not {op!r}")
+AnyOp: TypeAlias = ReduceOp | dist.ReduceOp.RedOpType
+"""A reduction of this library, or torch's of the same name."""
+
+
+def check_reduction(op: AnyOp, dtype: torch.dtype) -> ReduceOp:
+    """Return the `ReduceOp` for ``op``; raise TypeError unless it is defined for ``dtype``."""
+    op = ReduceOp.of(op)
     objection = _objection(op, dtype)
     if objection:
         raise TypeError(objection)
+    return op
 
 
 @cache

@@ -9,15 +9,16 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Generic, TypeVar, cast
 from urllib.parse import urlsplit
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import FileStore, HashStore, PrefixStore, ProcessGroup, TCPStore
+from torch.distributed import FileStore, HashStore, PrefixStore, ProcessGroup, Store, TCPStore
 
 from coordinator import torch_groups
 from coordinator.group import GroupCoordinator
-from coordinator.groups import Topology
+from coordinator.groups import ParallelGroups, Topology, current
 from coordinator.launcher import Launch
 from coordinator.rendezvous import Settings
 from coordinator.secret import launcher_secret
@@ -98,11 +99,12 @@ def meet_with_default_group(
     backend: str,
     deadline: Deadline,
     closing: ExitStack,
+    store: Store | None = None,
 ) -> Topology:
     """Meet all ranks, and make torch's default process group if it does not exist.
 
     Arguments as for `init_distributed_environment`. ``deadline`` is for the arrival of all ranks;
-    ``closing`` closes everything that is made for the topology.
+    ``closing`` closes everything that is made for the topology. ``store`` None: by ``method``.
 
     Collective: yes, every rank.
 
@@ -126,8 +128,7 @@ def meet_with_default_group(
             launch, settings, closing, store=torch_groups.default_store(), timeout=deadline
         )
     launch = _launch(world_size, rank, method, local_rank)
-    store = None
-    if method.startswith("file://"):
+    if store is None and method.startswith("file://"):
         store = FileStore(method.removeprefix("file://"), launch.world_size)
     settings = Settings.of(backend, launch.local_rank, secret=launch.secret)
     topology = Topology.meet(launch, settings, closing, store=store, timeout=deadline)
@@ -183,17 +184,20 @@ class GlobalState(Generic[G]):
     Methods that need a group raise `NotInitializedError` if it does not exist.
 
     Attributes:
-        world: the group of all ranks.
-        groups: the model's groups, by name; a group may have several names.
         device_communicators: groups may use more than torch's process groups.
         store: stores the argument of SGLang's ``set_global_tcp_store``.
     """
 
-    def __init__(self, group_type: type[G]) -> None:
+    def __init__(
+        self, group_type: type[G], names: Callable[[ParallelGroups], Mapping[str, GroupCoordinator]]
+    ) -> None:
+        """``names`` returns the engine's names of groups that `coordinator.init` built."""
         self._group_type = group_type
+        self._names = names
         self._topology: Topology | None = None
-        self.world: G | None = None
-        self.groups: Mapping[str, G] = {}
+        self._world: G | None = None
+        self._groups: Mapping[str, G] = {}
+        self._shared: WeakKeyDictionary[GroupCoordinator, G] = WeakKeyDictionary()
         self.device_communicators = True
         self.store: TCPStore | None = None
         self._environment = ForkSafeExitStack()
@@ -204,6 +208,33 @@ class GlobalState(Generic[G]):
     def after_fork_in_child(self) -> None:
         """Disown torch's default group, which the parent still uses."""
         self._is_own = False
+
+    @property
+    def world(self) -> G | None:
+        """Return all ranks: of `meet`, or else of `coordinator.current`; None before both."""
+        groups = self._worker_groups() if self._world is None else None
+        return self._world if groups is None else self._share(groups.world)
+
+    @property
+    def groups(self) -> Mapping[str, G]:
+        """Return the model's groups by name: of `build`, or else of `coordinator.current`."""
+        if self._groups or (groups := self._worker_groups()) is None:
+            return self._groups
+        return {name: self._share(group) for name, group in self._names(groups).items()}
+
+    def _worker_groups(self) -> ParallelGroups | None:
+        """Return the groups of this process that this library built, as in a pool's worker."""
+        if self._topology is not None:
+            return None
+        try:
+            return current()
+        except RuntimeError:
+            return None
+
+    def _share(self, group: GroupCoordinator) -> G:
+        if group not in self._shared:
+            self._shared[group] = self._group_type.sharing(group)
+        return self._shared[group]
 
     @property
     def topology(self) -> Topology:
@@ -220,27 +251,31 @@ class GlobalState(Generic[G]):
         local_rank: int,
         backend: str,
         deadline: Deadline,
+        store: Store | None = None,
     ) -> None:
         """Meet all ranks and build the world group. Collective: yes, every rank.
+
+        ``store``: a store that all ranks reach; None: by ``method``.
 
         A second call only checks the size. Raises ValueError if the world has another size, or the
         method is unknown.
         """
-        if self.world is not None:
-            if world_size not in (-1, self.world.world_size):
-                raise ValueError(f"the world has {self.world.world_size} ranks, not {world_size}")
+        existing = self.world
+        if existing is not None:
+            if world_size not in (-1, existing.world_size):
+                raise ValueError(f"the world has {existing.world_size} ranks, not {world_size}")
             return
         with ForkSafeExitStack() as undo:
             if not dist.is_initialized():
                 undo.callback(_destroy_default_group)
             topology = meet_with_default_group(
-                world_size, rank, method, local_rank, backend, deadline, undo
+                world_size, rank, method, local_rank, backend, deadline, undo, store
             )
             topology = replace(topology, group_type=self._group_type)
             with topology.abort_on_error():
                 world = topology.group("world", list(range(topology.world_size)), deadline)
             undo.enter_context(world)
-            self._topology, self.world = topology, cast("G", world)
+            self._topology, self._world = topology, cast("G", world)
             self._environment = undo.pop_all()
 
     def build(
@@ -251,9 +286,9 @@ class GlobalState(Generic[G]):
         The stack closes the groups. ``backend`` None: the world's. Raises NotInitializedError
         before the ranks met, and RuntimeError if the groups exist.
         """
-        topology = self.topology
         if self.groups:
             raise RuntimeError("the model-parallel groups are initialised already")
+        topology = self.topology
         world_settings = topology.settings
         settings = Settings.of(
             backend or world_settings.backend,
@@ -263,7 +298,7 @@ class GlobalState(Generic[G]):
             secret=world_settings.secret,
         )
         with ForkSafeExitStack() as undo:
-            self.groups = make(replace(topology, settings=settings), undo)
+            self._groups = make(replace(topology, settings=settings), undo)
             self._model = undo.pop_all()
 
     @contextmanager
@@ -272,13 +307,13 @@ class GlobalState(Generic[G]):
 
         Groups that are closed or built inside stay so.
         """
-        before = self.groups
-        self.groups = replaced = {**before, **others}
+        before = self._groups
+        self._groups = replaced = {**self.groups, **others}
         try:
             yield
         finally:
-            if self.groups is replaced:
-                self.groups = before
+            if self._groups is replaced:
+                self._groups = before
 
     def keep(self, group: GroupCoordinator) -> None:
         """Close ``group`` with the environment."""
@@ -300,9 +335,10 @@ class GlobalState(Generic[G]):
 
     def world_group(self) -> G:
         """Return the group of all ranks."""
-        if self.world is None:
+        world = self.world
+        if world is None:
             raise NotInitializedError("the distributed environment is not initialised")
-        return self.world
+        return world
 
     def set_custom_all_reduce(self, enable: bool) -> None:
         """Allow later groups to use more than torch's process groups, or forbid it."""
@@ -312,26 +348,22 @@ class GlobalState(Generic[G]):
         """Return whether the groups of a model exist."""
         return bool(self.groups)
 
-    def tp_world_size(self) -> int:
-        """Return the number of ranks that share a layer."""
-        return self.group("tp").world_size
+    def size(self, name: str) -> Callable[[], int]:
+        """Return a function that returns the number of members of the group ``name``."""
+        return lambda: self.group(name).world_size
 
-    def tp_rank(self) -> int:
-        """Return this rank's position among the ranks that share a layer."""
-        return self.group("tp").rank_in_group
-
-    def pp_rank(self) -> int:
-        """Return this rank's stage."""
-        return self.group("pp").rank_in_group
+    def rank(self, name: str) -> Callable[[], int]:
+        """Return a function that returns this process's rank in the group ``name``."""
+        return lambda: self.group(name).rank_in_group
 
     def close_model(self) -> None:
         """Close the groups of the model. Idempotent."""
-        self.groups = {}
+        self._groups = {}
         self._model.close()
 
     def close_environment(self) -> None:
         """Close the world group and torch's default group; a forked child only drops them."""
-        self._topology = self.world = self.store = None
+        self._topology = self._world = self.store = None
         self._environment.close()
         if self._is_own:
             _destroy_default_group()
@@ -364,7 +396,7 @@ class GlobalState(Generic[G]):
         self, tensor_dict: Mapping[str, Any] | None = None, src: int = 0
     ) -> Any:
         """Return the dict of ``src``; ``tensor_dict`` without a default group. Collective: yes."""
-        if not dist.is_initialized():
+        if not self.groups and not dist.is_initialized():
             return tensor_dict
         return self.group("tp").broadcast_tensor_dict(tensor_dict, src)
 

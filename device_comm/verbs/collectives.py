@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn.functional import rms_norm
 
-from device_comm.operation import Norm, Operation, ReduceOp, check_reduction
+from device_comm.operation import AnyOp, Norm, Operation, ReduceOp, check_reduction
 from device_comm.verbs.checks import (
     Later,
     Now,
@@ -52,7 +52,7 @@ class Collectives:
         self,
         x: Tensor,
         *,
-        op: ReduceOp = ...,
+        op: AnyOp = ...,
         out: Out = ...,
         hierarchical: bool = ...,
         **how: Unpack[Now],
@@ -62,7 +62,7 @@ class Collectives:
         self,
         x: Tensor,
         *,
-        op: ReduceOp = ...,
+        op: AnyOp = ...,
         out: Out = ...,
         hierarchical: bool = ...,
         **how: Unpack[Later],
@@ -71,7 +71,7 @@ class Collectives:
         self,
         x: Tensor,
         *,
-        op: ReduceOp = SUM,
+        op: AnyOp = SUM,
         out: Out = None,
         hierarchical: bool = False,
         async_op: bool = False,
@@ -107,7 +107,7 @@ class Collectives:
             if done is not NotImplemented:
                 return done
         check_tensor("x", x, run.device)
-        check_reduction(op, x.dtype)
+        op = check_reduction(op, x.dtype)
         if run.world_size == 1:
             return run.identity("all_reduce", x, out, async_op)
         source = materialized(x)
@@ -116,13 +116,16 @@ class Collectives:
         return run.run(operation, buffer, finish)
 
     @overload
-    def all_reduce_(self, x: Tensor, *, op: ReduceOp = ..., **how: Unpack[Now]) -> Tensor: ...
+    def all_reduce_(self, x: Tensor, *, op: AnyOp = ..., **how: Unpack[Now]) -> Tensor: ...
     @overload
+    def all_reduce_(self, x: Tensor, *, op: AnyOp = ..., **how: Unpack[Later]) -> Work[Tensor]: ...
     def all_reduce_(
-        self, x: Tensor, *, op: ReduceOp = ..., **how: Unpack[Later]
-    ) -> Work[Tensor]: ...
-    def all_reduce_(
-        self: Any, x: Tensor, *, op: ReduceOp = SUM, async_op: bool = False, timeout: Timeout = None
+        self: Any,
+        x: Tensor,
+        *,
+        op: AnyOp = SUM,
+        async_op: bool = False,
+        timeout: Timeout = None,
     ) -> Any:
         """Reduce in place into ``x``, and return it. Collective: yes, every member."""
         return self.all_reduce(x, op=op, out=x, async_op=async_op, timeout=timeout)
@@ -245,18 +248,30 @@ class Collectives:
 
     @overload
     def reduce_scatter(
-        self, x: Tensor, dim: int = ..., *, op: ReduceOp = ..., out: Out = ..., **how: Unpack[Now]
+        self,
+        x: Tensor,
+        dim: int = ...,
+        *,
+        op: AnyOp = ...,
+        out: Out = ...,
+        **how: Unpack[Now],
     ) -> Tensor: ...
     @overload
     def reduce_scatter(
-        self, x: Tensor, dim: int = ..., *, op: ReduceOp = ..., out: Out = ..., **how: Unpack[Later]
+        self,
+        x: Tensor,
+        dim: int = ...,
+        *,
+        op: AnyOp = ...,
+        out: Out = ...,
+        **how: Unpack[Later],
     ) -> Work[Tensor]: ...
     def reduce_scatter(
         self,
         x: Tensor,
         dim: int = -1,
         *,
-        op: ReduceOp = SUM,
+        op: AnyOp = SUM,
         out: Out = None,
         async_op: bool = False,
         timeout: Timeout = None,
@@ -279,7 +294,7 @@ class Collectives:
             if done is not NotImplemented:
                 return done
         check_tensor("x", x, run.device)
-        check_reduction(op, x.dtype)
+        op = check_reduction(op, x.dtype)
         dim = check_dim(dim, x)
         n = run.world_size
         shape = resized(x.shape, dim, equal_share(x.shape[dim], n, dim))
@@ -294,18 +309,18 @@ class Collectives:
 
     @overload
     def reduce_scatter_(
-        self, x: Tensor, dim: int = ..., *, op: ReduceOp = ..., **how: Unpack[Now]
+        self, x: Tensor, dim: int = ..., *, op: AnyOp = ..., **how: Unpack[Now]
     ) -> Tensor: ...
     @overload
     def reduce_scatter_(
-        self, x: Tensor, dim: int = ..., *, op: ReduceOp = ..., **how: Unpack[Later]
+        self, x: Tensor, dim: int = ..., *, op: AnyOp = ..., **how: Unpack[Later]
     ) -> Work[Tensor]: ...
     def reduce_scatter_(
         self: Any,
         x: Tensor,
         dim: int = -1,
         *,
-        op: ReduceOp = SUM,
+        op: AnyOp = SUM,
         async_op: bool = False,
         timeout: Timeout = None,
     ) -> Any:
@@ -503,7 +518,7 @@ class Collectives:
         dim: int = ...,
         sizes: Sizes = ...,
         *,
-        op: ReduceOp = ...,
+        op: AnyOp = ...,
         out: Out = ...,
         **how: Unpack[Now],
     ) -> Tensor: ...
@@ -514,7 +529,7 @@ class Collectives:
         dim: int = ...,
         sizes: Sizes = ...,
         *,
-        op: ReduceOp = ...,
+        op: AnyOp = ...,
         out: Out = ...,
         **how: Unpack[Later],
     ) -> Work[Tensor]: ...
@@ -524,7 +539,7 @@ class Collectives:
         dim: int = -1,
         sizes: Sizes = None,
         *,
-        op: ReduceOp = ReduceOp.SUM,
+        op: AnyOp = ReduceOp.SUM,
         out: Out = None,
         async_op: bool = False,
         timeout: Timeout = None,
@@ -541,7 +556,7 @@ class Collectives:
         """
         run = self.runner
         check_tensor("x", x, run.device)
-        check_reduction(op, x.dtype)
+        op = check_reduction(op, x.dtype)
         dim = check_dim(dim, x)
         n = run.world_size
         rows = x.shape[dim]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from torch import Tensor
 
-from device_comm.operation import NO_TENSOR, Operation, ReduceOp, check_reduction
+from device_comm.operation import NO_TENSOR, AnyOp, Operation, ReduceOp, check_reduction
 from device_comm.verbs.checks import (
     Later,
     Now,
@@ -92,18 +92,30 @@ class RootedCollectives:
 
     @overload
     def reduce(
-        self, x: Tensor, dst: int = ..., *, op: ReduceOp = ..., out: Out = ..., **how: Unpack[Now]
+        self,
+        x: Tensor,
+        dst: int = ...,
+        *,
+        op: AnyOp = ...,
+        out: Out = ...,
+        **how: Unpack[Now],
     ) -> Tensor | None: ...
     @overload
     def reduce(
-        self, x: Tensor, dst: int = ..., *, op: ReduceOp = ..., out: Out = ..., **how: Unpack[Later]
+        self,
+        x: Tensor,
+        dst: int = ...,
+        *,
+        op: AnyOp = ...,
+        out: Out = ...,
+        **how: Unpack[Later],
     ) -> Work[Tensor | None]: ...
     def reduce(
         self,
         x: Tensor,
         dst: int = 0,
         *,
-        op: ReduceOp = ReduceOp.SUM,
+        op: AnyOp = ReduceOp.SUM,
         out: Out = None,
         async_op: bool = False,
         timeout: Timeout = None,
@@ -124,7 +136,7 @@ class RootedCollectives:
             if done is not NotImplemented:
                 return done
         check_tensor("x", x, run.device)
-        check_reduction(op, x.dtype)
+        op = check_reduction(op, x.dtype)
         dst = run.check_dst(dst, out)
         if run.world_size == 1:
             return run.identity("reduce", x, out, async_op)
@@ -140,18 +152,18 @@ class RootedCollectives:
 
     @overload
     def reduce_(
-        self, x: Tensor, dst: int = ..., *, op: ReduceOp = ..., **how: Unpack[Now]
+        self, x: Tensor, dst: int = ..., *, op: AnyOp = ..., **how: Unpack[Now]
     ) -> Tensor | None: ...
     @overload
     def reduce_(
-        self, x: Tensor, dst: int = ..., *, op: ReduceOp = ..., **how: Unpack[Later]
+        self, x: Tensor, dst: int = ..., *, op: AnyOp = ..., **how: Unpack[Later]
     ) -> Work[Tensor | None]: ...
     def reduce_(
         self: Any,
         x: Tensor,
         dst: int = 0,
         *,
-        op: ReduceOp = ReduceOp.SUM,
+        op: AnyOp = ReduceOp.SUM,
         async_op: bool = False,
         timeout: Timeout = None,
     ) -> Any:

@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 from torch.profiler import record_function
 
 from device_comm.call_number import call_number
-from device_comm.operation import Operation, ReduceOp, Verb
+from device_comm.operation import AnyOp, Operation, Verb
 from device_comm.shm.signature import sign, signature_with_sizes
 from device_comm.verbs.checks import (
     Shape,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 class Traced(Protocol):
     """Verbs as ops of the graph that `torch.compile` makes, for groups that support it."""
 
-    def all_reduce(self, x: Tensor, op: ReduceOp) -> Tensor:
+    def all_reduce(self, x: Tensor, op: AnyOp) -> Tensor:
         """See `Collectives.all_reduce`."""
 
     def all_reduce_norm(
@@ -46,7 +46,7 @@ class Traced(Protocol):
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         """See `Collectives.all_gather`."""
 
-    def reduce_scatter(self, x: Tensor, dim: int, op: ReduceOp) -> Tensor:
+    def reduce_scatter(self, x: Tensor, dim: int, op: AnyOp) -> Tensor:
         """See `Collectives.reduce_scatter`."""
 
 

@@ -14,8 +14,9 @@ tp_rank = (moe_dp_rank * moe_ep + moe_ep_rank) * moe_tp + moe_tp_rank
 
 from __future__ import annotations
 
+import importlib
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,7 +33,7 @@ from coordinator.compat.state import GlobalState, divide, in_the_same_node_as
 from coordinator.compat.vllm import parallel_state as vllm
 from coordinator.context import GroupContext
 from coordinator.group import GraphCaptureContext, capture_on_side_stream
-from coordinator.groups import Topology
+from coordinator.groups import ParallelGroups, Topology
 from coordinator.rank_grid import RankGrid
 from coordinator.rendezvous import DEFAULT_TIMEOUT
 from device_comm import Work
@@ -49,20 +50,35 @@ __all__ = [
     "create_custom_parallel_group",
     "destroy_distributed_environment",
     "destroy_model_parallel",
+    "get_attn_context_model_parallel_rank",
+    "get_attn_context_model_parallel_world_size",
     "get_attn_cp_group",
+    "get_attn_tensor_model_parallel_rank",
+    "get_attn_tensor_model_parallel_world_size",
     "get_attn_tp_group",
     "get_dcp_group",
     "get_dcp_group_no_assert",
+    "get_dcp_rank",
+    "get_dcp_world_size",
     "get_default_distributed_backend",
     "get_global_tcp_store",
+    "get_moe_data_parallel_rank",
+    "get_moe_data_parallel_world_size",
     "get_moe_dp_group",
     "get_moe_ep_group",
+    "get_moe_expert_parallel_rank",
+    "get_moe_expert_parallel_world_size",
+    "get_moe_tensor_parallel_rank",
+    "get_moe_tensor_parallel_world_size",
     "get_moe_tp_group",
+    "get_mooncake_transfer_engine",
+    "get_pipeline_model_parallel_group",
     "get_pipeline_model_parallel_rank",
     "get_pipeline_model_parallel_world_size",
     "get_pp_group",
     "get_self_pp_group",
     "get_shared_experts_tp_group",
+    "get_tensor_model_parallel_group",
     "get_tensor_model_parallel_rank",
     "get_tensor_model_parallel_world_size",
     "get_tp_group",
@@ -77,11 +93,15 @@ __all__ = [
     "initialize_model_parallel",
     "inplace_all_reduce",
     "model_parallel_is_initialized",
+    "monkey_patch_vllm_parallel_state",
     "patch_pipeline_parallel_group",
     "patch_tensor_parallel_group",
     "pdmux_prefill_tp_group",
     "set_custom_all_reduce",
+    "set_flashinfer_allreduce_only",
     "set_global_tcp_store",
+    "set_mscclpp",
+    "set_torch_symm_mem_all_reduce",
 ]
 
 
@@ -453,7 +473,17 @@ def _runs(ranks: int, within: int, size: int) -> list[list[int]]:
     return [list(range(start, start + size)) for start in range(0, ranks, size)]
 
 
-_state = GlobalState(GroupCoordinator)
+def names_of(groups: ParallelGroups) -> dict[str, native.GroupCoordinator]:
+    """Return SGLang's names of the groups that `coordinator.init` built.
+
+    Attention and experts are divided as other layers; ``pcp`` divides the prompts.
+    """
+    names = dict.fromkeys(("tp", "attn_tp", "moe_tp"), groups.tp)
+    names |= {"pp": groups.pp, "attn_cp": groups.pcp}
+    return names if groups.dcp.world_size == 1 else names | {"dcp": groups.dcp}
+
+
+_state = GlobalState(GroupCoordinator, names_of)
 """The instance that the functions below use."""
 
 get_world_group = _state.world_group
@@ -467,9 +497,24 @@ get_moe_dp_group = _state.getter("moe_dp")  # the ranks with the same part of th
 get_moe_ep_group = _state.getter("moe_ep")  # the ranks with different experts
 get_moe_tp_group = _state.getter("moe_tp")  # the ranks that share an expert
 get_shared_experts_tp_group = _state.getter("shared_experts_tp")  # those of all tokens' experts
-get_tensor_model_parallel_world_size = _state.tp_world_size
-get_tensor_model_parallel_rank = _state.tp_rank
-get_pipeline_model_parallel_rank = _state.pp_rank
+get_tensor_model_parallel_group = get_tp_group
+get_pipeline_model_parallel_group = get_pp_group
+get_tensor_model_parallel_world_size = _state.size("tp")
+get_tensor_model_parallel_rank = _state.rank("tp")
+get_pipeline_model_parallel_world_size = _state.size("pp")
+get_pipeline_model_parallel_rank = _state.rank("pp")
+get_attn_tensor_model_parallel_world_size = _state.size("attn_tp")
+get_attn_tensor_model_parallel_rank = _state.rank("attn_tp")
+get_attn_context_model_parallel_world_size = _state.size("attn_cp")
+get_attn_context_model_parallel_rank = _state.rank("attn_cp")
+get_moe_data_parallel_world_size = _state.size("moe_dp")
+get_moe_data_parallel_rank = _state.rank("moe_dp")
+get_moe_expert_parallel_world_size = _state.size("moe_ep")
+get_moe_expert_parallel_rank = _state.rank("moe_ep")
+get_moe_tensor_parallel_world_size = _state.size("moe_tp")
+get_moe_tensor_parallel_rank = _state.rank("moe_tp")
+get_dcp_world_size = _state.size("dcp")
+get_dcp_rank = _state.rank("dcp")
 model_parallel_is_initialized = _state.model_parallel_is_initialized
 set_custom_all_reduce = _state.set_custom_all_reduce
 destroy_model_parallel = _state.close_model
@@ -685,9 +730,41 @@ def get_dcp_group_no_assert() -> GroupCoordinator | None:
     return _state.groups.get("dcp")
 
 
-def get_pipeline_model_parallel_world_size() -> int:
-    """Return the number of stages."""
-    return get_pp_group().world_size
+def get_mooncake_transfer_engine() -> None:
+    """Return None: this layer moves no KV caches."""
+
+
+def ignore_transport(enable: bool) -> None:
+    """Do nothing: measured times choose each group's transport; see `GroupCoordinator.explain`."""
+
+
+set_mscclpp = set_torch_symm_mem_all_reduce = set_flashinfer_allreduce_only = ignore_transport
+
+
+def _tag_groups_for_flashinfer_allreduce_only() -> None:
+    """Do nothing, as `ignore_transport`."""
+
+
+_vllm_getters: dict[str, Callable[[], Any]] = {}
+
+
+def monkey_patch_vllm_parallel_state(reverse: bool = False) -> None:
+    """Let vLLM's getters return this module's groups; ``reverse`` restores vLLM's own.
+
+    No effect without vLLM.
+    """
+    try:
+        vllm_state = importlib.import_module("vllm.distributed.parallel_state")
+    except ImportError:
+        return
+    ours = {
+        "get_world_group": get_world_group,
+        "get_tp_group": get_tp_group,
+        "get_pp_group": get_pp_group,
+    }
+    for name, getter in ours.items():
+        original = _vllm_getters.setdefault(name, getattr(vllm_state, name))
+        setattr(vllm_state, name, original if reverse else getter)
 
 
 def inplace_all_reduce(tensor: Tensor, group_name: str) -> None:

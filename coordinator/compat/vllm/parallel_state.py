@@ -11,6 +11,7 @@ initialisation and after destruction.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -20,7 +21,7 @@ from typing import Any, Self, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, TCPStore
 
 from coordinator import group as native
 from coordinator.compat.state import GlobalState, in_the_same_node_as
@@ -28,10 +29,11 @@ from coordinator.compat.vllm.device_communicators.shm_broadcast import MessageQu
 from coordinator.context import GroupContext
 from coordinator.group import GraphCaptureContext, capture_on_side_stream
 from coordinator.groups import ParallelGroups, Topology
+from coordinator.member import Member
 from coordinator.rank_grid import RankGrid
 from coordinator.rendezvous import DEFAULT_TIMEOUT
 from device_comm import Work
-from shm_broadcast import Deadline
+from shm_broadcast import Deadline, GroupTimeoutError
 
 __all__ = [
     "GraphCaptureContext",
@@ -108,19 +110,28 @@ class GroupCoordinator(native.GroupCoordinator):
         )
         self.group_ranks = [list(ranks) for ranks in group_ranks]
 
+    @classmethod
+    def sharing(cls, group: Member) -> Self:
+        """Return ``group`` with vLLM's arguments and results; both close together."""
+        other = super().sharing(group)
+        other._set_names()
+        return other
+
     def _init_from(self, link: GroupContext) -> None:
         super()._init_from(link)
+        self._set_names()
+
+    def _set_names(self) -> None:
+        settings = self._context.settings
         self.group_ranks = [self.ranks]
         self.device_index = self.local_rank
-        self.torch_distributed_backend = link.settings.backend
-        self.use_device_communicator = not link.settings.torch_only
+        self.torch_distributed_backend = settings.backend
+        self.use_device_communicator = not settings.torch_only
 
     @property
     def group(self) -> native.GroupCoordinator:
         """Return this group with the arguments of this library; both close together."""
-        group = native.GroupCoordinator.__new__(native.GroupCoordinator)
-        vars(group).update(vars(self))
-        return group
+        return native.GroupCoordinator.sharing(self)
 
     @property
     def device_communicator(self) -> Self:
@@ -136,8 +147,15 @@ class GroupCoordinator(native.GroupCoordinator):
         return super().all_reduce(input_, **options)
 
     def cpu_all_reduce_(self, tensor: Tensor, **options: Any) -> Any:
-        """Sum a CPU tensor into itself. Collective: yes, every member."""
-        return super().cpu_all_reduce_(tensor, **options)
+        """Sum a CPU tensor into itself. Collective: yes, every member.
+
+        The text of a `GroupTimeoutError` begins with "Timed out", as that of gloo's errors.
+        """
+        try:
+            return super().cpu_all_reduce_(tensor, **options)
+        except GroupTimeoutError as error:
+            error.args = (f"Timed out: {error}",)
+            raise
 
     def all_gather(self, input_: Tensor, dim: int = -1, **options: Any) -> Any:
         """Return every ``input_``, concatenated. Collective: yes, every member."""
@@ -191,6 +209,10 @@ class GroupCoordinator(native.GroupCoordinator):
     def send(self, tensor: Tensor, dst: int | None = None, **options: Any) -> None:
         """Send a tensor to ``dst``; None: to the next rank."""
         super().send(tensor, dst, **options)
+
+    _all_reduce_out_place = all_reduce
+    _all_gather_out_place = all_gather
+    _reduce_scatter_out_place = reduce_scatter
 
     # --- experts -------------------------------------------------------------------------
 
@@ -291,7 +313,15 @@ class GroupCoordinator(native.GroupCoordinator):
         return received, [work], [lambda: received.update(work.wait())]
 
 
-_state = GlobalState(GroupCoordinator)
+def names_of(groups: ParallelGroups) -> dict[str, native.GroupCoordinator]:
+    """Return vLLM's names of the groups that `coordinator.init` built."""
+    names = {name: getattr(groups, name) for name in ("tp", "pp", "dp", "pcp", "dcp", "ep")}
+    if groups.tp.world_size * groups.pp.world_size * groups.pcp.world_size == groups.grid.size:
+        names["inner_dp_world"] = groups.world
+    return names
+
+
+_state = GlobalState(GroupCoordinator, names_of)
 """The instance that the functions below use."""
 
 get_world_group = _state.world_group
@@ -303,9 +333,9 @@ get_dcp_group = _state.getter("dcp")  # the ranks that share this rank's context
 get_ep_group = _state.getter("ep")  # the ranks of this stage in all replicas that work together
 get_eplb_group = _state.getter("eplb")  # the same ranks again, for balancing experts meanwhile
 get_inner_dp_world_group = _state.getter("inner_dp_world")  # all ranks of this rank's replica
-get_tensor_model_parallel_world_size = _state.tp_world_size
-get_tensor_model_parallel_rank = _state.tp_rank
-get_pipeline_model_parallel_rank = _state.pp_rank
+get_tensor_model_parallel_world_size = _state.size("tp")
+get_tensor_model_parallel_rank = _state.rank("tp")
+get_pipeline_model_parallel_rank = _state.rank("pp")
 model_parallel_is_initialized = _state.model_parallel_is_initialized
 set_custom_all_reduce = _state.set_custom_all_reduce
 destroy_model_parallel = _state.close_model
@@ -326,6 +356,9 @@ def init_distributed_environment(
 ) -> None:
     """Meet all ranks; make the world group, and torch's default process group if it is missing.
 
+    With data parallelism or several nodes in vLLM's current config, as `set_current_vllm_config`
+    sets it, the world is that of all engines: ``rank`` and ``world_size`` are this engine's.
+
     Args:
         world_size: the number of processes; -1: from the environment or torch's group.
         rank: this process's global rank; -1: likewise.
@@ -338,10 +371,61 @@ def init_distributed_environment(
 
     Raises:
         GroupTimeoutError: ranks did not arrive in time; names them.
-        ValueError: the world has another size, or the method is unknown.
+        ValueError: the world has another size, the method is unknown, or the config has elastic
+            expert parallelism.
     """
     deadline = Deadline.after(DEFAULT_TIMEOUT if timeout is None else timeout.total_seconds())
-    _state.meet(world_size, rank, distributed_init_method, local_rank, backend, deadline)
+    store, config = None, _parallel_config()
+    if config is not None and config.enable_elastic_ep:
+        raise ValueError(
+            "enable_elastic_ep: these groups cannot add ranks later; build a "
+            "coordinator.StatelessGroupCoordinator and call resized()"
+        )
+    if config is not None and _spans_engines(config):
+        rank += config.data_parallel_rank * world_size
+        world_size = config.world_size_across_dp
+        if config.nnodes > 1:
+            address, port = config.master_addr, config.master_port
+        elif config._coord_store_port and not dist.is_initialized():
+            address = config.data_parallel_master_ip
+            store = _published_store(address, config._coord_store_port, rank, world_size, deadline)
+            port = store.port
+        else:
+            address, port = config.data_parallel_master_ip, config.get_next_dp_init_port()
+        host = f"[{address}]" if ":" in address else address
+        distributed_init_method = f"tcp://{host}:{port}"
+    _state.meet(world_size, rank, distributed_init_method, local_rank, backend, deadline, store)
+
+
+_LONGEST_SECONDS = 3600.0
+
+
+def _parallel_config() -> Any | None:
+    """Return the ``parallel_config`` of vLLM's current config; None without one."""
+    module = sys.modules.get("vllm.config")
+    config = None if module is None else module.get_current_vllm_config_or_none()
+    return None if config is None else config.parallel_config
+
+
+def _spans_engines(config: Any) -> bool:
+    """Return whether the world has more ranks than those of one engine on one node."""
+    if config.distributed_executor_backend == "external_launcher":
+        return False
+    return bool(config.nnodes > 1 or config.data_parallel_size > 1)
+
+
+def _published_store(
+    address: str, port: int, rank: int, world_size: int, deadline: Deadline
+) -> TCPStore:
+    """Host the world's store on rank 0, which publishes its port in the store at ``port``."""
+    timeout = timedelta(seconds=deadline.remaining(_LONGEST_SECONDS))
+    make = partial(TCPStore, address, timeout=timeout, wait_for_workers=False)
+    published = make(port=port, is_master=False)
+    if rank == 0:
+        store = make(port=0, world_size=world_size, is_master=True, multi_tenant=True)
+        published.set("world_pg_port", str(store.port))
+        return store
+    return make(port=int(published.get("world_pg_port")), world_size=world_size, is_master=False)
 
 
 def is_initialized() -> bool:
@@ -366,6 +450,7 @@ def init_model_parallel_group(
     use_message_queue_broadcaster: bool = False,
     group_name: str | None = None,
     use_device_communicator: bool = True,
+    use_all2all: bool = False,
 ) -> GroupCoordinator:
     """Return this process's group among ``group_ranks``, over torch's default group.
 
@@ -378,6 +463,7 @@ def init_model_parallel_group(
         use_device_communicator and _state.device_communicators,
         use_message_queue_broadcaster,
         group_name,
+        use_all2all,
     )
 
 
@@ -421,8 +507,8 @@ def initialize_model_parallel(
     decode_context_model_parallel_size: int | None = 1,
     backend: str | None = None,
     *,
-    data_parallel_size: int = 1,
-    enable_eplb: bool = False,
+    data_parallel_size: int | None = None,
+    enable_eplb: bool | None = None,
 ) -> None:
     """Build the groups of a model.
 
@@ -436,8 +522,9 @@ def initialize_model_parallel(
         decode_context_model_parallel_size: ranks of the prefill-context- and tensor-parallel
             groups that share contexts; None: 1.
         backend: of the groups; None: the world's.
-        data_parallel_size: replicas that work together.
-        enable_eplb: add a second expert-parallel group, for balancing experts meanwhile.
+        data_parallel_size: replicas that work together; None: as vLLM's current config, or 1.
+        enable_eplb: add a second expert-parallel group, for balancing experts meanwhile; None: as
+            vLLM's current config, or False.
 
     Collective: yes, every rank.
 
@@ -445,6 +532,11 @@ def initialize_model_parallel(
         RuntimeError: the environment is missing, or the groups exist.
         ValueError: the sizes do not divide the world.
     """
+    config = _parallel_config()
+    if data_parallel_size is None:
+        data_parallel_size = 1 if config is None else config.data_parallel_size
+    if enable_eplb is None:
+        enable_eplb = False if config is None else config.enable_eplb
     sizes = {
         "dp": data_parallel_size,
         "pp": pipeline_model_parallel_size,
@@ -499,7 +591,7 @@ def ensure_model_parallel_initialized(
     backend: str | None = None,
     *,
     data_parallel_size: int | None = None,
-    enable_eplb: bool = False,
+    enable_eplb: bool | None = None,
 ) -> None:
     """Build the groups of a model, or raise ValueError if existing groups have other sizes.
 
@@ -523,7 +615,7 @@ def ensure_model_parallel_initialized(
             prefill_context_model_parallel_size,
             decode_context_model_parallel_size,
             backend,
-            data_parallel_size=data_parallel_size or 1,
+            data_parallel_size=data_parallel_size,
             enable_eplb=enable_eplb,
         )
         return

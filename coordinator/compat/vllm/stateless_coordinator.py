@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from functools import cached_property
 from typing import Any
 
@@ -60,7 +59,7 @@ class StatelessGroupCoordinator(GroupCoordinator, groups.StatelessGroupCoordinat
     @cached_property
     def tcp_store_group(self) -> StatelessProcessGroup:
         """Return the same members, for objects and small CPU tensors."""
-        return StatelessProcessGroup(self.group, ExitStack())
+        return StatelessProcessGroup.of(self.group)
 
     def size(self) -> int:
         """Return the number of members."""

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import TCPStore
+from torch.distributed import Store, TCPStore
 
 from coordinator.compat.state import (
     divide,
@@ -54,18 +54,25 @@ def get_pp_indices(num_hidden_layers: int, pp_rank: int, pp_size: int) -> tuple[
     return start, start + each + (pp_rank in more)
 
 
+_STORE_SECONDS = 300.0
+
+
 class StatelessProcessGroup:
     """Exchanges objects and CPU tensors between processes that meet at a host and port.
 
     Ranks are ranks in this group. One thread at a time. ``group`` has all operations.
     """
 
-    def __init__(self, group: GroupCoordinator, closing: ExitStack) -> None:
-        """Use `create`."""
-        self.group = group
-        self.rank = group.rank_in_group
-        self.world_size = group.world_size
-        self._closing = closing
+    def __init__(
+        self, rank: int, world_size: int, store: Store, data_expiration_seconds: int = 3600
+    ) -> None:
+        """Meet the others in ``store``, which is for one group and must outlive it.
+
+        ``data_expiration_seconds`` has no effect: messages do not stay in the store. Collective:
+        yes, all of them. Raises GroupTimeoutError, with the ranks that did not arrive in 300 s.
+        """
+        del data_expiration_seconds
+        self._meet(rank, world_size, store, Deadline.after(_STORE_SECONDS))
 
     @classmethod
     def create(
@@ -75,7 +82,7 @@ class StatelessProcessGroup:
         rank: int,
         world_size: int,
         data_expiration_seconds: int = 3600,
-        store_timeout: float = 300,
+        store_timeout: float = _STORE_SECONDS,
         listen_socket: socket.socket | None = None,
     ) -> Self:
         """Meet the others at the store that rank 0 hosts.
@@ -102,6 +109,26 @@ class StatelessProcessGroup:
                 timeout=timedelta(seconds=store_timeout),
                 master_listen_fd=listen_socket.detach(),
             )
+        group = cls.__new__(cls)
+        group._meet(rank, world_size, store, deadline, host, port)
+        return group
+
+    @classmethod
+    def of(cls, group: GroupCoordinator) -> Self:
+        """Return a group that has the members of ``group``, which its owner closes."""
+        other = cls.__new__(cls)
+        other._use(group, ExitStack())
+        return other
+
+    def _meet(
+        self,
+        rank: int,
+        world_size: int,
+        store: Store | None,
+        deadline: Deadline,
+        host: str = "127.0.0.1",
+        port: int = 0,
+    ) -> None:
         with ForkSafeExitStack() as undo:
             launch = Launch(rank, world_size, 0, host, port, secret=launcher_secret(None))
             settings = Settings.of("gloo", launch.local_rank, secret=launch.secret)
@@ -110,7 +137,13 @@ class StatelessProcessGroup:
                 group = topology.group("stateless", list(range(world_size)), deadline)
             undo.enter_context(group)
             undo.enter_context(topology.abort_on_error())
-            return cls(group, undo.pop_all())
+            self._use(group, undo.pop_all())
+
+    def _use(self, group: GroupCoordinator, closing: ExitStack) -> None:
+        self.group = group
+        self.rank = group.rank_in_group
+        self.world_size = group.world_size
+        self._closing = closing
 
     def send_obj(self, obj: Any, dst: int) -> None:
         """Send an object."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar, Self
@@ -10,7 +11,11 @@ from typing import Any, ClassVar, Self
 import msgspec
 
 import shm_broadcast as native
+from coordinator.launcher import own_address
 from coordinator.secret import launcher_secret
+
+_ROUTED = "192.0.2.1"
+"""An address of no host (RFC 5737): packets to it take the default route. None is sent."""
 
 
 class Handle(native.QueueHandle, frozen=True):
@@ -85,16 +90,19 @@ class MessageQueue(native.MessageQueue):
             max_chunk_bytes: with ``max_chunks``, requests a ring of their product, at most 4 MiB.
                 It does not limit a message's size.
             max_chunks: see ``max_chunk_bytes``.
-            connect_ip: the address of this host for readers on others. These also need the
-                launcher's secret, from the file that the environment names.
+            connect_ip: the address of this host for readers on others; None: ``VLLM_HOST_IP`` in
+                the environment, or this host's address on the default route. These readers also
+                need the launcher's secret, from the file that the environment names.
             enable_shm_tensor_arena: let readers use large tensors without a copy, if all are on
                 this host; they must not write to them.
 
         Raises:
-            ValueError: the numbers do not fit together, or an address or a secret is missing.
+            ValueError: the numbers do not fit together, or a secret is missing.
+            OSError: this host has no default route, and no address is given.
         """
-        if secret is None and n_reader > n_local_reader:
-            secret = launcher_secret()
+        if n_reader > n_local_reader:
+            secret = launcher_secret() if secret is None else secret
+            connect_ip = connect_ip or os.environ.get("VLLM_HOST_IP") or own_address(_ROUTED, 1)
         super().__init__(
             n_reader,
             n_local_reader,
