@@ -37,7 +37,7 @@ PEERS_STAMP := $(PEERS)/.installed
 AARCH64       := .aarch64
 AARCH64_STAMP := $(AARCH64)/.installed
 
-.PHONY: setup demo chat hosts-demo test jitter gpu-bundle gpu-ready gpu-test gpu-report ray-test vllm-setup vllm-test bench-peers bench docs mutants wheels aarch64-setup aarch64-test check format clean
+.PHONY: setup demo chat hosts-demo test jitter gpu-bundle gpu-ready gpu-test gpu-report ray-test vllm-setup vllm-test bench-peers bench docs mutants wheels release aarch64-setup aarch64-test check format clean
 
 setup: $(STAMP)
 
@@ -152,6 +152,10 @@ WHEELS := x86_64 aarch64
 
 wheels: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" deploy/wheels.sh $(WHEELS)
+
+# Source archive and wheels, each tried in a clean environment; prints what to upload.
+release: $(STAMP)
+	PATH="$(CURDIR)/$(BIN):$$PATH" deploy/release.sh $(WHEELS)
 
 # On aarch64, emulated: six minutes. Processes that fork with threads running are more than qemu can.
 AARCH64_TESTS := $(patsubst %,tests/shm_broadcast/test_%.py,atomics native codec codec_tensors ring \

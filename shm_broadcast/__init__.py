@@ -72,7 +72,7 @@ __all__ = [
     "__version__",
 ]
 
-__version__: Final = "0.1.0"
+__version__: Final = "0.2.0"
 """The version of all four packages; `pyproject.toml` reads it here."""
 
 _HOMES: Final = {
