@@ -69,7 +69,9 @@ def _embedding_app(plan: ServePlan, model: Model, on_failure: Callable[[], None]
 def _completion_app(
     plan: ServePlan, model: DecoderModel, on_failure: Callable[[], None]
 ) -> CompletionApp:
-    service = CompletionService(model.text, partial(WorkerPool, **plan.pool), plan.limits)
+    service = CompletionService(
+        model.text, partial(WorkerPool, **plan.pool), plan.limits, plan.name
+    )
     config = model.folder.config
     served = ServedModel(plan.name, config.hidden_size, model.context, config.vocab_size)
     return CompletionApp(service, served, api_key=plan.api_key, on_failure=on_failure)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
 import msgspec
@@ -29,10 +30,12 @@ from ..workers.decoder import (
 )
 from .api import ApiError, ServedModel, decode_body
 from .app import ServiceApp, json_answer, unless_client_leaves
+from .metrics import CompletionMetrics
 from .openapi import PostRoute, token_ids
 from .pool_service import InstrumentedPool, PoolService
 
 if TYPE_CHECKING:
+    from prometheus_client import Metric
     from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -311,13 +314,17 @@ _POLL_SECONDS = 0.02
 class CompletionService(PoolService):
     """Completes prompts with an engine over the pool; belongs to one event loop."""
 
+    metrics: CompletionMetrics
+
     def __init__(
         self,
         text: DecoderText,
         make_pool: Callable[[], WorkerPool],
         limits: ServiceLimits,
+        model_name: str,
     ) -> None:
-        super().__init__(make_pool, limits, "completion")
+        """``model_name`` is for metrics; for other arguments see `PoolService`."""
+        super().__init__(make_pool, limits, partial(CompletionMetrics, model_name=model_name))
         self.text = text
         self._engine: Engine | None = None
 
@@ -339,7 +346,24 @@ class CompletionService(PoolService):
         """
         self.check_ready()
         engine = cast("Engine", self._engine)  # set before the state is ready
-        return engine.submit(prompt, max_tokens, sampling, timeout=self._limits.request_timeout)
+        seconds = self._limits.request_timeout
+        return engine.submit(prompt, max_tokens, sampling, timeout=seconds, observer=self.metrics)
+
+    def status(self) -> dict[str, Any]:
+        """Return also the engine's load."""
+        running, waiting, usage = self._load()
+        load = {"running": running, "waiting": waiting, "cache_usage": usage}
+        return {**super().status(), "sequences": load}
+
+    def _now(self) -> Iterator[Metric]:
+        yield from super()._now()
+        yield from self.metrics.of_engine(*self._load())
+
+    def _load(self) -> tuple[int, int, float]:
+        engine = self._engine
+        if engine is None:
+            return 0, 0, 0.0
+        return engine.running, engine.waiting, engine.cache_usage
 
     async def _probe(self, pool: InstrumentedPool) -> None:
         if self._engine is None:
@@ -417,7 +441,7 @@ class CompletionApp(ServiceApp[CompletionService]):
         with generation:
             text = await unless_client_leaves(request, answer.whole())
         request.state.facts["tokens"] = answer.tokens
-        self._count_answer(len(prompt) + answer.tokens)
+        self._count_answer(len(prompt) + answer.tokens, answer.reason)
         return json_answer(writer.whole(text, answer.reason, Usage.of(len(prompt), answer.tokens)))
 
     async def _tokens(self, params: CompletionParams) -> list[int]:
@@ -458,7 +482,7 @@ class CompletionApp(ServiceApp[CompletionService]):
             for event in writer.last_chunk(answer.reason, usage):
                 yield event
             request.state.outcome = 200
-            self._count_answer(n_prompt + answer.tokens)
+            self._count_answer(n_prompt + answer.tokens, answer.reason)
         except Exception as error:  # noqa: BLE001 - sent to the client and logged
             failure = self.as_api_error(error, request.state.request_id)
             request.state.outcome = failure.status
@@ -467,7 +491,8 @@ class CompletionApp(ServiceApp[CompletionService]):
         finally:
             request.state.facts["tokens"] = answer.tokens
 
-    def _count_answer(self, tokens: int) -> None:
+    def _count_answer(self, tokens: int, reason: str) -> None:
+        self.service.metrics.finished(reason)
         self.service.metrics.inputs.inc()
         self.service.metrics.tokens.inc(tokens)
 

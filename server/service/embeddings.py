@@ -37,6 +37,7 @@ from ..spans import Carrier, carried, of_batch
 from ..workers.minilm import EncodedText, InputTooLongError, SentenceTokenizer
 from .api import ApiError, ServedModel, decode_body
 from .app import ServiceApp, json_answer, unless_client_leaves
+from .metrics import Metrics
 from .openapi import PostRoute, token_ids
 from .pool_service import InstrumentedPool, NotReadyError, PoolService
 
@@ -432,7 +433,7 @@ class EmbeddingService(PoolService):
         *,
         in_flight: int,
     ) -> None:
-        super().__init__(make_pool, limits, "embedding")
+        super().__init__(make_pool, limits, partial(Metrics, kind="embedding"))
         self._tokenizing = Tokenizing(tokenizer)
         self._batcher: Batcher[np.ndarray, np.ndarray] = Batcher(
             self._compute,

@@ -26,6 +26,18 @@ if TYPE_CHECKING:
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
+_FIRST_TOKEN_SECONDS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0),
+    *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_NEXT_TOKEN_SECONDS = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0),
+    *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_COMPLETION_SECONDS = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _TOKENS = (8, 32, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -35,15 +47,20 @@ class Metrics:
     """Counters of one service; see their help texts.
 
     Status 499 means that the client disconnected. ``now`` returns further metrics for each export;
-    ``kind`` names the service.
+    ``kind`` names the service; ``seconds`` are the buckets of its requests' durations.
     """
 
-    def __init__(self, now: Callable[[], Iterable[Metric]], kind: str) -> None:
+    def __init__(
+        self,
+        now: Callable[[], Iterable[Metric]],
+        kind: str,
+        seconds: Sequence[float] = _SECONDS,
+    ) -> None:
         # Timestamps of creation would double the number of series.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = registry = CollectorRegistry(target_info={"kind": kind})
         self.requests = Counter(
-            "service_requests", "Requests answered", ["status"], registry=registry
+            "service_requests", "Requests by HTTP status", ["status"], registry=registry
         )
         self.errors = Counter(
             "service_errors", "Requests not answered with 200", ["code"], registry=registry
@@ -51,7 +68,7 @@ class Metrics:
         self.seconds = Histogram(
             "service_request_seconds",
             "Time of requests answered with 200",
-            buckets=_SECONDS,
+            buckets=seconds,
             registry=registry,
         )
         self.inputs = Counter(
@@ -89,14 +106,80 @@ class Metrics:
             "calls": {each.labels["outcome"]: each.value for each in _totals(self.calls)},
             "inputs": _totals(self.inputs)[0].value,
             "tokens": _totals(self.tokens)[0].value,
-            "latencies": [
-                [each.labels["le"], each.value] for each in _samples(self.seconds, "_bucket")
-            ],
+            "latencies": _buckets(self.seconds),
         }
 
     def expose(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
+
+
+class CompletionMetrics(Metrics):
+    """Counters of a completion service, and of its tokens; a `TokenObserver`.
+
+    Names without their prefix, buckets and the label ``model_name`` are vLLM's.
+    """
+
+    def __init__(self, now: Callable[[], Iterable[Metric]], model_name: str) -> None:
+        super().__init__(now, "completion", _COMPLETION_SECONDS)
+        self._model_name = model_name
+        labels: Any = {"labelnames": ["model_name"], "registry": self._registry}
+        self._first_token = Histogram(
+            "llm_time_to_first_token_seconds",
+            "Time from the request to its first token",
+            buckets=_FIRST_TOKEN_SECONDS,
+            **labels,
+        )
+        self._next_token = Histogram(
+            "llm_inter_token_latency_seconds",
+            "Time between two tokens of an answer",
+            buckets=_NEXT_TOKEN_SECONDS,
+            **labels,
+        )
+        self._prompt = Counter("llm_prompt_tokens", "Tokens of computed prompts", **labels)
+        self._generated = Counter("llm_generation_tokens", "Tokens of answers", **labels)
+        self._success = Counter(
+            "llm_request_success",
+            "Answers that are complete",
+            ["model_name", "finished_reason"],
+            registry=self._registry,
+        )
+        for metric in (self._first_token, self._next_token, self._prompt, self._generated):
+            metric.labels(model_name)  # exported from the beginning
+
+    def prompt(self, tokens: int) -> None:
+        """See `TokenObserver`."""
+        self._prompt.labels(self._model_name).inc(tokens)
+
+    def token(self, seconds: float, *, first: bool) -> None:
+        """See `TokenObserver`."""
+        times = self._first_token if first else self._next_token
+        times.labels(self._model_name).observe(seconds)
+        self._generated.labels(self._model_name).inc()
+
+    def finished(self, reason: str) -> None:
+        """Count a complete answer, which ended for ``reason``, ``"stop"`` or ``"length"``."""
+        self._success.labels(self._model_name, reason).inc()
+
+    def of_engine(self, running: int, waiting: int, cache_usage: float) -> Iterator[Metric]:
+        """Yield the engine's load."""
+        for name, text, value in (
+            ("llm_num_requests_running", "Requests that have a slot", running),
+            ("llm_num_requests_waiting", "Requests that wait for a slot", waiting),
+            ("llm_kv_cache_usage_perc", "Share of the KV cache in use; 1 is all", cache_usage),
+        ):
+            family = GaugeMetricFamily(name, text, labels=["model_name"])
+            family.add_metric([self._model_name], value)
+            yield family
+
+    def totals(self) -> dict[str, Any]:
+        """Return also the tokens, and the times to the first and between others."""
+        return super().totals() | {
+            "prompt_tokens": _totals(self._prompt)[0].value,
+            "generation_tokens": _totals(self._generated)[0].value,
+            "first_token": _buckets(self._first_token),
+            "inter_token": _buckets(self._next_token),
+        }
 
 
 class _Now(Collector):
@@ -110,6 +193,10 @@ class _Now(Collector):
 def _samples(metric: Counter | Histogram, suffix: str) -> list[Sample]:
     samples = [sample for family in metric.collect() for sample in family.samples]
     return [sample for sample in samples if sample.name.endswith(suffix)]
+
+
+def _buckets(histogram: Histogram) -> list[list[Any]]:
+    return [[each.labels["le"], each.value] for each in _samples(histogram, "_bucket")]
 
 
 def _totals(counter: Counter) -> list[Sample]:

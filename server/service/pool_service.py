@@ -238,14 +238,15 @@ class NotReadyError(CoordinatorError):
 class PoolService(ABC):
     """Runs a pool that answers requests; belongs to one event loop.
 
-    ``make_pool`` starts the pool, in a thread; ``kind`` names the service in metrics.
+    ``make_pool`` starts the pool, in a thread; ``make_metrics`` gets a function that yields the
+    metrics of the present state.
     """
 
     def __init__(
         self,
         make_pool: Callable[[], WorkerPool | Replicas],
         limits: ServiceLimits,
-        kind: str,
+        make_metrics: Callable[[Callable[[], Iterator[Metric]]], Metrics],
     ) -> None:
         self._make_pool = make_pool
         self._limits = limits
@@ -256,7 +257,7 @@ class PoolService(ABC):
         self._running: asyncio.Task[None] | None = None
         self._giving_up: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.metrics = Metrics(self._now, kind)
+        self.metrics = make_metrics(self._now)
 
     @property
     @abstractmethod

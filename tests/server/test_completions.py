@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections import Counter
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from server.workers.decoder import DecoderFolder, DecoderText
 from tests.patience import auntil
 from tests.server.fake_service import run, serving
 from tests.server.one_worker import LOST, OneWorker
+from tests.server.test_metrics import samples
 from tests.server.test_minilm_config import edit
 from tests.server.tiny_llama import greedy, make_llama
 
@@ -80,6 +82,7 @@ async def site(
         DecoderText(DecoderFolder.open(folder)),
         lambda: pool,
         ServiceLimits(**{"max_tokens": 16, "max_waiting": 8, **given}),
+        "m",
     )
     model = ServedModel("m", 36, length, 257)
     app = CompletionApp(service, model, api_key=api_key, on_failure=lambda: None)
@@ -485,3 +488,60 @@ def test_a_folder_whose_words_cannot_be_read(tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match="tokenizer or chat template: "):
         DecoderText(DecoderFolder.open(folder))
+
+
+# --- metrics ------------------------------------------------------------------------------
+
+
+def test_metrics_count_what_a_hundred_clients_received(llama: Path) -> None:
+    asked = [("The sea"[: 2 + n % 6], 1 + n % 9, n % 2 == 0) for n in range(100)]
+
+    async def test(here: Site) -> None:
+        async def client(prompt: str, most: int, stream: bool) -> tuple[int, int, str]:
+            options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+            answer = await here.complete(prompt, max_tokens=most, **options)
+            pieces = [piece async for piece in answer] if stream else [answer]
+            reasons = [c.finish_reason for piece in pieces for c in piece.choices]
+            usage = pieces[-1].usage
+            return usage.prompt_tokens, usage.completion_tokens, reasons[-1]
+
+        answers = await asyncio.gather(*(client(*each) for each in asked))
+        with pytest.raises(openai.BadRequestError):
+            await here.complete("", max_tokens=3)
+        found = samples(here.service.metrics.expose().decode())
+        model = ("m",)
+        assert found["llm_prompt_tokens_total", *model] == sum(each[0] for each in answers)
+        assert found["llm_generation_tokens_total", *model] == sum(each[1] for each in answers)
+        with_tokens = sum(each[1] > 0 for each in answers)
+        assert found["llm_time_to_first_token_seconds_count", *model] == with_tokens
+        between = sum(max(each[1] - 1, 0) for each in answers)
+        assert found["llm_inter_token_latency_seconds_count", *model] == between
+        reasons = Counter(each[2] for each in answers)
+        success = {k[1]: v for k, v in found.items() if k[0] == "llm_request_success_total"}
+        assert success == reasons
+        assert found["service_requests_total", "200"] == len(answers)
+        assert found["service_requests_total", "400"] == 1
+        assert found["llm_num_requests_running", *model] == 0
+        totals = here.service.status()["totals"]
+        assert totals["generation_tokens"] == found["llm_generation_tokens_total", *model]
+        assert totals["first_token"][-1] == ["+Inf", with_tokens]
+
+    with_site(llama, test, max_waiting=100)
+
+
+def test_tokens_and_load_are_counted_while_an_answer_is_made(llama: Path) -> None:
+    async def test(here: Site) -> None:
+        stream = await here.complete("The sea", max_tokens=50, stream=True)
+        pieces = aiter(stream)
+        here.pool.hold()
+        load = here.service.status()["sequences"]
+        assert load["running"] == 1
+        here.pool.go()
+        await anext(pieces)
+        found = samples(here.service.metrics.expose().decode())
+        assert found["llm_generation_tokens_total", "m"] >= 1
+        rest = [piece async for piece in pieces]
+        assert rest[-1].choices[0].finish_reason == "length"
+        await auntil(lambda: here.service.status()["sequences"]["cache_usage"] == 0)
+
+    with_site(llama, test)

@@ -19,6 +19,7 @@ import os
 import queue
 import random
 import threading
+import time
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
@@ -40,6 +41,16 @@ if TYPE_CHECKING:
     Reason = Literal["stop", "length", "cancelled"]
 
 
+class TokenObserver(Protocol):
+    """Is called in a thread of the engine as the workers compute tokens; must not block."""
+
+    def prompt(self, tokens: int) -> None:
+        """Count a prompt of so many ``tokens``, which is in the cache now."""
+
+    def token(self, seconds: float, *, first: bool) -> None:
+        """Count a token, ``seconds`` after the one before, or after `Engine.submit`."""
+
+
 class GenerationTimeoutError(CoordinatorError, TimeoutError):
     """A token did not arrive in time, including the wait for a slot; the answer was cancelled."""
 
@@ -56,6 +67,7 @@ class GeneratedSequence:
         ends: tokens that end the answer; they are not yielded.
         sampling: parameters of sampling.
         timeout: seconds for each token; ``None`` or infinite: no limit.
+        observer: counts the tokens; ``None``: not counted.
 
     Attributes:
         reason: after the end: ``"stop"`` (a token of ``ends``), ``"length"`` (no room), or
@@ -71,6 +83,7 @@ class GeneratedSequence:
         ends: Collection[int],
         sampling: Sampling,
         timeout: float | None,
+        observer: TokenObserver | None = None,
     ) -> None:
         self.reason: Reason | None = None
         self.cancelled = False
@@ -81,6 +94,9 @@ class GeneratedSequence:
         self._ends = ends
         self._sampling = sampling
         self._timeout = timeout
+        self._observer = observer
+        self._prompt_length = len(self._tokens)
+        self._since = time.monotonic()
         # `Random(-1)` equals `Random(1)`, hence the modulo. Not for secrets.
         self._random = random.Random(sampling.seed and sampling.seed % (1 << 64))
         self._number = self._random.random()
@@ -110,9 +126,15 @@ class GeneratedSequence:
         """Append a drawn token."""
         if self.reason is not None:
             return
+        now, first = time.monotonic(), len(self._tokens) == self._prompt_length
+        if self._observer is not None and first:
+            self._observer.prompt(self._prompt_length)
         if token in self._ends:
             self.end("stop")
             return
+        if self._observer is not None:
+            self._observer.token(now - self._since, first=first)
+        self._since = now
         self._tokens.append(token)
         self._number = self._random.random()
         self._publish(token)
@@ -272,6 +294,12 @@ class Engine:
         """Return the number of requests that have a slot."""
         return sum(len(group.taken) for group in self._slot_groups)
 
+    @property
+    def cache_usage(self) -> float:
+        """Return the share of the cache's positions that are in use, from 0 to 1."""
+        taken = [each for group in self._slot_groups for each in list(group.taken.values())]
+        return sum(each.cached for each in taken) / (self.limits.slots * self.limits.context)
+
     def submit(
         self,
         prompt: Iterable[int],
@@ -280,6 +308,7 @@ class Engine:
         *,
         timeout: float | None = None,
         ignore_ends: bool = False,
+        observer: TokenObserver | None = None,
     ) -> GeneratedSequence:
         """Start an answer.
 
@@ -289,6 +318,7 @@ class Engine:
             sampling: parameters of sampling; ``None``: greedy.
             timeout: seconds for each token; ``None``: no limit.
             ignore_ends: continue after tokens that end an answer.
+            observer: counts the tokens; ``None``: not counted.
 
         Raises:
             TypeError: the prompt has other items than ids, or ``timeout`` is no number.
@@ -310,7 +340,7 @@ class Engine:
         tokens = _ids(prompt, limits)
         stop = min(limits.context, len(tokens) + (max_tokens or limits.context))
         ends = frozenset[int]() if ignore_ends else limits.ends
-        sequence = GeneratedSequence(tokens, stop, ends, sampling or Sampling(), timeout)
+        sequence = GeneratedSequence(tokens, stop, ends, sampling or Sampling(), timeout, observer)
         with self._lock:
             if (ended := self._ended) is not None:
                 raise again(ended)
