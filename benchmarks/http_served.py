@@ -30,18 +30,16 @@ class Served:
         url: where it listens, as it says itself.
     """
 
-    def __init__(
-        self, *options: str, http: str = "127.0.0.1:0", before: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, *options: str, host: str = "127.0.0.1", before: Sequence[str] = ()) -> None:
         """Start it; returns once it listens, before its workers have loaded.
 
         Args:
             options: of ``serve``.
-            http: where to listen.
+            host: where to listen.
             before: a command that runs the one that follows it, and its options.
         """
         self._before = before
-        self.process = self._begin(["serve", "--http", http, *options])
+        self.process = self._begin(["serve", "--host", host, "--port", "0", *options])
         line = self.process.stdout.readline() if self.process.stdout else ""
         if not line:
             raise RuntimeError(f"the server ended: {self.process.communicate()[1]}")

@@ -98,7 +98,12 @@ def _constructor(cls: type) -> str:
         return _signature(vars(cls)["__init__"], cls.__name__).removesuffix(" -> None")
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(body, ast.ClassDef)
-    fields = [ast.unparse(each) for each in body.body if isinstance(each, ast.AnnAssign)]
+    annotated = [each for each in body.body if isinstance(each, ast.AnnAssign)]
+    for each in annotated:
+        match each.value:
+            case ast.Call(func=ast.Name("option"), args=[default, *_]):
+                each.value = default
+    fields = [ast.unparse(each) for each in annotated]
     public = [field for field in fields if not field.startswith("_")]
     return f"{cls.__name__}({', '.join(public)})"
 

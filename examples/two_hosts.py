@@ -36,7 +36,7 @@ def main() -> int:
         secret.write_text(secrets.token_hex())
         os.environ["GROUP_COORDINATOR_SECRET_FILE"] = str(secret)
         hosts = f"--nnodes 2 --master-addr 127.0.0.1 --master-port {free_port()}"
-        head = start(f"serve --tp 2 --pp 2 --http 127.0.0.1:0 {hosts} --node-rank 0")
+        head = start(f"serve --tp 2 --pp 2 --port 0 {hosts} --node-rank 0")
         other = start(f"serve --headless {hosts} --node-rank 1")
         try:
             vectors = ask(head)

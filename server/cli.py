@@ -1,12 +1,8 @@
-"""Run the console script ``group-coordinator``; its commands are the modules of `commands`.
+"""Run the console script ``group-coordinator``.
 
-A command has three functions: ``add_arguments(parser)``; ``prepare(args)``, which checks everything
-before a process starts, and returns a plan; ``run(plan)``, which returns the exit status. If the
-command's module imports torch, ``add_arguments`` is in a module of `commands.options`, so that
-``--help`` is quick.
-
-`prepare` raises `ValueError`, `OSError`, `ImportError` or `CoordinatorError`, which end with status
-2. An error of `run` ends with status 1, an interrupt with 130. An error is one line on stderr.
+The options of each command are a dataclass in `commands.options`. ``prepare``, if the command's
+module has it, checks everything before a process starts. Errors until then end with status 2, an
+error afterwards with 1, an interrupt with 130. An error is one line on stderr.
 """
 
 from __future__ import annotations
@@ -16,27 +12,58 @@ import gc
 import importlib
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Final, NamedTuple, NoReturn
 
 from shm_broadcast import __version__
 from shm_broadcast.errors import CoordinatorError
 
+from .commands.options import (
+    ExplainOptions,
+    ServeOptions,
+    StatusOptions,
+    TraceOptions,
+    add_options,
+)
 from .control.output import drop_output, hold_standard_numbers
 
-COMMANDS: Final = {
-    "serve": ("serve", "serve a model over HTTP from a pool of workers"),
-    "status": ("looking.status", "show what every process of running pools and groups does"),
-    "explain": (
-        "looking.explain_hang",
-        "show which process blocks a program that hangs, with stacks",
-    ),
-    "trace": ("looking.trace", "export the last operations of every process, on one clock"),
-}
-"""Module and summary of each command."""
 
-OPTIONS_APART: Final = {"serve": "options.serve_options"}
-"""Modules with the options of commands whose modules import torch."""
+class Command(NamedTuple):
+    """A command: its options, summary, module in `commands`, and the function that runs it."""
+
+    options: type
+    summary: str
+    module: str
+    function: str
+
+
+COMMANDS: Final = {
+    "serve": Command(
+        ServeOptions, "serve a model over HTTP from a pool of workers", "serve", "run"
+    ),
+    "status": Command(
+        StatusOptions,
+        "show what every process of running pools and groups does",
+        "inspect",
+        "show_status",
+    ),
+    "explain": Command(
+        ExplainOptions,
+        "show which process blocks a program that hangs, with stacks",
+        "inspect",
+        "explain_hang",
+    ),
+    "trace": Command(
+        TraceOptions,
+        "export the last operations of every process, on one clock",
+        "inspect",
+        "write_trace",
+    ),
+}
+_SERVER: Final = ("prometheus_client", "safetensors", "starlette", "tokenizers", "uvicorn")
+"""Packages of the extras 'server' and 'demo'."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -53,54 +80,49 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="group-coordinator")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    parsers = {
-        name: commands.add_parser(name, help=summary) for name, (_, summary) in COMMANDS.items()
-    }
-    arguments = sys.argv[1:] if argv is None else argv
-    chosen = next((each for each in arguments if each in COMMANDS), None)
-    if chosen is not None:
-        options = _load(OPTIONS_APART.get(chosen, COMMANDS[chosen][0]))
-        parsers[chosen].description = options.__doc__
-        options.add_arguments(parsers[chosen])
-    args, unknown = parser.parse_known_args(arguments)
+    parsers: dict[str, argparse.ArgumentParser] = {}
+    for name, each in COMMANDS.items():
+        parsers[name] = commands.add_parser(name, help=each.summary)
+        add_options(parsers[name], each.options)
+    args, unknown = parser.parse_known_args(argv)
+    chosen, used = COMMANDS[args.command], parsers[args.command]
     if unknown:
-        subparser = parsers[args.command]
-        subparser.error(f"unrecognized arguments: {' '.join(unknown)}; see {subparser.prog} --help")
-    if args.command in OPTIONS_APART:
-        _check_folder(parsers[args.command])
-    module = _load(COMMANDS[args.command][0])
-    if alone:
-        gc.freeze()  # no collection visits torch's objects, not even at exit
-        gc.enable()
+        used.error(f"unrecognized arguments: {' '.join(unknown)}; see {used.prog} --help")
     try:
-        plan = module.prepare(args)
+        plan = chosen.options(**{f.name: getattr(args, f.name) for f in fields(chosen.options)})
+        if args.command == "serve":
+            _check_can_serve()
+        module = importlib.import_module(f".commands.{chosen.module}", __package__)
+        if alone:
+            gc.freeze()  # no collection visits torch's objects, not even at exit
+            gc.enable()
+        plan = getattr(module, "prepare", lambda options: options)(plan)
     except (ValueError, OSError, ImportError, CoordinatorError) as exc:
-        parsers[args.command].error(_sentence(exc))
+        used.error(_sentence(exc))
     try:
-        status: int = module.run(plan)
+        status: int = getattr(module, chosen.function)(plan)
         if sys.stdout is not None:
             sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
     except (CoordinatorError, OSError) as exc:
         problem = f"{type(exc).__name__}: {_sentence(exc)}"
-        print(f"{parsers[args.command].prog}: {problem}", file=sys.stderr)
+        print(f"{used.prog}: {problem}", file=sys.stderr)
         if alone:
             drop_output()
         return 1
     return status
 
 
-def _check_folder(parser: _Parser) -> None:
-    """Exit with an error: torch ends a process whose working directory was deleted."""
+def _check_can_serve() -> None:
+    """Raise an error if a package is missing, or torch would end this process."""
+    missing = [name for name in _SERVER if find_spec(name) is None]
+    if missing:
+        raise ImportError(f"install the extras 'server' and 'demo': no {', '.join(missing)}")
     try:
         Path.cwd()
     except FileNotFoundError:
-        parser.error("the current folder was deleted: go to another one")
-
-
-def _load(name: str) -> Any:
-    return importlib.import_module(f".commands.{name}", __package__)
+        raise ValueError("the current folder was deleted: go to another one") from None
 
 
 def _sentence(exc: BaseException) -> str:

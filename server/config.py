@@ -5,10 +5,12 @@ Help texts import them without torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, Final
+from pathlib import Path
+from types import UnionType
+from typing import Any, Final, get_args, get_type_hints
 
 from shm_broadcast.arguments import (
     CheckArgument,
@@ -22,7 +24,7 @@ from shm_broadcast.arguments import (
     texts,
 )
 
-from .driver.binding import MOST_THREADS, check_bind
+from .driver.binding import MOST_THREADS, checked_bind
 
 RESTARTS: Final = ("never", "worker", "pool")
 """Reactions to the loss of a worker: see `pool.WorkerPool`."""
@@ -88,22 +90,54 @@ class ServiceLimits:
     stall_timeout: float
 
 
-_CHECKS: Final[Mapping[str, CheckArgument[Any]]] = {
-    "in_flight": optional(integer),
-    "call_capacity": integer,
-    "reply_capacity": integer,
-    "call_seconds": positive_seconds,
-    "settle_seconds": seconds,
-    "leave_seconds": seconds,
-    "stack_seconds": seconds,
-    "kill_seconds": seconds,
-    "threads": optional(partial(integer, most=MOST_THREADS)),
-    "bind": text,
-    "zero_copy": flag,
-    "fork": flag,
-    "preload": texts,
-    "spans": optional(text),
-    "name": printable_text,
+def option(default: Any, check: CheckArgument[Any] | None = None, **more: Any) -> Any:
+    """Return a dataclass field with a check of its own, and ``more`` for the command line.
+
+    Without ``check``, the ``choices`` or the field's type determine one.
+    """
+    return field(default=default, metadata={"check": check, **more})
+
+
+def check_options(options: Any, label: Callable[[str], str] = str) -> None:
+    """Replace each value of a new dataclass by its checked value.
+
+    ``label`` returns the name of a field in errors.
+
+    Raises:
+        ValueError: a value is out of range.
+        TypeError: a value has the wrong type.
+    """
+    kinds = kinds_of(type(options))
+    for each in fields(options):
+        check, choices = each.metadata.get("check"), each.metadata.get("choices")
+        check = partial(_one_of, choices) if choices else check or _CHECKS[kinds[each.name]]
+        if each.default is None:
+            check = optional(check)
+        value = check(label(each.name), getattr(options, each.name))
+        object.__setattr__(options, each.name, value)
+
+
+def kinds_of(options: type) -> dict[str, Any]:
+    """Return the type of each field of a dataclass, without ``None``."""
+    return {
+        name: get_args(kind)[0] if isinstance(kind, UnionType) else kind
+        for name, kind in get_type_hints(options).items()
+    }
+
+
+def _one_of(choices: Sequence[str], name: str, given: Any) -> str:
+    if given not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {given!r}")
+    return str(given)
+
+
+_CHECKS: Final[Mapping[Any, CheckArgument[Any]]] = {
+    bool: flag,
+    int: integer,
+    float: positive_seconds,
+    str: text,
+    tuple[str, ...]: texts,
+    Path: lambda _, given: Path(given),
 }
 
 
@@ -131,8 +165,7 @@ class PoolConfig:
             equal share of the cores that this process may use.
         bind: the cores of each worker, on each host for its own workers. ``"none"``: all.
             ``"auto"``: an equal, exclusive share of those that this process may use, within a NUMA
-            node unless that would halve it. ``"numa"``: all cores of a node, which workers share
-            if there are fewer nodes. ``"0-3|4-7"`` or ``"node0|node1"``: listed by rank.
+            node unless that would halve it. ``"0-3|4-7"``: listed by rank.
         zero_copy: whether tensors and arrays of 1 MiB and more in results stay in the worker's
             shared memory. Do not write to them, and drop them soon: see
             `shm_broadcast.MessageQueue.dequeue`.
@@ -141,8 +174,6 @@ class PoolConfig:
             ``False``: each worker is a new interpreter, for code that must not be forked.
         preload: modules that this process loads too, once. Not for code that changes while the
             driver runs, or that starts threads when it is imported. Only with ``fork``.
-        spans: the exporter of each worker's OpenTelemetry spans, as for `spans.record`; ``None``:
-            none, unless the worker sets one.
         name: the pool's name in logs, errors and the workers' output; printable characters. ``""``:
             "the pool". `Replicas` names each of its pools.
     """
@@ -151,28 +182,20 @@ class PoolConfig:
     call_capacity: int = 4 << 20
     reply_capacity: int = 2 << 20
     call_seconds: float = 300.0
-    settle_seconds: float = 1.0
-    leave_seconds: float = 1.0
-    stack_seconds: float = 1.0
-    kill_seconds: float = 1.0
-    threads: int | None = None
-    bind: str = "none"
+    settle_seconds: float = option(1.0, seconds)
+    leave_seconds: float = option(1.0, seconds)
+    stack_seconds: float = option(1.0, seconds)
+    kill_seconds: float = option(1.0, seconds)
+    threads: int | None = option(None, partial(integer, most=MOST_THREADS))
+    bind: str = option("none", checked_bind)
     zero_copy: bool = False
     fork: bool = True
     preload: tuple[str, ...] = ()
-    spans: str | None = None
-    name: str = ""
+    name: str = option("", printable_text)
 
     def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            ValueError: a value is out of range.
-            TypeError: a value has the wrong type.
-        """
-        for name, check in _CHECKS.items():
-            object.__setattr__(self, name, check(name, getattr(self, name)))
-        check_bind(self.bind)
+        """Check the values; see `check_options`."""
+        check_options(self)
         if self.preload and not self.fork:
             raise ValueError("preload needs fork=True; got fork=False")
 

@@ -46,7 +46,7 @@ from shm_broadcast.arguments import integer
 from shm_broadcast.state.flight_recorder import VerbTotal
 
 from .calls.pending_call import CallStream, PendingCall, awaited
-from .config import PoolConfig, settings_of
+from .config import PoolConfig
 from .control.output import hold_standard_numbers
 from .control.reference import check_may_make_pool
 from .driver.limits import check_has_system_threads
@@ -152,26 +152,11 @@ class WorkerPool:
             SecretError: several hosts, and no secret that only they have.
             OSError: the head's address is not an address of this host, or its port is in use.
         """
+        arguments = {name: value for name, value in locals().items() if name != "self"}
         check_may_make_pool()
         check_has_system_threads()
         hold_standard_numbers()
-        self._plan = PoolPlan(
-            worker,
-            worker_kwargs,
-            grid=RankGrid.of_job(tp=tp, pp=pp, dp=dp, pcp=pcp, axes=axes),
-            dcp=dcp,
-            device=device,
-            share_gpu=share_gpu,
-            launcher=launcher,
-            hosts=hosts,
-            start_timeout=start_timeout,
-            on_progress=on_progress,
-            restart=restart,
-            max_restarts=max_restarts,
-            window=window,
-            stuck_after=stuck_after,
-            config=settings_of(config),
-        )
+        self._plan = PoolPlan(**arguments)
         if self._plan.config.fork and self._plan.ranks_of(0):
             FORK_SERVERS.prepare(worker_environment(self._plan.threads), self._plan.config.preload)
         # Imported while the fork server loads torch. Not at the top: a worker's main module may

@@ -7,17 +7,18 @@ is optional, and imported only if the program has imported it, or a request has 
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
-    from importlib.metadata import EntryPoints
-
     from opentelemetry.trace import Span, Tracer
+
+_log = logging.getLogger(__name__)
 
 Carrier: TypeAlias = "dict[str, str]"
 """A trace context: ``traceparent``, and ``tracestate`` if there is one."""
@@ -125,50 +126,25 @@ def of_call(
     )
 
 
-def check_exporter(name: str) -> None:
-    """Raise unless spans can be recorded to the exporter ``name``.
+def record() -> None:
+    """Record this process's spans to ``OTEL_TRACES_EXPORTER``, unless it has a provider already.
 
-    Raises:
-        ImportError: the SDK is not installed.
-        ValueError: the exporter is not installed; lists those that are.
+    OpenTelemetry's other environment variables apply, as for the endpoint and the sampler.
     """
-    if _api() is None or find_spec("opentelemetry.sdk") is None:
-        raise ImportError("install the extra 'otel': no opentelemetry.sdk")
-    installed = sorted({each.name for each in _exporters()})
-    if name not in installed:
-        raise ValueError(
-            f"no exporter of spans is called {name!r}; installed are {', '.join(installed)}"
-        )
+    exporter = os.environ.get("OTEL_TRACES_EXPORTER") or "none"
+    if exporter == "none":
+        return
+    from importlib.metadata import entry_points  # noqa: PLC0415 - loads the parser of e-mails
 
-
-def record(exporter: str, **about: str | int) -> None:
-    """Record this process's spans, unless it has a provider already.
-
-    OpenTelemetry's environment variables apply, as for the endpoint and the sampler.
-
-    Args:
-        exporter: ``"console"``, or the name of an installed exporter, such as ``"otlp"``.
-        about: attributes of the process, beside its service's name.
-    """
+    entries = entry_points(group="opentelemetry_traces_exporter", name=exporter)
+    if not entries:
+        _log.warning("no spans are recorded: no exporter %r is installed", exporter)
+        return
     from opentelemetry import trace  # noqa: PLC0415
-    from opentelemetry.sdk.resources import Resource  # noqa: PLC0415
     from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
     from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
 
-    check_exporter(exporter)
-    if isinstance(trace.get_tracer_provider(), TracerProvider):
-        return
-    (entry, *_) = (each for each in _exporters() if each.name == exporter)
-    attributes = {f"group_coordinator.{name}": value for name, value in about.items()}
-    named = Resource.create().attributes["service.name"]
-    if str(named).startswith("unknown_service"):
-        attributes["service.name"] = "group-coordinator"
-    provider = TracerProvider(resource=Resource.create(attributes))
-    provider.add_span_processor(BatchSpanProcessor(entry.load()()))
-    trace.set_tracer_provider(provider)
-
-
-def _exporters() -> EntryPoints:
-    from importlib.metadata import entry_points  # noqa: PLC0415 - loads the parser of e-mails
-
-    return entry_points(group="opentelemetry_traces_exporter")
+    if not isinstance(trace.get_tracer_provider(), TracerProvider):
+        provider = TracerProvider()
+        provider.add_span_processor(BatchSpanProcessor(next(iter(entries)).load()()))
+        trace.set_tracer_provider(provider)

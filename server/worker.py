@@ -306,8 +306,7 @@ class _Serving:
         """Join queues and groups; make the user's worker, or restore ``worker``; return it."""
         start = self._start
         deadline = Deadline.after(start.timeout)
-        if start.spans is not None:
-            record(start.spans, rank=start.rank)
+        record()
         if start.cores:
             bind_process(start.cores)
         self._join_memory()

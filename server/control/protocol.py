@@ -92,7 +92,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
         survives: whether the worker stays for the next generation when this one breaks.
         rank: the worker's global rank, and its member number on the board.
         secret: random bytes shared by the ranks of this pool only.
-        zero_copy, spans, name: as in `PoolConfig`.
+        zero_copy, name: as in `PoolConfig`.
         worker, worker_kwargs, main: as in `PoolPlan`.
         timeout: seconds for the rendezvous of all ranks; ``None``: no limit.
         store: the store for ranks on several hosts; ``None``: the driver's `RendezvousServer`.
@@ -116,7 +116,6 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     timeout: float | None
     store: StoreAddress | None = None
     address: str = ""
-    spans: str | None = None
     name: str = ""
     cores: tuple[int, ...] = ()
 

@@ -4,9 +4,7 @@ The setting ``bind`` is one of
 
     none             no binding
     auto             an exclusive, equal share of the usable cores for each worker
-    numa             a whole NUMA node for each worker, which workers may share
     0-3|4-7          cores of each worker, as Linux numbers them
-    node0|node1      a node of each worker
 
 Cores are assigned in rank order, so workers of a tensor-parallel group are neighbours. Every host
 assigns its own workers.
@@ -28,27 +26,28 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
-from shm_broadcast.arguments import texts
+from shm_broadcast.arguments import text, texts
 from shm_broadcast.cpu import Core, cgroups, cores_of, listed
 from shm_broadcast.errors import counted
 
 Bound: TypeAlias = tuple[tuple[int, ...], ...]
 """The CPUs of each worker of a host, in rank order; ``()``: no binding."""
 
-_WORDS: Final = ("none", "auto", "numa")
 _RANGE: Final = r"\d+(-\d+)?"
-_PLACE: Final = rf"(node\d+|{_RANGE}(,{_RANGE})*)"
+_PLACE: Final = rf"{_RANGE}(,{_RANGE})*"
+_BIND: Final = re.compile(rf"none|auto|{_PLACE}(\|{_PLACE})*")
 
 
-def check_bind(bind: str) -> None:
-    """Raise ValueError unless ``bind`` has a form in the module's list."""
-    if bind not in _WORDS and not re.fullmatch(rf"{_PLACE}(\|{_PLACE})*", bind):
+def checked_bind(name: str, bind: Any) -> str:
+    """Return ``bind`` if it has a form in the module's list; see `CheckArgument`."""
+    if not _BIND.fullmatch(text(name, bind)):
         raise ValueError(
-            "bind must be none, auto, numa, or the cores or node of each worker, such as "
-            f"'0-3|4-7' or 'node0|node1'; got {bind!r}"
+            f"{name} must be none, auto, or the cores of each worker, such as '0-3|4-7'; "
+            f"got {bind!r}"
         )
+    return str(bind)
 
 
 def bound_here(bind: str, n_workers: int) -> Bound:
@@ -67,24 +66,17 @@ def cpus_of_workers(bind: str, n_workers: int, cores: Sequence[Core]) -> Bound:
         ValueError: ``bind`` has another form, lists another number of workers, names unusable
             cores, or there are fewer CPUs than workers with exclusive shares.
     """
-    check_bind(bind)
     if bind == "none" or n_workers == 0:
         return ()
     if bind == "auto":
         return _own_cores(n_workers, cores)
-    nodes = {
-        node: tuple(cpu for core in cores if core.node == node for cpu in core.cpus)
-        for node in dict.fromkeys(core.node for core in cores)
-    }
-    if bind == "numa":
-        counts = _counts(n_workers, [len(cpus) for cpus in nodes.values()])
-        return tuple(cpus for cpus, n in zip(nodes.values(), counts, strict=True) for _ in range(n))
-    places = bind.split("|")
+    places = checked_bind("bind", bind).split("|")
     if len(places) != n_workers:
         raise ValueError(
             f"bind={bind!r} is for {len(places)} workers, and this host has {n_workers}"
         )
-    return tuple(_named(place, nodes) for place in places)
+    usable = {cpu for core in cores for cpu in core.cpus}
+    return tuple(_listed(place, usable) for place in places)
 
 
 def written(bound: Bound) -> str:
@@ -141,15 +133,8 @@ def _equally(n_workers: int, cores: Sequence[Core]) -> list[Sequence[Core]]:
     return [cores[begin:end] for begin, end in pairwise(ends)]
 
 
-def _named(place: str, nodes: dict[int, tuple[int, ...]]) -> tuple[int, ...]:
-    if place.startswith("node"):
-        node = int(place.removeprefix("node"))
-        if node not in nodes:
-            usable_nodes = ", ".join(map(str, nodes))
-            raise ValueError(f"bind: no core of {place} may be used; usable nodes: {usable_nodes}")
-        return nodes[node]
+def _listed(place: str, usable: set[int]) -> tuple[int, ...]:
     cpus = listed(place)
-    usable = {cpu for each in nodes.values() for cpu in each}
     if wrong := sorted(cpus - usable):
         raise ValueError(
             f"bind={place!r}: this process may not use core {', '.join(map(str, wrong))}, but "

@@ -137,7 +137,6 @@ class SharedResources:
             secret=self._secret,
             handles=handles,
             zero_copy=plan.config.zero_copy,
-            spans=plan.config.spans,
             name=plan.config.name,
             worker=plan.worker,
             worker_kwargs=plan.worker_kwargs,

@@ -12,7 +12,7 @@ from coordinator.rank_grid import RankGrid
 from shm_broadcast.arguments import function, integer, optional, positive_seconds
 
 from ..calls.ledger import ignore
-from ..config import MAX_RESTARTS, RESTART_WINDOW, RESTARTS, PoolConfig
+from ..config import MAX_RESTARTS, RESTART_WINDOW, RESTARTS, PoolConfig, settings_of
 from ..control.reference import main_of, worker_name
 from ..hosts.place import Hosts, hosts_of
 from .binding import assign, bound_here, checked_device, count_gpus, share_of_a_host, worker_threads
@@ -45,10 +45,14 @@ class PoolPlan:
     def __init__(
         self,
         worker: type | str,
-        worker_kwargs: Mapping[str, Any] | None,
         *,
-        grid: RankGrid,
+        tp: int,
+        pp: int,
+        dp: int,
+        pcp: int,
         dcp: int,
+        axes: Mapping[str, int] | None,
+        worker_kwargs: Mapping[str, Any] | None,
         device: str | Sequence[str],
         share_gpu: bool,
         launcher: str,
@@ -59,9 +63,10 @@ class PoolPlan:
         max_restarts: int | None,
         window: float | None,
         stuck_after: float | None,
-        config: PoolConfig,
+        config: PoolConfig | None,
     ) -> None:
         """Check the arguments, and raise ValueError or TypeError, as `pool.WorkerPool`."""
+        grid = RankGrid.of_job(tp=tp, pp=pp, dp=dp, pcp=pcp, axes=axes)
         if grid.size > _MOST_WORKERS:
             raise ValueError(f"{grid} are {grid.size} workers; a pool has {_MOST_WORKERS} at most")
         self.grid, self.dcp = grid, integer("dcp", dcp)
@@ -70,7 +75,7 @@ class PoolPlan:
         self.on_progress = optional(function)("on_progress", on_progress) or ignore
         self.restart = restart
         self.max_restarts, self.window = _restart_limits(restart, max_restarts, window)
-        self.config = config
+        self.config = config = settings_of(config)
         self.stuck_after = _stuck_after(stuck_after, restart, config)
         device = checked_device(device)
         self.worker, self.worker_kwargs = worker_name(worker), _pickled(worker_kwargs)

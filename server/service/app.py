@@ -42,6 +42,7 @@ from starlette.routing import Route
 
 from shm_broadcast import CoordinatorError
 
+from ..calls.ledger import ignore
 from ..errors import QueueFullError, WorkerLostError
 from ..spans import begin_request, end_request, within
 from .api import ApiError, Health, ModelList, Readiness, ServedModel, clipped
@@ -178,9 +179,9 @@ class ServiceApp(ABC, Generic[Service]):
     Args:
         service, model: service and its model.
         api_key: key that requests must send; ``None``: no key.
-        on_failure: called when the service has failed for good.
 
     Attributes:
+        on_failure: called when the service has failed for good.
         title: kind of the service.
         bodies: bodies of running requests.
     """
@@ -193,11 +194,10 @@ class ServiceApp(ABC, Generic[Service]):
         model: ServedModel,
         *,
         api_key: str | None,
-        on_failure: Callable[[], None],
     ) -> None:
         self.service = service
         self._api_key = api_key
-        self._on_failure = on_failure
+        self.on_failure: Callable[[], object] = ignore
         self.model = model
         self.bodies = BodyLimiter()
 
@@ -240,7 +240,7 @@ class ServiceApp(ABC, Generic[Service]):
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        self.service.start(self._on_failure)
+        self.service.start(self.on_failure)
         yield
         await self.service.stop()
 

@@ -524,9 +524,8 @@ class EmbeddingApp(ServiceApp[EmbeddingService]):
         *,
         api_key: str | None,
         truncate: bool,
-        on_failure: Callable[[], None],
     ) -> None:
-        super().__init__(service, model, api_key=api_key, on_failure=on_failure)
+        super().__init__(service, model, api_key=api_key)
         self._truncate = truncate
 
     def posts(self) -> list[PostRoute]:

@@ -17,14 +17,6 @@ BACKLOG = 2048
 """Maximum connections that wait to be accepted; the system may allow fewer."""
 
 
-def parse(text: str) -> tuple[str, int]:
-    """Parse ``HOST:PORT`` or ``[HOST]:PORT``; raise `ValueError` for other text."""
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise ValueError(f"--http must be HOST:PORT; got {text!r}")
-    return host.strip("[]"), int(port)
-
-
 def is_loopback(host: str) -> bool:
     """Return whether ``host`` is ``localhost`` or a loopback address."""
     try:

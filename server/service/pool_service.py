@@ -349,7 +349,7 @@ class PoolService(ABC):
             reason = f": {self._reason}" if self._reason else ""
             raise NotReadyError(f"the service is {self.state}{reason}") from self.failure
 
-    def start(self, on_failure: Callable[[], None]) -> None:
+    def start(self, on_failure: Callable[[], object]) -> None:
         """Start the workers, without waiting for them.
 
         Args:
@@ -395,7 +395,7 @@ class PoolService(ABC):
         await asyncio.sleep(_UNANSWERED_SECONDS)
         then()
 
-    async def _run(self, on_failure: Callable[[], None]) -> None:
+    async def _run(self, on_failure: Callable[[], object]) -> None:
         try:
             pool = await asyncio.wrap_future(submit_in_thread(self._make_pool, "start-pool"))
             self._pool = instrumented = InstrumentedPool(pool, self.metrics, self._limits)

@@ -6,7 +6,6 @@ What needs another machine is not run. Commands that are not ours are known by n
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.util
 import re
 import shlex
@@ -18,7 +17,7 @@ from urllib.parse import urlsplit
 from torch.distributed.run import get_args_parser as torchrun_parser
 
 from server.cli import COMMANDS as OURS
-from server.cli import OPTIONS_APART
+from server.commands.options import add_options
 from tests.pages.blocks import ROOT, Block, blocks, read
 
 if TYPE_CHECKING:
@@ -94,9 +93,8 @@ def _ours(options: list[str]) -> None:
     if options == ["--version"]:
         return
     name, *rest = options
-    module = OPTIONS_APART.get(name, OURS[name][0])
     parser = argparse.ArgumentParser(exit_on_error=False)
-    importlib.import_module(f"server.commands.{module}").add_arguments(parser)
+    add_options(parser, OURS[name].options)
     parser.parse_args(rest)
 
 

@@ -6,8 +6,9 @@ import re
 
 import yaml
 
+from server.commands.options import ServeOptions
 from tests.packages import kept_files
-from tests.pages.blocks import block_of, read
+from tests.pages.blocks import block_of
 from tests.pages.commands import check, is_served
 
 
@@ -44,9 +45,8 @@ def test_the_picture_of_the_house() -> None:
 def test_what_prometheus_is_told() -> None:
     (job,) = yaml.safe_load(block_of("docs/monitoring.md", "scrape_configs:"))["scrape_configs"]
     assert job["static_configs"] == [{"targets": ["127.0.0.1:8000"]}]
-    assert 'add("--http", default="127.0.0.1:8000"' in read(
-        "server/commands/options/serve_options.py"
-    )
+    options = ServeOptions()
+    assert (options.host, options.port) == ("127.0.0.1", 8000)
     assert is_served("/metrics")
 
 

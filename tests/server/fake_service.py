@@ -145,7 +145,7 @@ MODEL = ServedModel("m", 1, MAX_TOKENS, 9)
 
 
 def app_of(service: EmbeddingService, api_key: str | None = None) -> EmbeddingApp:
-    return EmbeddingApp(service, MODEL, api_key=api_key, truncate=False, on_failure=lambda: None)
+    return EmbeddingApp(service, MODEL, api_key=api_key, truncate=False)
 
 
 @asynccontextmanager

@@ -90,18 +90,8 @@ def test_auto_gives_only_what_may_be_used() -> None:
     assert cpus_of_workers("auto", 2, masked) == ((1,), (2, 3, 6, 7))
 
 
-def test_numa_gives_everyone_a_node() -> None:
-    first, second = (0, 1, 2, 3), (4, 5, 6, 7)
-    assert cpus_of_workers("numa", 2, nodes(4, 4)) == (first, second)
-    assert cpus_of_workers("numa", 4, nodes(4, 4)) == (first, first, second, second)
-    assert cpus_of_workers("numa", 1, nodes(4, 4)) == (first,)
-    assert cpus_of_workers("numa", 3, nodes(2, 4)) == ((0, 1), (2, 3, 4, 5), (2, 3, 4, 5))
-    assert cpus_of_workers("numa", 10, nodes(2)) == ((0, 1),) * 10
-
-
-def test_cores_and_nodes_can_be_named() -> None:
+def test_cores_can_be_named() -> None:
     assert cpus_of_workers("0-1,5|4", 2, nodes(4, 4)) == ((0, 1, 5), (4,))
-    assert cpus_of_workers("node1|node0|7", 3, nodes(4, 4)) == ((4, 5, 6, 7), (0, 1, 2, 3), (7,))
     assert cpus_of_workers("none", 3, nodes(2)) == ()
     assert cpus_of_workers("0-3", 0, nodes(4)) == ()
 
@@ -112,7 +102,6 @@ def test_cores_and_nodes_can_be_named() -> None:
         ("auto", 5, "5 workers cannot each have a core .* process may use 4"),
         ("0-1", 2, "bind='0-1' is for 1 workers, and this host has 2"),
         ("0-1|2-4", 2, "bind='2-4': this process may not use core 4, but 0, 1, 2, 3"),
-        ("node0|node2", 2, "no core of node2 may be used; usable nodes: 0, 1"),
         ("3-1", 1, "bind='3-1' names no core"),
     ],
 )
@@ -121,9 +110,9 @@ def test_what_cannot_be_given_is_refused(bind: str, n_workers: int, text: str) -
         cpus_of_workers(bind, n_workers, nodes(2, 2))
 
 
-@pytest.mark.parametrize("bind", ["", "all", "0-", "0|", "0 1", "node", "0-1|auto", "nodes0"])
+@pytest.mark.parametrize("bind", ["", "all", "0-", "0|", "0 1", "node", "0-1|auto", "numa"])
 def test_what_is_not_understood_is_refused_at_once(bind: str) -> None:
-    with pytest.raises(ValueError, match=r"bind must be none, auto, numa, or .* got"):
+    with pytest.raises(ValueError, match=r"bind must be none, auto, or .* got"):
         PoolConfig(bind=bind)
 
 
@@ -173,9 +162,7 @@ def cores_shown(pool: WorkerPool) -> list[set[int]]:
 
 
 @FEW
-@pytest.mark.parametrize(
-    ("bind", "fork"), [("auto", True), ("numa", True), (CROSSED, True), (CROSSED, False)]
-)
+@pytest.mark.parametrize(("bind", "fork"), [("auto", True), (CROSSED, True), (CROSSED, False)])
 def test_workers_run_on_their_cores(bind: str, fork: bool) -> None:
     with WorkerPool(Worker, tp=2, config=PoolConfig(bind=bind, fork=fork)) as pool:
         shares = bound_here(bind, 2)

@@ -52,8 +52,8 @@ def test_help_of_a_command_loads_no_torch(command: str) -> None:
 
 
 def test_unknown_options_are_told_with_where_the_known_ones_are() -> None:
-    done = run_to_end(sys.executable, "-c", CODE, "serve", "--port", "8000", status=2)
-    told = "unrecognized arguments: --port 8000; see group-coordinator serve --help"
+    done = run_to_end(sys.executable, "-c", CODE, "serve", "--ports", "8000", status=2)
+    told = "unrecognized arguments: --ports 8000; see group-coordinator serve --help"
     assert done.stderr == f"group-coordinator serve: error: {told}\n"
 
 
@@ -75,8 +75,8 @@ def test_a_full_disk_is_told_in_a_line() -> None:
 
 def test_help_names_every_command_and_loads_no_torch() -> None:
     text = said("--help")
-    for name, (_, summary) in COMMANDS.items():
-        assert name in text and " ".join(summary.split()[:4]) in text
+    for name, command in COMMANDS.items():
+        assert name in text and " ".join(command.summary.split()[:4]) in text
 
 
 def test_the_version_is_said_without_torch_and_stands_in_one_place() -> None:

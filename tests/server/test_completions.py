@@ -85,7 +85,7 @@ async def site(
         "m",
     )
     model = ServedModel("m", 36, length, 257)
-    app = CompletionApp(service, model, api_key=api_key, on_failure=lambda: None)
+    app = CompletionApp(service, model, api_key=api_key)
     service.start(lambda: None)
     async with serving(app) as url:
         here = Site(folder, pool, service, url)
@@ -531,15 +531,15 @@ def test_metrics_count_what_a_hundred_clients_received(llama: Path) -> None:
 
 def test_tokens_and_load_are_counted_while_an_answer_is_made(llama: Path) -> None:
     async def test(here: Site) -> None:
-        stream = await here.complete("The sea", max_tokens=50, stream=True)
-        pieces = aiter(stream)
-        here.pool.hold()
-        load = here.service.status()["sequences"]
-        assert load["running"] == 1
-        here.pool.go()
+        here.pool.hold(after=5)
+        pieces = aiter(await here.complete("The sea", max_tokens=50, stream=True))
         await anext(pieces)
+        load = here.service.status()["sequences"]
+        assert (load["running"], load["waiting"]) == (1, 0)
+        assert 0 < load["cache_usage"] < 1
         found = samples(here.service.metrics.expose().decode())
         assert found["llm_generation_tokens_total", "m"] >= 1
+        here.pool.go()
         rest = [piece async for piece in pieces]
         assert rest[-1].choices[0].finish_reason == "length"
         await auntil(lambda: here.service.status()["sequences"]["cache_usage"] == 0)

@@ -28,7 +28,7 @@ EXAMPLES = 40
 LENGTH = 4096
 MODEL = ServedModel("m", 36, LENGTH, 257)
 UNUSED: Any = None
-APP = CompletionApp(UNUSED, MODEL, api_key=None, on_failure=lambda: None)
+APP = CompletionApp(UNUSED, MODEL, api_key=None)
 DOCUMENT = APP.openapi()
 OPERATIONS = operations(DOCUMENT)
 

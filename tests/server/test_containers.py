@@ -14,9 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from server.commands import serve
-from server.commands.options import serve_options
-from server.commands.read_options import ServePlan
+from server.commands.options import ServeOptions, add_options
 from tests.server.fake_service import run, site
 from tests.unshared import run_unshared
 
@@ -39,13 +37,13 @@ def health_check() -> list[str]:
 
 def parsed(command: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    serve_options.add_arguments(parser)
+    add_options(parser, ServeOptions)
     assert command[0] == "serve"
     return parser.parse_args(command[1:])
 
 
 def default_port() -> int:
-    return int(parsed(["serve"]).http.rpartition(":")[2])
+    return ServeOptions().port
 
 
 def key_of(args: argparse.Namespace) -> Path:
@@ -73,14 +71,13 @@ def test_the_commands_are_accepted_once_their_key_is_there(
 ) -> None:
     args = parsed(command)
     with pytest.raises(FileNotFoundError, match=str(key_of(args))):
-        serve.prepare(args)
+        ServeOptions(**vars(args))
     key = tmp_path / "key"
     key.write_text("secret\n")
     args.api_key = f"@{key}"
-    plan = serve.prepare(args)
-    assert isinstance(plan, ServePlan)
-    assert (plan.host, plan.port) == ("0.0.0.0", default_port())
-    assert plan.api_key == "secret"
+    options = ServeOptions(**vars(args))
+    assert (options.host, options.port) == ("0.0.0.0", default_port())
+    assert options.api_key == "secret"
 
 
 def test_the_image_checks_the_service_where_it_listens() -> None:

@@ -126,7 +126,7 @@ def test_fifty_streams_at_once(llama: Path) -> None:
 def test_the_service_streams_on_when_a_worker_is_killed(llama: Path) -> None:
     expected = greedy(llama, PROMPTS[0], 90)
     reader = DecoderText(DecoderFolder.open(llama)).reader()
-    options = ("--model", str(llama), "--tp", "2", "--restart", "worker", "--slots", "2")
+    options = ("--model", str(llama), "--tp", "2", "--restart", "worker", "--max-num-seqs", "2")
     with ForkedServed(*options) as served:
         served.wait_until_ready()
         base_url = f"{served.url}/v1"

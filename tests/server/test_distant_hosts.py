@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import pytest
 from msgspec.structs import replace
 
-from coordinator.rank_grid import RankGrid
 from server.config import PoolConfig
 from server.control.pool_memory import create_pool_board
 from server.control.protocol import Hello
@@ -92,9 +91,14 @@ def head() -> Iterator[RemoteHosts]:
 def head_of(tp: int) -> Iterator[RemoteHosts]:
     hosts = two_hosts(HostProvisioner(), 0)
     plan = PoolPlan(
-        *("tests.server.workers:Worker", None),
-        grid=RankGrid.of_job(tp=tp, pp=1, dp=1, pcp=1, axes=None),
+        "tests.server.workers:Worker",
+        tp=tp,
+        pp=1,
+        dp=1,
+        pcp=1,
         dcp=1,
+        axes=None,
+        worker_kwargs=None,
         device="cpu",
         share_gpu=False,
         launcher="hosts",

@@ -84,7 +84,7 @@ def test_a_pool_that_cannot_be_restarted_for_lack_of_files_says_so() -> None:
 
 def test_a_service_that_may_have_too_few_files_says_how_many_it_needs() -> None:
     command = ["prlimit", "--nofile=24:24", sys.executable, "-c", COMMAND, "serve"]
-    done = run_to_end(*command, "--http", "127.0.0.1:0", status=1, timeout=PATIENCE_SECONDS)
+    done = run_to_end(*command, "--port", "0", status=1, timeout=PATIENCE_SECONDS)
     assert "DescriptorLimitError: this process may have 24 files open" in done.stderr
     assert done.stderr.count("\n") == 1
 

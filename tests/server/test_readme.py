@@ -42,8 +42,8 @@ def served() -> Iterator[Served]:
     command, _, _ = block_of("docs/serving.md", "group-coordinator serve").partition("\n")
     options = shlex.split(command)
     assert options[:2] == [".venv/bin/group-coordinator", "serve"]
-    at = options.index("--http")
-    assert options[at + 1] == SHOWN_AT
+    at = options.index("--port")
+    assert f"127.0.0.1:{options[at + 1]}" == SHOWN_AT
     with Served(*options[2:at], *options[at + 2 :]) as served:
         served.wait_until_ready()
         yield served

@@ -348,7 +348,7 @@ def test_what_is_unfinished_when_the_time_to_drain_is_over_is_given_up() -> None
 
 
 def test_a_second_signal_gives_up_what_is_unfinished() -> None:
-    with ForkedServed("--truncate", "--max-batch-tokens", "1024") as served:
+    with ForkedServed("--truncate", "--max-num-batched-tokens", "1024") as served:
         served.wait_until_ready()
         pids = served.worker_pids()
         answers, threads = in_threads(2, served, ["word " * 300] * 1000)
@@ -392,7 +392,7 @@ def test_a_stop_before_it_is_ready_ends_all(
 
 
 def test_ipv6_and_a_key() -> None:
-    with ForkedServed("--api-key", "secret", http="[::1]:0") as served:
+    with ForkedServed("--api-key", "secret", host="::1") as served:
         assert served.url.startswith("http://[::1]:")
         served.wait_until_ready()
         refused = embed(served, "a")

@@ -152,7 +152,7 @@ def test_a_burst_of_connections_waits_to_be_accepted() -> None:
 
 
 def test_a_request_that_is_half_sent_holds_a_stop_as_long_as_is_given_to_drain() -> None:
-    with ForkedServed("--drain-timeout", "1", http="[::1]:0") as served:
+    with ForkedServed("--drain-timeout", "1", host="::1") as served:
         served.wait_until_ready()
         head = b"POST /v1/embeddings HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n"
         with connect(served) as half, connect(served) as silent, connect(served) as begun:

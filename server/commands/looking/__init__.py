@@ -1,1 +1,0 @@
-"""Commands that inspect running programs from outside."""

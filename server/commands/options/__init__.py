@@ -1,1 +1,0 @@
-"""Options of commands whose modules import torch: ``--help`` must not."""
