@@ -225,14 +225,18 @@ class FastPath(Protocol):
     """A fast path for simple calls, without the communicator's checks and `Backend.start`.
 
     Both methods return NotImplemented, without side effects, for every other call and for wrong
-    arguments; the communicator then takes the slow path.
+    arguments; the communicator then takes the slow path. ``background`` calls return a `Work`.
     """
 
-    def collective(self, verb: Verb, timeout: float | Deadline | None, *arguments: Any) -> Any:
+    def collective(
+        self, verb: Verb, timeout: float | Deadline | None, background: bool, *arguments: Any
+    ) -> Any:
         """Return the result of ``verb``; ``arguments`` as in its signature, ``out`` last."""
 
-    def message(self, verb: Verb, timeout: float | Deadline | None, x: Tensor, peer: int) -> Any:
-        """Run ``send`` or ``recv`` of ``x``; return None when it is done."""
+    def message(
+        self, verb: Verb, timeout: float | Deadline | None, background: bool, x: Tensor, peer: int
+    ) -> Any:
+        """Run ``send`` or ``recv`` of ``x``; return None (``send``) or ``x``."""
 
 
 class Backend(ABC):

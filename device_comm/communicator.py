@@ -158,7 +158,7 @@ class Communicator(Collectives, RootedCollectives):
         run = self.runner
         if (shortcut := run.backend.fast_path) is not None:
             peer = (run.rank + 1) % run.world_size if dst is None else dst
-            if shortcut.message("send", timeout, x, peer) is not NotImplemented:
+            if shortcut.message("send", timeout, False, x, peer) is not NotImplemented:
                 return
         self._start_send(x, dst, async_op=False, timeout=timeout)
 
@@ -181,6 +181,12 @@ class Communicator(Collectives, RootedCollectives):
                 be before the receive. Closing a group then waits some seconds for the receive
                 (`GroupCoordinator.close`); closing a communicator does not: see `flush`.
         """
+        run = self.runner
+        if (shortcut := run.backend.fast_path) is not None:
+            peer = (run.rank + 1) % run.world_size if dst is None else dst
+            work = shortcut.message("send", timeout, True, x, peer)
+            if work is not NotImplemented:
+                return work  # type: ignore[no-any-return]
         return self._start_send(x, dst, async_op=True, timeout=timeout)  # type: ignore[no-any-return]
 
     def recv(
@@ -206,9 +212,9 @@ class Communicator(Collectives, RootedCollectives):
             if out is None and size is not None and dtype is not None:
                 out, size, dtype = run.empty(size, dtype), None, None
             if out is not None and size is None and dtype is None:
-                done = shortcut.message("recv", timeout, out, peer)
+                done = shortcut.message("recv", timeout, False, out, peer)
                 if done is not NotImplemented:
-                    return out
+                    return done  # type: ignore[no-any-return]
         return self._start_recv(  # type: ignore[no-any-return]
             size, dtype, src, out, async_op=False, timeout=timeout
         )
@@ -223,6 +229,15 @@ class Communicator(Collectives, RootedCollectives):
         timeout: Timeout = None,
     ) -> Work[Tensor]:
         """Start a `recv`; return a `Work` of the tensor with time limit ``timeout``."""
+        run = self.runner
+        if (shortcut := run.backend.fast_path) is not None:
+            peer = (run.rank - 1) % run.world_size if src is None else src
+            if out is None and size is not None and dtype is not None:
+                out, size, dtype = run.empty(size, dtype), None, None
+            if out is not None and size is None and dtype is None:
+                done = shortcut.message("recv", timeout, True, out, peer)
+                if done is not NotImplemented:
+                    return done  # type: ignore[no-any-return]
         return self._start_recv(  # type: ignore[no-any-return]
             size, dtype, src, out, async_op=True, timeout=timeout
         )
@@ -267,10 +282,10 @@ class Communicator(Collectives, RootedCollectives):
     def barrier(self, *, async_op: bool = False, timeout: Timeout = None) -> Work[None] | None:
         """Return after every rank has called. Collective: yes, every member."""
         run = self.runner
-        if not async_op and (shortcut := run.backend.fast_path) is not None:
-            done = shortcut.collective("barrier", timeout)
+        if (shortcut := run.backend.fast_path) is not None:
+            done = shortcut.collective("barrier", timeout, async_op)
             if done is not NotImplemented:
-                return None
+                return done  # type: ignore[no-any-return]
         if run.world_size == 1:
             return run.skip("barrier", None, async_op)  # type: ignore[no-any-return]
         operation = Operation("barrier", NO_TENSOR, NO_TENSOR, async_op, timeout)

@@ -189,6 +189,7 @@ class Operation:
 
     Attributes:
         source: the input; contiguous.
+        buffer: the source, or the output if there is no source: the tensor of a broadcast.
         output: the result; contiguous. It shares no memory with ``source``, except that both may be
             equal in an all_reduce or a reduce (in place).
         op: the reduction; for the verbs in `REDUCTIONS` only.
@@ -211,6 +212,7 @@ class Operation:
 
     __slots__ = (
         "background",
+        "buffer",
         "dim",
         "ended",
         "following",
@@ -249,6 +251,7 @@ class Operation:
         self.verb = verb
         self.source = source
         self.output = output
+        self.buffer = output if source is NO_TENSOR else source
         self.op = op
         self.peer = peer
         self.source_sizes = source_sizes
@@ -268,11 +271,6 @@ class Operation:
         if not isinstance(self.timeout, Deadline):
             self.timeout = Deadline.after(self.timeout)
         return self.timeout
-
-    @property
-    def buffer(self) -> Tensor:
-        """Return the source, or the output if there is no source: the tensor of a broadcast."""
-        return self.output if self.source is NO_TENSOR else self.source
 
     @property
     def moves_nothing(self) -> bool:

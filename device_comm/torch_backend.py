@@ -39,18 +39,18 @@ from device_comm.operation import (
     reduce_in_rank_order,
 )
 from device_comm.torch_waiting import (
+    HELPERS,
     Arrivals,
-    BlockingCallWatchdog,
     CollectivePending,
     Connections,
     DrainAfterClose,
     ErrorTranslator,
-    HelperThreads,
     Job,
     StreamPending,
     TransferPending,
 )
 from device_comm.watch import Watch
+from device_comm.watchdog import Issued, call_watched
 
 if TYPE_CHECKING:
     from device_comm.work import Pending
@@ -228,12 +228,9 @@ class TorchBackend(Backend):
         self._errors = ErrorTranslator(self.watch)
         self._arrivals = Arrivals(self.watch, name, self.members, self.rank)
         self._connections = Connections(process_group)
-        self._helpers = HelperThreads(f"{name}-transfer")
-        end = partial(_end, self.identity, self._connections)
-        self._guard = BlockingCallWatchdog(f"{name}-guard", self._errors, end)
+        self._end = partial(_end, self.identity, self._connections)
         self._series: dict[int, Job] = {}
-        for each in (self._series.clear, self._helpers.close, self._guard.close):
-            self._closing.callback(each)
+        self._closing.callback(self._series.clear)
 
     def discard(self) -> None:
         """Break the connections, so that all operations in them end."""
@@ -391,12 +388,12 @@ class TorchBackend(Backend):
         if self.capabilities.stream_ordered:
             return StreamPending(work, None)
         if operation.background:
-            job = self._helpers.start(work.wait, _bell(self.watch))
+            job = HELPERS.start(work.wait, _bell(self.watch))
             return TransferPending(job, name, peers, self._errors, self._drain(peer))
         deadline = operation.deadline
+        issued = Issued(name, deadline, peers, drain=self._drain(peer))
         try:
-            drain = self._drain(peer)
-            self._guard.call(lambda: work.wait(_LONG), name, peers, deadline, drain)
+            call_watched(lambda: work.wait(_LONG), issued, self._errors, self._end)
         except RuntimeError as error:
             raise self._errors.translate(error, name, peers, deadline) from error
         return None
@@ -422,7 +419,7 @@ class TorchBackend(Backend):
             while tensors := following():
                 receive(tensors)
 
-        job = self._series[peer] = self._helpers.start(receive_all, _bell(self.watch))
+        job = self._series[peer] = HELPERS.start(receive_all, _bell(self.watch))
         peers = (self.members[peer],)
         drain = self._drain(peer)
         pending = TransferPending(job, operation.name, peers, self._errors, drain)

@@ -8,8 +8,8 @@ freed.
 
 Blocking calls run on helper threads (`Job`). A waiting thread polls `Job.done` with a deadline and
 the watch; after a timeout the helper thread and its tensors stay until the call returns. Helper
-threads are daemons. Where the caller waits anyway, the call runs in the caller's thread, and a
-`BlockingCallWatchdog` breaks the connections on a failure, so that the call raises.
+threads are daemons. Where the caller waits anyway, the call runs in the caller's thread, and
+`device_comm.watchdog` breaks the connections on a failure, so that the call raises.
 
 Each member publishes on its board which collective of its group it has begun (`Arrivals.begin`), so
 that a timeout names the late members only.
@@ -21,9 +21,6 @@ Facts about gloo (torch 2.11 to 2.13):
   completion, and a wait that times out breaks all connections of the group.
 - Broken connections end every operation of the group with an error, here and on the peers.
   `Connections.break_off` breaks them on purpose: nothing else ends a blocked call.
-
-Neither the watchdog's thread nor an error references a closed watchdog: the group's objects are
-freed with the group.
 """
 
 from __future__ import annotations
@@ -37,7 +34,6 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary
@@ -84,15 +80,7 @@ def release(work: dist.Work) -> None:
     _kept.discard(work)
 
 
-def _after_fork_in_child() -> None:
-    # The child neither polls nor frees the parent's collectives.
-    global _kept
-    _kept = _never_dropped()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
-
-_IDLE_SECONDS = 10.0
+_IDLE_SECONDS = 1.0
 """Seconds after which an idle thread exits."""
 
 
@@ -127,14 +115,12 @@ class Job:
 
 
 class HelperThreads:
-    """A pool with one thread per running call; idle threads are reused."""
+    """The pool of this process with one thread per running call; idle threads are reused."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._free = 0
-        self._closed = False
 
     def start(self, call: Callable[[], object], wake: Callable[[], None]) -> Job:
         """Run ``call``, then ``wake()``, on a thread."""
@@ -144,17 +130,9 @@ class HelperThreads:
             if spare:
                 self._free -= 1
         if not spare:  # before the put: if it fails, the queue stays empty
-            threading.Thread(target=self._work, name=self._name, daemon=True).start()
+            threading.Thread(target=self._work, name="blocking-call", daemon=True).start()
         self._jobs.put(job)
         return job
-
-    def close(self) -> None:
-        """End idle threads now, and the others after their calls."""
-        with self._lock:
-            self._closed = True
-            free, self._free = self._free, 0
-        for _ in range(free):
-            self._jobs.put(None)
 
     def _work(self) -> None:
         while True:
@@ -166,14 +144,23 @@ class HelperThreads:
                         continue
                     self._free -= 1
                 return
-            if job is None:
-                return
             job.run()
             del job
             with self._lock:
-                if self._closed:
-                    return
                 self._free += 1
+
+
+HELPERS: Final = HelperThreads()
+
+
+def _after_fork_in_child() -> None:
+    # The child neither polls nor frees the parent's collectives, and has none of its threads.
+    global _kept
+    _kept = _never_dropped()
+    HELPERS.__init__()  # type: ignore[misc]
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 _COUNT_BITS: Final = 32
@@ -283,12 +270,17 @@ class ErrorTranslator:
                 self.watch.abort(error, peers[0])
                 raise error
         except PeerLostError as lost:
-            at_most = _ALL_SENT if lost.peer.state == "closed" else _ON_ITS_WAY
-            arrives = Deadline.after(deadline.remaining(at_most=at_most))
+            arrives = self.arrives(lost, deadline)
             try:
                 self.watch.wait(ready, arrives, operation, tuple, poll=poll, spin=spin)
             except (GroupTimeoutError, GroupAbortedError):
                 raise lost from None
+
+    @staticmethod
+    def arrives(lost: PeerLostError, deadline: Deadline) -> Deadline:
+        """Return when the last data of a lost peer has arrived."""
+        at_most = _ALL_SENT if lost.peer.state == "closed" else _ON_ITS_WAY
+        return Deadline.after(deadline.remaining(at_most=at_most))
 
     def translate(
         self, error: Exception, operation: str, peers: Sequence[int], deadline: Deadline
@@ -479,115 +471,3 @@ class Connections:
             with contextlib.suppress(RuntimeError):
                 receive = group.recv([torch.empty(1, device="cpu")], peer, _NEVER_SENT)
                 receive.wait(timedelta(milliseconds=1))
-
-
-_TICK = 0.02
-"""Seconds between two polls of the group."""
-
-_IDLE_TICKS = 50
-"""Idle ticks before the thread exits; the next call restarts it."""
-
-_JOIN_SECONDS = 0.4
-"""The longest wait of `BlockingCallWatchdog.close` for its thread, which needs about a tick."""
-
-
-@dataclass(eq=False, slots=True)
-class _WatchedCall:
-    """One watched call; ``error`` is a failure of the group meanwhile."""
-
-    operation: str
-    peers: Sequence[int]
-    deadline: Deadline
-    drain: DrainAfterClose | None
-    error: Exception | None = None
-
-
-class BlockingCallWatchdog:
-    """Watches one blocking call at a time."""
-
-    def __init__(
-        self, name: str, boundary: ErrorTranslator, end: Callable[[Exception], None]
-    ) -> None:
-        """Start no thread yet.
-
-        ``end`` aborts the group with an error, then makes the call raise. In this order: peers may
-        detect the end of the call, and need its cause.
-        """
-        self._name = name
-        self._errors = boundary
-        self._end = end
-        self._lock = threading.Lock()
-        self._watched_call: _WatchedCall | None = None
-        self._thread: threading.Thread | None = None
-        self._over = threading.Event()
-
-    def call(
-        self,
-        block: Callable[[], object],
-        operation: str,
-        peers: Sequence[int],
-        deadline: Deadline,
-        drain: DrainAfterClose | None = None,
-    ) -> None:
-        """Run ``block``, which needs ``peers``, until ``deadline``; raise the group's error.
-
-        ``drain`` is as for `ErrorTranslator.wait`. A `RuntimeError` of ``block`` is raised if the
-        group has not failed.
-        """
-        watched = _WatchedCall(operation, peers, deadline, drain)
-        with self._lock:
-            self._watched_call = watched
-            if self._thread is None:
-                thread = threading.Thread(target=self._watch, name=self._name, daemon=True)
-                thread.start()
-                self._thread = thread
-        try:
-            block()
-        except RuntimeError as error:
-            if watched.error is not None:
-                raise watched.error from error
-            raise
-        finally:
-            self._watched_call = None
-            del watched  # its error references this frame: a cycle
-
-    def close(self) -> None:
-        """End the thread: now, or after a call that another thread runs."""
-        self._over.set()
-        thread = self._thread
-        if thread is not None and self._watched_call is None:
-            thread.join(_JOIN_SECONDS)
-
-    def _watch(self) -> None:
-        idle = 0
-        while not (idle >= _IDLE_TICKS or self._over.is_set()) or not self._try_exit():
-            watched = self._watched_call
-            if watched is None:
-                idle += 1
-                self._over.wait(_TICK)
-            else:
-                idle = 0
-                self._watch_call(watched)
-
-    def _try_exit(self) -> bool:
-        with self._lock:
-            if self._watched_call is None:
-                self._thread = None
-            return self._thread is None
-
-    def _watch_call(self, watched: _WatchedCall) -> None:
-        try:
-            self._errors.wait(
-                lambda: self._watched_call is not watched,
-                watched.deadline,
-                watched.operation,
-                watched.peers,
-                poll=_TICK,
-                spin=0,
-                drain=watched.drain,
-            )
-        except Exception as error:  # noqa: BLE001 - an unwatched call may hang
-            watched.error = error.with_traceback(None)  # its frames reference the call
-            self._end(watched.error)
-            while self._watched_call is watched:
-                time.sleep(_TICK)

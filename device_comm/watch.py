@@ -10,6 +10,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Final, Protocol
 
 from device_comm.operation import NO_TENSOR, ROOTED, Operation
@@ -90,6 +91,14 @@ class Watch(Protocol):
 
     def notify(self, member: int) -> None:
         """Wake ``member`` if it sleeps in `wait`."""
+
+    def published_wait(
+        self, operation: str
+    ) -> AbstractContextManager[Callable[[Iterable[int]], None]]:
+        """Publish a wait that does not use `wait`, for a ``with`` block.
+
+        The context is a function to call with the awaited members.
+        """
 
     def suspect(self, members: Iterable[int]) -> Callable[[], bool]:
         """Report a broken connection with one of ``members``.
@@ -198,6 +207,13 @@ class LoneWatch:
     def notify(self, member: int) -> None:  # noqa: ARG002 - a single member
         """Wake this process's waiting thread."""
         self._bell.set()
+
+    def published_wait(
+        self,
+        operation: str,  # noqa: ARG002 - no board
+    ) -> AbstractContextManager[Callable[[Iterable[int]], None]]:
+        """Do nothing: there is no board."""
+        return nullcontext(lambda _: None)
 
     def suspect(self, members: Iterable[int]) -> Callable[[], bool]:  # noqa: ARG002
         """Return a function that returns True: `wait` never raises for a peer."""

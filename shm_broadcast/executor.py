@@ -148,6 +148,10 @@ class SerialExecutor:
                 return None
         else:  # `fail` aborts the group before it removes the handles
             self.board.check(task.operation)
+        return self.follow(task, ended)
+
+    def follow(self, task: Task, ended: Ended | None) -> TaskHandle:
+        """Run ``task`` in the background, behind the executor's other tasks."""
         handle = TaskHandle(self, task, ended)
         self.handles.append(handle)
         self._progress.schedule(self)

@@ -60,6 +60,8 @@ steps_status comm_run(Comm *self, uint64_t bytes, uint64_t spin_ns) {
     return status;
 }
 
+uint64_t comm_begin_spin(uint64_t bytes) { return bytes <= BRIEF_BYTES ? BEGIN_SPIN_NS : 0; }
+
 uint32_t comm_call(const Comm *self) { return self->in_calls ? the_call : 0; }
 
 bool comm_under_way(const Comm *self) { return self->planned || self->result != NULL; }
@@ -152,8 +154,8 @@ static PyObject *begin(PyObject *object, PyObject *args) {
     }
     self->planned = true;
     steps_begin(s);
-    if (spin_ns < BEGIN_SPIN_NS && s->plan.length <= BRIEF_BYTES) spin_ns = BEGIN_SPIN_NS;
-    return PyLong_FromLong(progress(self, spin_ns));
+    uint64_t least = comm_begin_spin(s->plan.length);
+    return PyLong_FromLong(progress(self, spin_ns < least ? least : spin_ns));
 }
 
 static PyObject *advance(PyObject *object, PyObject *spin) {

@@ -39,6 +39,7 @@ typedef struct {
     const tensor_reader *reader;             /* NULL: no fast path */
     PyObject *source, *result;               /* of a blocked fast-path call */
     bool in_calls;                           /* compares the_call with the other ranks */
+    bool background;                         /* the blocked call does not wait */
     bool planned;                            /* the plan is in use: a call is not done */
     bool halfway;                            /* the last fast-path message was moved in part */
 } Comm;
@@ -51,6 +52,9 @@ uint32_t comm_call(const Comm *self);
 
 /* Returns true while a plan is not done, or a result was not fetched (direct_finish). */
 bool comm_under_way(const Comm *self);
+
+/* Returns how long a plan of `bytes` that begins in the background polls. */
+uint64_t comm_begin_spin(uint64_t bytes);
 
 /* Runs the current plan, which moves `bytes` at this rank; releases the GIL if that takes long. */
 steps_status comm_run(Comm *self, uint64_t bytes, uint64_t spin_ns);

@@ -3,7 +3,9 @@
  * A verb returns NotImplemented, without side effects, in all other cases: an argument is wrong or
  * not plain, the group is aborted, or a blocked call was not finished. The caller then takes the slow
  * path, which handles the case or raises. A verb returns Ellipsis if it has begun the operation and
- * is blocked: the caller waits, calls `advance`, and gets the result from `finish`. */
+ * is blocked: the caller waits, calls `advance`, and gets the result from `finish`. With one more
+ * argument, a verb does not block: it returns the result, and the operation is `under_way` if it is
+ * not done; `finish` ends it. */
 #include "direct.h"
 
 #include <string.h>
@@ -12,12 +14,17 @@
 #include "plan.h"
 #include "reduce.h"
 
-bool direct_callable(const Comm *self, Py_ssize_t given, Py_ssize_t wanted) {
-    return given == wanted && self->reader != NULL && !comm_under_way(self) &&
-           gc_load32(self->board.buf, BOARD_ABORT) == 0;
+bool direct_open(const Comm *self) {
+    return self->reader != NULL && gc_load32(self->board.buf, BOARD_ABORT) == 0;
 }
 
-bool direct_describe(const Comm *self, PyObject *object, tensor *described) {
+/* Returns true if a verb may run now, and `given` equals the `wanted` arguments. */
+static bool callable(const Comm *self, Py_ssize_t given, Py_ssize_t wanted) {
+    return given == wanted && direct_open(self) && !comm_under_way(self);
+}
+
+/* Reads a plain tensor. Returns false, without an error set, for any other object. */
+static bool describe(const Comm *self, PyObject *object, tensor *described) {
     return tensor_read(self->reader, self->tensor_type, self->is_neg, object, described) &&
            !comm_under_way(self); /* another thread may have begun a call meanwhile */
 }
@@ -39,7 +46,7 @@ size_t direct_read_rank(const Comm *self, PyObject *object) {
 static bool fits(const Comm *self, PyObject *out, const tensor *x, shape wanted,
                  tensor *described) {
     if (out == Py_None) return true;
-    if (!direct_describe(self, out, described) || described->dtype != x->dtype ||
+    if (!describe(self, out, described) || described->dtype != x->dtype ||
         described->ndim != x->ndim)
         return false;
     for (int i = 0; i < x->ndim; i++)
@@ -164,21 +171,24 @@ static PyObject *make(Comm *self, const collective *c, PyObject *x, PyObject *ou
     return out != Py_None ? Py_NewRef(out) : tensor_new(self->reader, wanted, &result->data);
 }
 
-/* Runs the plan. Steals `result`; returns it, or Ellipsis if blocked. */
-static PyObject *run(Comm *self, PyObject *source, PyObject *result, const collective *c) {
+/* Runs the plan. Steals `result`; returns it, or Ellipsis if blocked and not in the background. */
+static PyObject *run(Comm *self, PyObject *source, PyObject *result, const collective *c,
+                     bool background) {
     uint64_t bytes = c->source.size > c->output.size ? c->source.size : c->output.size;
-    if (comm_run(self, bytes, SPIN_NS) == STEPS_DONE) {
+    if (comm_run(self, bytes, background ? comm_begin_spin(bytes) : SPIN_NS) == STEPS_DONE) {
         if (self->history)
             gc_leave(self->history, self->blocked, OUTCOME_DONE, 0, 0, gc_pace_now(&self->pace));
         return result;
     }
-    stamp_state(self, STATE_BUSY);
+    self->background = background;
+    if (!background) stamp_state(self, STATE_BUSY);
     self->source = Py_NewRef(source);
     self->result = result;
-    return Py_NewRef(Py_Ellipsis);
+    return Py_NewRef(background ? result : Py_Ellipsis);
 }
 
-/* Runs a verb with the arguments (x, root, dim, op, out), without those that it does not have. */
+/* Runs a verb with the arguments (x, root, dim, op, out), without those that it does not have; one
+ * more argument: in the background. */
 static inline __attribute__((always_inline)) PyObject *
 call(PyObject *object, int verb, PyObject *const *args, Py_ssize_t given) {
     Comm *self = (Comm *)object;
@@ -188,7 +198,8 @@ call(PyObject *object, int verb, PyObject *const *args, Py_ssize_t given) {
     const bool reduces =
         verb == VERB_ALL_REDUCE || verb == VERB_REDUCE_SCATTER || verb == VERB_REDUCE;
     const int dim_at = 1 + rooted, op_at = dim_at + cuts, out_at = op_at + reduces;
-    if (!direct_callable(self, given, out_at + 1)) Py_RETURN_NOTIMPLEMENTED;
+    const bool background = given == out_at + 2;
+    if (!callable(self, given - background, out_at + 1)) Py_RETURN_NOTIMPLEMENTED;
     size_t root = rooted ? direct_read_rank(self, args[1]) : 0;
     if (root == s->n) Py_RETURN_NOTIMPLEMENTED;
     bool at_root = root == s->rank;
@@ -198,7 +209,7 @@ call(PyObject *object, int verb, PyObject *const *args, Py_ssize_t given) {
     tensor x, result;
     int op = NO_OP, dim = 0;
     if ((!takes_input && args[0] != Py_None) || (!has_result && out != Py_None) ||
-        !direct_describe(self, model, &x) || (reduces && !read_op(self, args[op_at], &x, &op)))
+        !describe(self, model, &x) || (reduces && !read_op(self, args[op_at], &x, &op)))
         Py_RETURN_NOTIMPLEMENTED;
     shape whole = {.like = &x, .dim = -1}, wanted = whole;
     if (cuts) {
@@ -232,7 +243,7 @@ call(PyObject *object, int verb, PyObject *const *args, Py_ssize_t given) {
         c.output.address = result.data;
         plan_results(s, &c);
     }
-    return run(self, model, filled, &c);
+    return run(self, model, filled, &c, background);
 }
 
 #define FAST_VERB(name, verb)                                                                       \
@@ -252,11 +263,12 @@ FAST_VERB(direct_scatter, VERB_SCATTER)
 PyObject *direct_barrier(PyObject *object, PyObject *const *Py_UNUSED(args), Py_ssize_t n) {
     Comm *self = (Comm *)object;
     collective c = {.verb = VERB_BARRIER};
-    if (!direct_callable(self, n, 0)) Py_RETURN_NOTIMPLEMENTED;
+    const bool background = n == 1;
+    if (!callable(self, n - background, 0)) Py_RETURN_NOTIMPLEMENTED;
     sign(self, VERB_BARRIER, (shape){0}, NO_OP, 0);
     plan_sources(&self->steps, &c);
     start(self, &c);
-    return run(self, Py_None, Py_NewRef(Py_None), &c);
+    return run(self, Py_None, Py_NewRef(Py_None), &c, background);
 }
 
 PyObject *direct_finish(PyObject *object, PyObject *Py_UNUSED(ignored)) {
@@ -264,7 +276,7 @@ PyObject *direct_finish(PyObject *object, PyObject *Py_UNUSED(ignored)) {
     PyObject *result = self->result;
     self->result = NULL;
     Py_CLEAR(self->source);
-    stamp_state(self, STATE_IDLE);
+    if (!self->background) stamp_state(self, STATE_IDLE);
     gc_leave(self->history, self->blocked, OUTCOME_DONE, 0, 0, gc_now_ns());
     if (result == NULL) PyErr_SetString(PyExc_RuntimeError, "no call is blocked");
     return result;

@@ -7,11 +7,8 @@
 /* Nanoseconds of polling before a verb returns Ellipsis and the caller sleeps. */
 #define SPIN_NS 50000
 
-/* Returns true if the fast path may run now, and `given` equals the `wanted` arguments. */
-bool direct_callable(const Comm *self, Py_ssize_t given, Py_ssize_t wanted);
-
-/* Reads a plain tensor. Returns false, without an error set, for any other object. */
-bool direct_describe(const Comm *self, PyObject *object, tensor *described);
+/* Returns true if the group has a fast path and is not aborted. */
+bool direct_open(const Comm *self);
 
 /* Reads a rank; returns the number of ranks, without an error set, for any other object. */
 size_t direct_read_rank(const Comm *self, PyObject *object);

@@ -4,13 +4,14 @@
 
 #include "pipe_object.h"
 
-/* (tensor, pipe, peer) */
+/* (tensor, pipe, peer, further arguments) */
 static PyObject *move(PyObject *object, PyObject *const *args, Py_ssize_t n, int operation,
                       mover step, uint64_t wait_ns) {
     Comm *self = (Comm *)object;
     tensor x;
     self->halfway = false;
-    if (!direct_callable(self, n, 3) || !direct_describe(self, args[0], &x) ||
+    if (n < 3 || !direct_open(self) ||
+        !tensor_read(self->reader, self->tensor_type, self->is_neg, args[0], &x) ||
         (PyObject *)Py_TYPE(args[1]) != self->pipe_type)
         Py_RETURN_NOTIMPLEMENTED;
     size_t peer = direct_read_rank(self, args[2]);
@@ -38,7 +39,8 @@ PyObject *direct_send(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     return move(self, args, n, OPERATION_SEND, pipe_push, 0);
 }
 
-/* recv(out, pipe, peer) */
+/* recv(out, pipe, peer, background) */
 PyObject *direct_recv(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    return move(self, args, n, OPERATION_RECV, pipe_pull, SPIN_NS);
+    bool waits = n > 3 && args[3] == Py_False;
+    return move(self, args, n, OPERATION_RECV, pipe_pull, waits ? SPIN_NS : 0);
 }

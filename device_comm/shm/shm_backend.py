@@ -40,27 +40,12 @@ from shm_broadcast.state.board import Board
 
 if TYPE_CHECKING:
     from device_comm.work import Pending
+    from shm_broadcast._native import RecyclingPool
 
 
-class Results:
-    """Makes tensors on the CPU, large ones in recycled memory."""
-
-    # Without a reference to the backend, which refers to it by the C extension: no cycle.
-
-    def __init__(self) -> None:
-        self._pool = new_pool()
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a contiguous tensor with undefined content."""
-        size = math.prod(shape) * dtype.itemsize
-        if size < RECYCLED_BYTES:
-            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
-        flat = torch.frombuffer(self._pool.take(size), dtype=dtype)
-        return flat if len(shape) == 1 else flat.view(shape)
-
-    def empty_like(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Return a contiguous tensor of the dtype of ``like``."""
-        return self.empty(shape, like.dtype)
+def _recycled(pool: RecyclingPool, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return an uninitialised tensor in memory of ``pool``."""
+    return torch.frombuffer(pool.take(math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
 
 
 _DECODER = msgspec.msgpack.Decoder(SegmentHandle)
@@ -101,7 +86,7 @@ class ShmBackend(Backend):
         self._segment = segment
         self._closing.callback(segment.close)
         self._layout = GroupLayout.read(segment.words)
-        self._results = Results()
+        self._pool = new_pool()
         self._in_calls = in_calls
         self._call = numbering(in_calls)
         self._membership = GroupMembership(board, self.members, rank, segment, self._layout)
@@ -222,13 +207,16 @@ class ShmBackend(Backend):
         idle = executor is None or not executor.handles
         return idle and self._pipes.sends_eagerly(peer, size)
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype, like: Tensor | None = None) -> Tensor:  # noqa: ARG002
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, like: Tensor | None = None) -> Tensor:
         """Return a contiguous tensor; large ones lie in recycled memory."""
-        return self._results.empty(shape, dtype)
+        if math.prod(shape) * dtype.itemsize >= RECYCLED_BYTES:
+            return _recycled(self._pool, shape, dtype)
+        return super().empty(shape, dtype, like)
 
     # --- setting up ----------------------------------------------------------------------
 
     def _make_comm(self) -> Comm:
+        pool = self._pool  # without a reference to the backend: no cycle
         return Comm(
             self._segment.memory,
             self.board.memory,
@@ -238,7 +226,7 @@ class ShmBackend(Backend):
             tuple(self.identity.operation(verb) for verb in (*VERBS, "send", "recv")),
             torch.Tensor,
             ReduceOp,
-            self._results.empty_like,
+            lambda shape, like: _recycled(pool, shape, like.dtype),
             self.begun.words,
             self.recorder.numbers,
             self.board.history,

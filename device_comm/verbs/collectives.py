@@ -102,8 +102,8 @@ class Collectives:
                     x.detach().copy_(total)  # hidden from autograd, as in eager mode
                 return x
         run = self.runner
-        if not async_op and (shortcut := run.backend.fast_path) is not None:
-            done = shortcut.collective("all_reduce", timeout, x, op, out)
+        if (shortcut := run.backend.fast_path) is not None:
+            done = shortcut.collective("all_reduce", timeout, async_op, x, op, out)
             if done is not NotImplemented:
                 return done
         check_tensor("x", x, run.device)
@@ -214,8 +214,8 @@ class Collectives:
         if traced and is_compiling() and out is None and not async_op and timeout is None:
             return traced.all_gather(x, check_dim(dim, x))
         run = self.runner
-        if not async_op and (shortcut := run.backend.fast_path) is not None:
-            done = shortcut.collective("all_gather", timeout, x, dim, out)
+        if (shortcut := run.backend.fast_path) is not None:
+            done = shortcut.collective("all_gather", timeout, async_op, x, dim, out)
             if done is not NotImplemented:
                 return done
         check_tensor("x", x, run.device)
@@ -289,8 +289,8 @@ class Collectives:
         if traced and is_compiling() and out is None and not async_op and timeout is None:
             return traced.reduce_scatter(x, check_dim(dim, x), op)
         run = self.runner
-        if not async_op and (shortcut := run.backend.fast_path) is not None:
-            done = shortcut.collective("reduce_scatter", timeout, x, dim, op, out)
+        if (shortcut := run.backend.fast_path) is not None:
+            done = shortcut.collective("reduce_scatter", timeout, async_op, x, dim, op, out)
             if done is not NotImplemented:
                 return done
         check_tensor("x", x, run.device)
@@ -378,9 +378,9 @@ class Collectives:
             ``sum(output_sizes)`` rows, as ``out`` has, contiguous; ``x`` itself in a group of one.
         """
         run = self.runner
-        plain = not async_op and input_sizes is None and output_sizes is None
+        plain = input_sizes is None and output_sizes is None
         if plain and (shortcut := run.backend.fast_path) is not None:
-            done = shortcut.collective("all_to_all", timeout, x, dim, out)
+            done = shortcut.collective("all_to_all", timeout, async_op, x, dim, out)
             if done is not NotImplemented:
                 return done
         check_tensor("x", x, run.device)

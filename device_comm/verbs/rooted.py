@@ -61,8 +61,8 @@ class RootedCollectives:
             A tensor like ``x``, a new one on ``src`` as well; ``x`` itself in a group of one.
         """
         run = self.runner
-        if not async_op and (shortcut := run.backend.fast_path) is not None:
-            done = shortcut.collective("broadcast", timeout, x, src, out)
+        if (shortcut := run.backend.fast_path) is not None:
+            done = shortcut.collective("broadcast", timeout, async_op, x, src, out)
             if done is not NotImplemented:
                 return done
         check_tensor("x", x, run.device)
@@ -131,8 +131,8 @@ class RootedCollectives:
             On ``dst`` a tensor like ``x``, or ``x`` itself in a group of one; elsewhere None.
         """
         run = self.runner
-        if not async_op and (shortcut := run.backend.fast_path) is not None:
-            done = shortcut.collective("reduce", timeout, x, dst, op, out)
+        if (shortcut := run.backend.fast_path) is not None:
+            done = shortcut.collective("reduce", timeout, async_op, x, dst, op, out)
             if done is not NotImplemented:
                 return done
         check_tensor("x", x, run.device)
@@ -202,8 +202,8 @@ class RootedCollectives:
             On ``dst`` (..., N * s, ...), or ``x`` itself in a group of one; elsewhere None.
         """
         run = self.runner
-        if not async_op and (shortcut := run.backend.fast_path) is not None:
-            done = shortcut.collective("gather", timeout, x, dst, dim, out)
+        if (shortcut := run.backend.fast_path) is not None:
+            done = shortcut.collective("gather", timeout, async_op, x, dst, dim, out)
             if done is not NotImplemented:
                 return done
         check_tensor("x", x, run.device)
@@ -292,8 +292,8 @@ class RootedCollectives:
             (..., s, ...), contiguous unless ``out`` is not; ``x`` itself in a group of one.
         """
         run = self.runner
-        if not async_op and (shortcut := run.backend.fast_path) is not None:
-            done = shortcut.collective("scatter", timeout, x, src, dim, out)
+        if (shortcut := run.backend.fast_path) is not None:
+            done = shortcut.collective("scatter", timeout, async_op, x, src, dim, out)
             if done is not NotImplemented:
                 return done
         src = check_rank("src", src, run.world_size)

@@ -143,23 +143,6 @@ static PyObject *sleep_on(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     Py_RETURN_NONE;
 }
 
-static PyObject *spin64(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    size_t offset, spin_ns;
-    char *base = at(self, args, n, 3, 8, &offset);
-    if (base == NULL) return NULL;
-    unsigned long long seen = PyLong_AsUnsignedLongLong(args[1]);
-    if ((seen == (unsigned long long)-1 && PyErr_Occurred()) || size_argument(args[2], &spin_ns) < 0)
-        return NULL;
-    bool changed = gc_load64(base, offset) != seen;
-    if (!changed && spin_ns > 0) {
-        Py_BEGIN_ALLOW_THREADS
-        gc_spin spin = gc_spin_for(spin_ns, false);
-        while (!(changed = gc_load64(base, offset) != seen) && gc_spin_again(&spin)) {}
-        Py_END_ALLOW_THREADS
-    }
-    return PyBool_FromLong(changed);
-}
-
 /* Copies of this size or more release the GIL; releasing it costs more than a smaller copy. */
 #define LARGE_COPY 65536
 
@@ -317,9 +300,6 @@ static PyMethodDef methods[] = {
     FAST("sleep_on", sleep_on,
          "sleep_on(eventcount, seen, seconds): sleep while the eventcount holds `seen`, without the "
          "GIL."),
-    FAST("spin64", spin64,
-         "spin64(offset, seen, spin_ns) -> bool: poll until the word differs from `seen`, without "
-         "the GIL; False after spin_ns."),
     FAST("write", write_bytes, "write(offset, buffer): copy a buffer into the segment."),
     FAST("stamp", stamp,
          "stamp(slot, state, operation[, history, group, verb, bytes, number, peer, dtype]) -> int: "

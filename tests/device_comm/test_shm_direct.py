@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import time
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from device_comm.shm import shm_backend
 from device_comm.shm.direct import FastPathCalls
-from shm_broadcast.errors import DivergenceError, GroupAbortedError, GroupClosedError
+from shm_broadcast.errors import DivergenceError, GroupAbortedError, GroupClosedError, PeerLostError
 from shm_broadcast.ring.buffers import RECYCLED_BYTES
 from tests.device_comm.meeting import wait_for_abort
 from tests.device_comm.oracle import same
@@ -84,8 +86,11 @@ def only_short(comm: Communicator) -> None:
 
 
 def short_and_long(rank: int, n: int, path: str, board: BoardHandle, late: int) -> None:
-    """Ranks 0 and 1 go the short way, rank 2 the long one; ``late`` lets the others wait."""
-    with make_comm(rank, board, path) as comm:
+    """Rank 0 goes the short way, rank 1 as well but in the background, rank 2 the long one.
+
+    ``late`` lets the others wait.
+    """
+    with make_comm(rank, board, path, fast_path=rank != 2) as comm:
         if rank != 2:
             only_short(comm)
         for verb, call in calls(comm).items():
@@ -96,7 +101,7 @@ def short_and_long(rank: int, n: int, path: str, board: BoardHandle, late: int) 
                 form: dict[str, Any] = {}
                 if into is not None and expected is not None:
                     form["out"] = torch.empty_like(expected)
-                answer = call(async_op=True, **form).wait() if rank == 2 else call(**form)
+                answer = call(async_op=True, **form).wait() if rank == 1 else call(**form)
                 if expected is None:
                     assert answer is None, verb
                 else:
@@ -107,6 +112,61 @@ def short_and_long(rank: int, n: int, path: str, board: BoardHandle, late: int) 
 @pytest.mark.parametrize("late", range(N))
 def test_short_and_long_ways_meet(late: int, store_path: str) -> None:
     run_ranks(N, short_and_long, store_path, NEW_BOARD, late)
+
+
+def in_the_background(rank: int, n: int, path: str, board: BoardHandle) -> None:
+    """Rank 1 begins the short way, and does nothing until rank 0 has come, and all is done."""
+    with make_comm(rank, board, path) as comm:
+        x, parts = torch.full((300,), rank + 1.0), torch.arange(4.0) + 10 * rank
+        other, received = 1 - rank, torch.zeros(300)
+        comm.send(x) if rank else comm.recv(out=received, src=1)
+        comm.recv(out=received, src=0) if rank else comm.send(x)
+        if rank == 0:
+            until(Path(f"{path}.begun").exists)
+        else:
+            comm.runner.run = refuse
+        works = [comm.irecv(out=received, src=other), comm.all_reduce(x, async_op=True)]
+        if rank == 1:
+            assert not any(work.is_completed() for work in works)
+            Path(f"{path}.begun").touch()
+        sent = comm.isend(x, other)
+        until(lambda: works[0].is_completed() and works[1].is_completed())
+        if rank == 1:
+            recorded = comm.watch.recorded(1)
+            assert [(each.verb, each.outcome) for each in recorded[-3:]] == [
+                *(("recv", "done"), ("all_reduce", "done"), ("send", "done"))
+            ]
+        assert works[0].wait() is received
+        assert sent.wait() is None
+        same(received, torch.full((300,), other + 1.0))
+        same(works[1].wait(), torch.full((300,), 3.0))
+        same(
+            comm.all_gather(parts, async_op=True).wait(),
+            torch.tensor([0, 1, 2, 3, 10, 11, 12, 13.0]),
+        )
+        comm.barrier()
+
+
+def test_background_calls_go_the_short_way(store_path: str) -> None:
+    run_ranks(2, in_the_background, store_path, NEW_BOARD)
+
+
+def background_peer_lost(rank: int, n: int, path: str, board: BoardHandle) -> None:
+    comm = make_comm(rank, board, path)
+    comm.barrier()
+    if rank == 1:
+        os._exit(0)
+    work = comm.all_reduce(torch.ones(3), async_op=True)
+    for _ in range(2):
+        with pytest.raises(PeerLostError, match="rank 1"):
+            work.wait()
+    assert comm.watch.recorded(0)[-1].outcome == "peer lost"
+    with pytest.raises(GroupAbortedError, match="rank 1"):
+        comm.barrier()
+
+
+def test_a_background_call_names_the_peer_that_is_lost(store_path: str) -> None:
+    run_ranks(2, background_peer_lost, store_path, NEW_BOARD, may_die=[1])
 
 
 def messages(rank: int, n: int, path: str, board: BoardHandle) -> None:
@@ -280,7 +340,7 @@ def no_memory(rank: int, n: int, path: str, board: BoardHandle) -> None:
         for _ in range(2):
             if rank == 0:
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(shm_of(comm)._results, "empty", fail)
+                    patch.setattr(shm_backend, "_recycled", fail)
                     for verb in (comm.all_reduce, comm.gather, comm.broadcast):
                         with pytest.raises(MemoryError):
                             verb(x)

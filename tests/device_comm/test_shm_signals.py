@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from device_comm.shm import shm_backend
 from shm_broadcast import BoardHandle, GroupAbortedError
 from tests.device_comm.meeting import meet, wait_for_abort
 from tests.device_comm.shm_ranks import make_comm, shm_of
@@ -62,8 +63,7 @@ def test_a_call_by_a_handler_is_not_mixed_up_with_the_one_it_interrupts(
 def calls_while_it_makes_room(rank: int, n: int, path: str, board: BoardHandle) -> None:
     """What makes room for a large result is interrupted by a handler that calls the group."""
     with make_comm(rank, board, path) as comm:
-        results, x = shm_of(comm)._results, torch.full((LARGE,), rank + 1.0)
-        make = results.empty
+        x, make = torch.full((LARGE,), rank + 1.0), shm_backend._recycled
 
         def interrupted(*args: Any) -> torch.Tensor:
             with pytest.raises(RuntimeError, match="interrupted"):
@@ -72,7 +72,7 @@ def calls_while_it_makes_room(rank: int, n: int, path: str, board: BoardHandle) 
 
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
-                patch.setattr(results, "empty", interrupted)
+                patch.setattr(shm_backend, "_recycled", interrupted)
             else:
                 wait_for_abort(comm.watch)
             with pytest.raises(GroupAbortedError):

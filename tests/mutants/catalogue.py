@@ -326,7 +326,7 @@ MUTANTS = (
     Mutant(
         "R1 a rank that has nothing to give is not an operation ahead",
         "device_comm/verbs/runner.py",
-        "if operation.moves_nothing and not self.backend.capabilities.detects_divergence:",
+        "if not self.backend.capabilities.detects_divergence and operation.moves_nothing:",
         "if operation.moves_nothing:",
         (f"{_DIVERGE}[empty-shared memory]",),
     ),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import resource
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -175,22 +173,6 @@ def test_a_ring_wakes_sleepers(words: Words) -> None:
     assert not any(thread.is_alive() for thread in threads)
 
 
-def test_spin_sees_a_word_that_differs_already(words: Words) -> None:
-    words.store64(8, 1)
-    assert words.spin64(8, 0, 0)
-    assert not words.spin64(8, 1, 0)
-    assert not words.spin64(8, 1, 100_000)
-
-
-def test_spin_lets_another_thread_change_the_word(words: Words) -> None:
-    seen: list[bool] = []
-    thread = threading.Thread(target=lambda: seen.append(words.spin64(8, 0, 20_000_000_000)))
-    thread.start()
-    words.store64(8, 1)
-    thread.join(10)
-    assert seen == [True]
-
-
 def test_stamp_numbers_operations_and_notes_the_time(words: Words, memory: bytearray) -> None:
     before = time.monotonic_ns()
     assert words.stamp(0, layout.STATE_BUSY, "all_reduce") == 1
@@ -250,26 +232,3 @@ def test_processes_add_and_swap_atomically(tmp_path: Path) -> None:
     assert first >> 32 == 2 * times
     # Each (word, value) was claimed by one process, never by both.
     assert (first & 0xFFFFFFFF) + claimed <= times
-
-
-def share_a_core(rank: int, n: int, folder: str, turns: int) -> tuple[int, float]:
-    """How often this process slept while two took turns on one core, and the seconds of that."""
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    if rank == 0:
-        segment = Segment.create(4096, "test")
-        put(folder, "segment", segment.handle())
-    else:
-        segment = Segment.attach(get(folder, "segment"))
-    mine, theirs = 128 + 64 * rank, 128 + 64 * (n - 1 - rank)
-    began, slept = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
-    for turn in range(turns):
-        segment.words.store64(mine, turn + 1)
-        assert segment.words.spin64(theirs, turn, 20_000_000_000)
-    slept = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - slept
-    return slept, time.monotonic() - began
-
-
-def test_processes_that_yield_one_core_to_each_other_sleep_now_and_then(tmp_path: Path) -> None:
-    """Linux moves one that wakes to a free core; one that only yields it leaves where it is."""
-    for slept, seconds in run_ranks(2, share_a_core, str(tmp_path), 3000):
-        assert 1 <= slept <= 2 + seconds / 0.002

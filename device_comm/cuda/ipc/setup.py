@@ -20,7 +20,6 @@ group then uses another backend.
 from __future__ import annotations
 
 import struct
-import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -45,6 +44,8 @@ from device_comm.cuda.ipc.abi import (
 from device_comm.cuda.ipc.mappings import Mappings, Shared, UnmapFlags
 from device_comm.cuda.ipc.planner import Planner
 from device_comm.operation import ReduceOp
+from device_comm.torch_waiting import ErrorTranslator
+from device_comm.watchdog import SLOW_TICK, WATCHDOG, Issued, Subject
 from shm_broadcast._native import Words
 from shm_broadcast.deadline import NEVER, Deadline
 from shm_broadcast.errors import (
@@ -73,27 +74,21 @@ _PHASES = {
 _CAUSE_SECONDS = 0.5
 """Seconds until the board has the reason why a rank's kernels were stopped."""
 
-_JOIN = 1.0
-"""Seconds for which `KernelWatchdog.close` waits for the thread."""
 
-
-class KernelWatchdog:
-    """One rank's control block, and the thread that stops its kernels."""
+class KernelWatchdog(Subject):
+    """One rank's control block; stops the rank's kernels if a peer is lost or the group aborted."""
 
     def __init__(self, control: memoryview, identity: Identity) -> None:
-        """Start the thread; ``control`` is `abi.CONTROL_BYTES` that kernels access."""
+        """Watch the group; ``control`` is `abi.CONTROL_BYTES` that kernels access."""
+        super().__init__()
+        self.tick = SLOW_TICK
         self._control = control
         self._words = Words(control)
         self._watch = identity.watch
+        self._errors = ErrorTranslator(identity.watch)
         self._members = identity.members
-        self._over = False
-        self._thread = threading.Thread(
-            target=self._forward,
-            args=(identity.operation("kernels"), identity.peers),
-            name=f"{identity.name}-ipc-health",
-            daemon=True,
-        )
-        self._thread.start()
+        self._kernels = Issued(identity.operation("kernels"), NEVER, identity.peers)
+        WATCHDOG.add(self)
 
     @property
     def failed(self) -> bool:
@@ -115,12 +110,9 @@ class KernelWatchdog:
         """Stop all waiting kernels of this rank, and later ones when they wait."""
         struct.pack_into("<I", self._control, abi.CONTROL_ABORT, 1)
 
-    def close(self) -> None:
-        """End the thread; keep a copy of the control block, which may be freed afterwards."""
-        self._over = True
-        if self._watch.member is not None:
-            self._watch.notify(self._watch.member)
-        self._thread.join(_JOIN)
+    def close(self, timeout: float = 1.0) -> None:
+        """End the watch; keep a copy of the control block, which may be freed afterwards."""
+        super().close(timeout)
         self._control = memoryview(bytearray(self._control))
         self._words = Words(self._control)
 
@@ -149,19 +141,17 @@ class KernelWatchdog:
             return cause
         return GroupTimeoutError(operation, seconds)
 
-    def _forward(self, operation: str, peers: Sequence[int]) -> None:
-        try:
-            self._watch.wait(lambda: self._over, NEVER, operation, lambda: peers, spin=0)
-        except PeerLostError as lost:
-            if lost.peer.state != "closed":
-                self.abort()
-            else:  # a close is no failure; watch the other peers
-                others = [
-                    peer for peer in peers if self._watch.member_status(peer).state != "closed"
-                ]
-                self._forward(operation, others)
-        except CoordinatorError:
+    def look(self) -> bool:
+        """Stop the kernels if the group has failed."""
+        error, kernels = self._kernels.failure(self._errors), self._kernels
+        if isinstance(error, PeerLostError) and error.peer.state == "closed":
+            kernels.peers = [  # a close is no failure; watch the other peers
+                peer for peer in kernels.peers if self._watch.member_status(peer).state != "closed"
+            ]
+            error = None
+        if error is not None:
             self.abort()
+        return error is None
 
 
 _NUMBERS = 512

@@ -10,7 +10,7 @@ that both send first would deadlock. In an NCCL group, sends and receives progre
 background messages are batched until one is waited for, another operation is issued, or
 `HOLD_SECONDS` have passed.
 
-A `StreamWatchdog` ends blocked calls and operations by aborting the communicator.
+A `StreamWatch` ends blocked calls and operations by aborting the communicator.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from device_comm.cuda.nccl.library import (
     NcclResult,
     NcclUnavailableError,
 )
-from device_comm.cuda.watchdog import Issued, StreamWatchdog
 from device_comm.operation import Operation, Verb
-from device_comm.torch_waiting import ErrorTranslator, HelperThreads
+from device_comm.torch_waiting import HELPERS, ErrorTranslator
 from device_comm.watch import Watch
+from device_comm.watchdog import Issued, StreamWatch
 from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import CoordinatorError, GroupClosedError
 
@@ -339,16 +339,14 @@ class NcclCore(Backend):
         self._handle = handle
         self.streams = streams
         self._errors = ErrorTranslator(self.watch)
-        self._guard = StreamWatchdog(
+        self._guard = StreamWatch(
             f"{self.name}-nccl", self._errors, self.peers, self._look, self._fail_later
         )
-        self._helpers = HelperThreads(f"{self.name}-nccl-helper")
         self._order = threading.RLock()
         self._held: MessageBatch | None = None
-        self._failure: CoordinatorError | None = None
+        self._failure: Exception | None = None
         self._last: Stream | None = None
         self._token = torch.zeros(1, dtype=torch.uint8, device=self.device)
-        self._closing.callback(self._helpers.close)
         self._closing.callback(self._release_handle)
 
     @classmethod
@@ -413,7 +411,7 @@ class NcclCore(Backend):
         """Abort the NCCL communicator, permanently."""
         self._guard.close(0.0)
         # In a thread: ncclCommAbort may block for long, and the caller has an error to raise.
-        self._helpers.start(self._handle.abort, lambda: None)
+        HELPERS.start(self._handle.abort, lambda: None)
 
     def _release_handle(self) -> None:
         over = self._failure is not None or self.watch.aborted is not None
@@ -428,7 +426,7 @@ class NcclCore(Backend):
                 self._handle.drop_windows(free=ended and self._passed())
         else:
             finished = threading.Event()
-            self._helpers.start(self._handle.finish, finished.set)
+            HELPERS.start(self._handle.finish, finished.set)
             finished.wait(_FINISH)
 
     def allocate(self, size: int) -> NcclMemory:
@@ -489,7 +487,7 @@ class NcclCore(Backend):
                 self._release(captured)
                 return None
             if len(batch.messages) == 1:
-                self._helpers.start(lambda: self._release_later(batch), lambda: None)
+                HELPERS.start(lambda: self._release_later(batch), lambda: None)
         return BatchPending(batch, self._release_batch)
 
     def _batch_on(self, stream: Stream) -> MessageBatch:
@@ -585,7 +583,7 @@ class NcclCore(Backend):
             soon = Deadline.after(_CAUSE)
             raise _translate(error, self._errors, self.name, self.peers, soon) from error
 
-    def _fail_later(self, error: CoordinatorError) -> None:
+    def _fail_later(self, error: Exception) -> None:
         """Abort the group from a watching thread, and keep the error for the next call."""
         self._failure = error
         self.fail(error)
