@@ -13,8 +13,7 @@
     └── MessageError
         ├── MessageDecodeError                a received message is not of its type
         ├── MessageSealError                  a message's seal is wrong, or it is not the next
-        ├── MessageRefusedError (TypeError)   an object cannot be sent; raised at both ends
-        └── MessageTooLargeError              a message exceeds a limit
+        └── MessageRefusedError (TypeError)   an object cannot be sent; raised at both ends
 
 Wrong arguments raise `ValueError` or `TypeError` before any data moves. Common attributes:
 ``operation`` is the call that raised the error, ``detail`` the reason. Ranks are global. Only
@@ -297,12 +296,3 @@ class MessageRefusedError(MessageError, TypeError):
         self.rank = rank
         self.detail = detail
         super().__init__(f"{name_of(rank)} sends nothing: {detail}")
-
-
-class MessageTooLargeError(MessageError):
-    """A message of ``size`` bytes exceeds a ``limit``."""
-
-    def __init__(self, size: int, limit: int) -> None:
-        self.size = size
-        self.limit = limit
-        super().__init__(f"message of {size} bytes; at most {limit} are allowed")

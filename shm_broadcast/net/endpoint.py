@@ -6,8 +6,8 @@ under way are gone.
 - One thread at a time uses the socket. Any thread may call `RemoteEnd.close`; a call that waits in
   another thread then raises `GroupClosedError` within `SLICE_SECONDS`.
 - After `close` the end has no socket, thread or context any more.
-- An exception in the middle of a message, such as one from a signal handler, closes the end: how
-  much of the message the peers have is unknown.
+- An exception from a signal handler closes the end, except while a call only waits: how much of a
+  message was sent or received is unknown.
 
 Assumes: libzmq was built with CURVE, as PyPI's pyzmq is.
 """
@@ -145,8 +145,7 @@ class RemoteEnd(ABC):
         is an IPv6 address.
         """
         self._lock = TimedLock()
-        self._closing = False
-        self._partial = False
+        self._closing = self._interrupted = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._zmq = self._context.socket(kind)
         self._zmq.linger = int(LINGER_SECONDS * 1000)
@@ -205,32 +204,26 @@ class RemoteEnd(ABC):
         with self._lock.owner_lock as acquired:
             if not acquired:
                 self._lock.acquire(deadline, operation, self._require_open)
+            self._require_open(operation)
+            self._interrupted = True  # until the call ends, or only waits
             try:
-                self._require_open(operation)
                 yield
-            except BaseException:
-                self._closing |= self._partial
+                self._interrupted = False
+            except CoordinatorError:
+                self._interrupted = False
                 raise
             finally:
+                self._closing |= self._interrupted
                 if self._closing:
                     self._tear_down()
 
-    @contextmanager
-    def _unbroken(self) -> Iterator[None]:
-        """Close the end if an exception, other than ours, separates steps that belong together."""
-        before, self._partial = self._partial, True
-        try:
-            yield
-        except CoordinatorError:
-            self._partial = before
-            raise
-        self._partial = before
-
     def _pause(self, operation: str, deadline: Deadline, check: Callable[[], None] | None) -> None:
+        self._interrupted = False
         self._require_open(operation)
         if check is not None:
             check()
         self._poller.poll(math.ceil(deadline.remaining(SLICE_SECONDS) * 1000))
+        self._interrupted = True
 
     def _receive(self) -> list[zmq.Frame] | None:
         try:
@@ -249,18 +242,14 @@ class RemoteEnd(ABC):
         return True
 
     def _require_open(self, operation: str) -> None:
-        if self._partial:
-            raise GroupClosedError(
-                f"{operation}: this end of the queue is closed: an exception interrupted an "
-                "earlier message"
-            )
         if self._closing:
-            raise GroupClosedError(f"{operation}: this end of the queue is closed")
+            why = ": an exception interrupted an earlier message" if self._interrupted else ""
+            raise GroupClosedError(f"{operation}: this end of the queue is closed{why}")
 
     def _tear_down(self) -> None:
         if self._zmq.closed:
             return
-        if not self._partial:
+        if not self._interrupted:
             self._send_closed()
         self._zmq.close()
         self._release()

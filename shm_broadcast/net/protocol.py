@@ -1,21 +1,17 @@
 """The wire protocol between a queue's writer and its readers on other hosts, without sockets.
 
-A message is a list of buffers ("parts"). It is sent as one or more fragments; every fragment is one
-zmq message: a header, then chunks of the parts in order::
-
-    Fragment(sequence, sizes)  chunk  chunk ...     sizes: of all parts, in the first fragment only
-
-A part is its chunks concatenated; no chunk spans two parts, an empty part has none. ``sequence``
-counts fragments from 0 on each connection. All other frames are a header alone.
+A message is a list of buffers ("parts"). It is one multipart message of zmq, which delivers all
+frames or none: a `MessageHeader`, then the frames of the parts (`cut_part`). All other frames
+are a header alone.
 
     reader -> writer   ReaderHello, then Credit as it consumes, Closed at the end
-    writer -> reader   Welcome or Refused, then Fragment, Cancel, Probe, Closed at the end
+    writer -> reader   Welcome or Refused, then MessageHeader, Probe, Closed at the end
 
 Byte credits: the writer may have up to ``credit_bytes`` (the window) under way to a reader, as
-`cost` counts them. The reader sends the total that it has consumed whenever a quarter of the window
-is unreported. A fragment costs at most a quarter of the window (an eighth for the header, an eighth
-for the chunks). So after a reader has consumed everything, at most a quarter is unreported, and the
-next fragment fits: the writer is never stuck while its reader reads.
+`cost` counts them, and one message that costs more than the rest of the window if three quarters
+of the window are free. The reader sends the total that it has consumed whenever a quarter of the
+window is unreported. So after a reader has consumed everything, the next message may be sent: the
+writer is never stuck while its reader reads.
 
 A reader is ``absent``, ``busy`` after its `ReaderHello`, and at the end ``closed``, ``lost`` or
 ``faulty``, for good. The writer does not wait for a closed reader. The first connection that sends
@@ -37,7 +33,9 @@ from shm_broadcast.errors import MemberStatus, PeerLostError, PeerProtocolError
 FRAME_COST: Final = 64
 """Bytes charged for every frame beside its contents: roughly zmq's allocation for it."""
 
-MIN_CREDIT_BYTES: Final = 1 << 16
+FRAME_BYTES: Final = 2 << 20
+"""The limit of a frame: heartbeats pass between frames only, and strangers send no longer ones."""
+
 DEFAULT_CREDIT_BYTES: Final = 8 << 20
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -83,15 +81,8 @@ class Refused(_Frame, frozen=True, tag="refused"):
     reason: str
 
 
-class Fragment(_Frame, frozen=True, tag="fragment"):
-    """Chunks of a message follow. ``sizes`` is set in a message's first fragment only."""
-
-    sequence: Count
-    sizes: tuple[Count, ...] | None = None
-
-
-class Cancel(_Frame, frozen=True, tag="cancel"):
-    """The unfinished message is dropped."""
+class MessageHeader(_Frame, frozen=True, tag="message"):
+    """A message's parts follow."""
 
 
 class Probe(_Frame, frozen=True, tag="probe"):
@@ -103,7 +94,7 @@ class Closed(_Frame, frozen=True, tag="closed"):
 
 
 FromReader = ReaderHello | Credit | Closed
-FromWriter = Fragment | Welcome | Refused | Cancel | Probe | Closed
+FromWriter = MessageHeader | Welcome | Refused | Probe | Closed
 
 encode = msgspec.msgpack.Encoder().encode
 decode_from_reader = msgspec.msgpack.Decoder(FromReader).decode
@@ -119,194 +110,60 @@ def cost(frames: Sequence[bytes | memoryview]) -> int:
     return sum(len(frame) for frame in frames) + FRAME_COST * len(frames)
 
 
-def fragment_limit(credit_bytes: int) -> int:
-    """Return the largest `cost` of a fragment's chunks, and size of its header, in bytes."""
-    return credit_bytes // 8
+def cut_part(part: memoryview) -> list[memoryview]:
+    """Cut a part into full frames and a last one that is shorter, perhaps empty."""
+    return [part[at : at + FRAME_BYTES] for at in range(0, len(part) + 1, FRAME_BYTES)]
 
 
-def split_message(parts: Sequence[memoryview], limit: int) -> list[list[memoryview]]:
-    """Cut a message into fragments without copying: a list of chunks for each, at least one.
+def join_parts(frames: Sequence[memoryview]) -> list[memoryview]:
+    """Join the frames of `cut_part` to parts, writable if the frames are; copy only long parts.
 
-    Args:
-        parts: one-dimensional views of bytes.
-        limit: the largest `cost` of a fragment's chunks; more than `FRAME_COST`.
+    Raises FrameError if a part has no end.
     """
-    fragments: list[list[memoryview]] = [[]]
-    room = limit
-    for part in parts:
-        begin = 0
-        while begin < len(part):
-            if room <= FRAME_COST:
-                fragments.append([])
-                room = limit
-            chunk = part[begin : begin + room - FRAME_COST]
-            fragments[-1].append(chunk)
-            begin += len(chunk)
-            room -= len(chunk) + FRAME_COST
-    return fragments
-
-
-class Assembler:
-    """Assembles a connection's messages from their fragments."""
-
-    def __init__(self) -> None:
-        self._sequence = 0
-        self._sizes: tuple[int, ...] | None = None
-        self._parts: list[memoryview] = []
-        self._open: memoryview | None = None
-        self._filled = 0
-
-    @property
-    def partial(self) -> bool:
-        """Return whether a message has begun and is not complete."""
-        return self._sizes is not None
-
-    def add(self, fragment: Fragment, chunks: Sequence[memoryview]) -> list[memoryview] | None:
-        """Add a fragment; return the message's parts if it completes the message, else ``None``.
-
-        A part of one chunk is that chunk, not a copy; others are assembled in new memory. Raises
-        FrameError if the fragment does not follow its predecessors.
-        """
-        if fragment.sequence != self._sequence:
-            raise FrameError(f"fragment {fragment.sequence} where {self._sequence} was due")
-        self._sequence += 1
-        if (fragment.sizes is None) != self.partial:
-            raise FrameError("a fragment that does not belong to the message begun")
-        if fragment.sizes is not None:
-            self._sizes = fragment.sizes
-        for chunk in chunks:
-            self._add_chunk(chunk)
-        return self._complete()
-
-    def cancel(self) -> None:
-        """Drop the message under assembly, if there is one."""
-        self._sizes, self._parts, self._open, self._filled = None, [], None, 0
-
-    def _add_chunk(self, chunk: memoryview) -> None:
-        size = self._due()
-        if size is None or self._filled + len(chunk) > size:
-            raise FrameError("more bytes than the message's header announced")
-        if len(chunk) == size:
-            self._parts.append(chunk)
-            return
-        if self._open is None:
-            self._open = memoryview(_memory(size))
-        self._open[self._filled : self._filled + len(chunk)] = chunk
-        self._filled += len(chunk)
-        if self._filled == size:
-            self._parts.append(self._open)
-            self._open, self._filled = None, 0
-
-    def _due(self) -> int | None:
-        """Return the size of the part of the next chunk; ``None`` if all parts are complete.
-
-        Adds empty parts on the way: they have no chunks.
-        """
-        sizes = self._sizes or ()
-        while len(self._parts) < len(sizes):
-            size = sizes[len(self._parts)]
-            if size:
-                return size
-            self._parts.append(memoryview(b""))
-        return None
-
-    def _complete(self) -> list[memoryview] | None:
-        if self._due() is not None:
-            return None
-        parts = self._parts
-        self.cancel()
-        return parts
-
-
-def _memory(size: int) -> bytearray:
-    try:
-        return bytearray(size)
-    except (MemoryError, OverflowError) as error:
-        raise FrameError(f"a part of {size} bytes, more than there is memory for") from error
-
-
-class CreditWindow:
-    """The writer's account of one reader's credit, in bytes as `cost` counts them."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._spent = 0
-        self._returned = 0
-        self.messages = 0
-
-    @property
-    def available(self) -> int:
-        """Return how many bytes may be sent now."""
-        return self._size - (self._spent - self._returned)
-
-    def spend(self, amount: int) -> None:
-        """Count ``amount`` bytes as sent; at most `available`."""
-        self._spent += amount
-
-    def restore(self, credit: Credit) -> None:
-        """Restore the credit of a reader's report.
-
-        Raises FrameError if the total is less than before, or more than was sent.
-        """
-        if not self._returned <= credit.consumed <= self._spent:
-            raise FrameError(f"credit for {credit.consumed} bytes of {self._spent} sent")
-        self._returned, self.messages = credit.consumed, credit.messages
-
-
-class CreditAccount:
-    """A reader's account of its consumption, in bytes as `cost` counts them."""
-
-    def __init__(self, size: int) -> None:
-        self._threshold = size // 4
-        self._consumed = 0
-        self._reported = 0
-        self.messages = 0
-
-    def consume(self, amount: int, *, completes: bool) -> Credit | None:
-        """Count a fragment of ``amount`` bytes; ``completes``: it completes a message.
-
-        Returns the frame to send to the writer; None if less than a quarter of the window is due.
-        """
-        self._consumed += amount
-        self.messages += completes
-        if self._consumed - self._reported < self._threshold:
-            return None
-        self._reported = self._consumed
-        return Credit(self._consumed, self.messages)
+    parts, pieces = [], list[memoryview]()
+    for frame in frames:
+        pieces.append(frame)
+        if len(frame) < FRAME_BYTES:
+            parts.append(frame if len(pieces) == 1 else memoryview(bytearray().join(pieces)))
+            pieces = []
+    if pieces:
+        raise FrameError("a part without an end")
+    return parts
 
 
 class RemoteReaderState:
     """The writer's state of one reader.
 
     Attributes:
+        state: as in the module's description.
         identity: the routing id of its connection; empty while it is absent.
         host: the address of its connection; empty while it is absent.
-        window: its byte credits.
+        window: the bytes that may be under way to it.
+        spent: the bytes of credit of all messages sent to it.
     """
 
     def __init__(self, rank: int, credit_bytes: int) -> None:
         self.rank = rank
+        self.state = "absent"
         self.identity = b""
         self.host = ""
-        self.window = CreditWindow(credit_bytes)
-        self._state = "absent"
+        self.spent = 0
+        self.window = credit_bytes
+        self._credit = Credit(0, 0)
         self._pid = 0
         self._received_at: float | None = None
         self._fault = ""
 
     @property
-    def joined(self) -> bool:
-        """Return whether it is connected, as far as is known."""
-        return self._state == "busy"
-
-    @property
-    def left(self) -> bool:
-        """Return whether it has closed its end, or was removed."""
-        return self._state == "closed"
+    def under_way(self) -> int:
+        """Return the bytes of credit that the reader has not confirmed yet."""
+        return self.spent - self._credit.consumed
 
     def can_take(self, amount: int) -> bool:
-        """Return whether the reader has credit for ``amount`` bytes, or is closed."""
-        return self.left or (self.joined and self.window.available >= amount)
+        """Return whether a message of ``amount`` bytes may be sent, or the reader is closed."""
+        need = min(amount, self.window * 3 // 4)
+        has_credit = self.state == "busy" and self.under_way + need <= self.window
+        return has_credit or self.state == "closed"
 
     def receive(
         self, identity: bytes, frames: Sequence[bytes | memoryview]
@@ -316,56 +173,58 @@ class RemoteReaderState:
         Returns the answer for that connection, or None.
         """
         if self.identity and identity != self.identity:
-            return Refused(f"rank {self.rank} used another connection before ({self._state})")
-        if self.identity and not self.joined:
+            return Refused(f"rank {self.rank} used another connection before ({self.state})")
+        if self.identity and self.state != "busy":
             return None
         try:
             if len(frames) != 1:
                 raise FrameError(f"{len(frames)} frames where 1 was due")
             return self._handle(identity, decode_from_reader(frames[0]))
         except (*UNDECODABLE, FrameError) as error:
-            self.identity, self._state, self._fault = identity, "faulty", str(error)
+            self.identity, self.state, self._fault = identity, "faulty", str(error)
             return Refused(self._fault)
 
     def mark_lost(self) -> None:
         """Mark its connection as ended. A reader that closed its end before is not lost."""
-        if self.joined:
-            self._state = "lost"
+        if self.state == "busy":
+            self.state = "lost"
 
     def remove(self) -> None:
         """Treat a lost or faulty reader as closed, so that the writer stops waiting for it.
 
         Raises ValueError if it is neither lost nor faulty.
         """
-        if self._state not in ("lost", "faulty"):
+        if self.state not in ("lost", "faulty"):
             raise ValueError(f"{self.status()}: it is not lost")
-        self._state = "closed"
+        self.state = "closed"
 
     def require(self, operation: str) -> None:
         """Raise PeerLostError if the reader is lost, PeerProtocolError if it is faulty."""
-        if self._state == "lost":
+        if self.state == "lost":
             raise PeerLostError(operation, self.status())
-        if self._state == "faulty":
+        if self.state == "faulty":
             raise PeerProtocolError(operation, self.rank, self._fault)
 
     def status(self) -> MemberStatus:
         """Return its state; ``sequence`` is the number of messages that it has reported."""
         age = None if self._received_at is None else time.monotonic() - self._received_at
         operation = "dequeue" if self.identity else ""
-        messages = self.window.messages
-        return MemberStatus(self.rank, self._pid, self._state, operation, messages, age, self.host)
+        messages = self._credit.messages
+        return MemberStatus(self.rank, self._pid, self.state, operation, messages, age, self.host)
 
-    def _handle(self, identity: bytes, frame: ReaderHello | Credit | object) -> Welcome | None:
+    def _handle(self, identity: bytes, frame: ReaderHello | Credit | Closed) -> Welcome | None:
         self._received_at = time.monotonic()
         if isinstance(frame, ReaderHello):
-            if self.joined:
+            if self.identity:
                 raise FrameError("a second hello")
-            self.identity, self._state, self._pid = identity, "busy", frame.pid
+            self.identity, self.state, self._pid = identity, "busy", frame.pid
             return Welcome(os.getpid())
-        if not self.joined:
+        if not self.identity:
             raise FrameError(f"{type(frame).__name__} before hello")
-        if isinstance(frame, Credit):
-            self.window.restore(frame)
+        if isinstance(frame, Closed):
+            self.state = "closed"
+        elif self._credit.consumed <= frame.consumed <= self.spent:
+            self._credit = frame
         else:
-            self._state = "closed"
+            raise FrameError(f"credit for {frame.consumed} bytes of {self.spent} sent")
         return None

@@ -32,13 +32,11 @@ from shm_broadcast.errors import (
 from shm_broadcast.net.endpoint import Connection, RemoteEnd
 from shm_broadcast.net.keys import reader_key, writer_key
 from shm_broadcast.net.protocol import (
-    Assembler,
-    Cancel,
+    FRAME_BYTES,
     Closed,
     Credit,
-    CreditAccount,
-    Fragment,
     FrameError,
+    MessageHeader,
     ReaderHello,
     Refused,
     RemoteHandle,
@@ -46,7 +44,7 @@ from shm_broadcast.net.protocol import (
     cost,
     decode_from_writer,
     encode,
-    fragment_limit,
+    join_parts,
 )
 
 _RECONNECT_MS: Final = 100
@@ -70,15 +68,17 @@ class RemoteReader(RemoteEnd):
         self._received_at: float | None = None
         self._state = "absent"
         self._fault = ""
-        self._assembler = Assembler()
-        self._credit = CreditAccount(handle.credit_bytes)
+        self._report_bytes = handle.credit_bytes // 4
+        self._consumed = 0
+        self._reported = 0
+        self._messages = 0
         self._message: list[memoryview] | None = None
         server = writer_key(secret, handle.nonce).public
         super().__init__(
             zmq.DEALER,
             reader_key(secret, handle.nonce, rank),
             silence=handle.silence,
-            frame_bytes=fragment_limit(handle.credit_bytes),
+            frame_bytes=FRAME_BYTES,
             ipv6="[" in handle.address,
         )
         denied = "it does not admit this reader's key"
@@ -125,17 +125,13 @@ class RemoteReader(RemoteEnd):
             return message or []
 
     def readable(self) -> bool:
-        """Return whether part of a message has arrived, or `recv` has an error to raise.
+        """Return whether a message has arrived, or `recv` has an error to raise.
 
         Never waits; False while another thread is in `recv`.
         """
         with suppress(GroupTimeoutError), self._use("readable", Deadline.after(0)):
             self._receive_all()
-            return (
-                self._message is not None
-                or self._assembler.partial
-                or self._state not in ("absent", "busy")
-            )
+            return self._message is not None or self._state not in ("absent", "busy")
         return False
 
     def _connect(self, server_key: bytes) -> None:
@@ -164,34 +160,33 @@ class RemoteReader(RemoteEnd):
             self._pause(operation, deadline, check)
 
     def _receive_all(self) -> None:
-        """Handle the frames that have arrived, up to the end of one message."""
+        """Handle the frames that have arrived, up to one message."""
         # Events first, then frames: zmq delivers all frames of a connection before it reports its
         # end, so no frame is missing after the report.
-        with self._unbroken():
-            self._poll_events()
-            while self._message is None and self._state not in ("closed", "faulty"):
-                received = self._receive()
-                if received is None:
-                    return
-                self._received_at = time.monotonic()
-                try:
-                    self._handle([frame.buffer for frame in received])
-                except (*UNDECODABLE, FrameError) as error:
-                    self._state, self._fault = "faulty", str(error)
+        self._poll_events()
+        while self._message is None and self._state not in ("closed", "faulty"):
+            received = self._receive()
+            if received is None:
+                return
+            self._received_at = time.monotonic()
+            try:
+                self._handle([frame.buffer for frame in received])
+            except (*UNDECODABLE, FrameError) as error:
+                self._state, self._fault = "faulty", str(error)
 
     def _handle(self, frames: Sequence[memoryview]) -> None:
         frame = decode_from_writer(frames[0])
-        if isinstance(frame, Fragment):
-            self._message = self._assembler.add(frame, frames[1:])
-            credit = self._credit.consume(cost(frames), completes=self._message is not None)
-            if credit is not None:
-                self._post(credit)
+        if isinstance(frame, MessageHeader):
+            self._message = join_parts(frames[1:])
+            self._messages += 1
+            self._consumed += cost(frames)
+            if self._consumed - self._reported >= self._report_bytes:
+                self._reported = self._consumed
+                self._post(Credit(self._consumed, self._messages))
         elif len(frames) != 1:
             raise FrameError(f"{len(frames)} frames where 1 was due")
         elif isinstance(frame, Welcome):
             self._state, self._writer_pid = "busy", frame.pid
-        elif isinstance(frame, Cancel):
-            self._assembler.cancel()
         elif isinstance(frame, Closed):
             self._state = "closed"
         elif isinstance(frame, Refused):
@@ -218,10 +213,9 @@ class RemoteReader(RemoteEnd):
 
     def _status(self) -> MemberStatus:
         age = None if self._received_at is None else time.monotonic() - self._received_at
-        operation = "enqueue" if self._credit.messages else ""
-        messages = self._credit.messages
+        operation = "enqueue" if self._messages else ""
         return MemberStatus(
-            *(self._writer, self._writer_pid, self._state, operation, messages, age),
+            *(self._writer, self._writer_pid, self._state, operation, self._messages, age),
             self._writer_at,
         )
 

@@ -26,22 +26,19 @@ from typing import TYPE_CHECKING, Final
 import zmq
 
 from shm_broadcast.deadline import Deadline
-from shm_broadcast.errors import DRIVER_RANK, GroupTimeoutError, MemberStatus, MessageTooLargeError
+from shm_broadcast.errors import CoordinatorError, GroupTimeoutError
 from shm_broadcast.net.endpoint import RemoteEnd, bind_socket, one_address
 from shm_broadcast.net.keys import HANDSHAKE_NONCE_BYTES, AllowList, writer_key
 from shm_broadcast.net.protocol import (
     DEFAULT_CREDIT_BYTES,
-    MIN_CREDIT_BYTES,
-    Cancel,
     Closed,
-    Fragment,
+    MessageHeader,
     Probe,
     RemoteHandle,
     RemoteReaderState,
     cost,
+    cut_part,
     encode,
-    fragment_limit,
-    split_message,
 )
 
 if TYPE_CHECKING:
@@ -56,6 +53,8 @@ about 0.5 KiB for each second that the writer waits.
 """
 
 DEFAULT_SILENCE: Final = 10.0
+
+_MESSAGE: Final = memoryview(encode(MessageHeader()))
 
 
 class RemoteWriter(RemoteEnd):
@@ -78,29 +77,21 @@ class RemoteWriter(RemoteEnd):
             readers: the ranks that may read, each once; `send` waits until all have connected.
             bind_host: this host's address that the readers reach: IPv4, IPv6, or a name.
             secret: the launcher's secret, 16 bytes or more, the same in all processes.
-            credit_bytes: the most bytes under way to each reader; limits memory at both ends.
+            credit_bytes: the bytes under way to each reader; limits memory at both ends, except
+                for a larger message.
             silence: seconds without a heartbeat after which a reader counts as lost.
 
         Raises:
-            ValueError: an argument is out of range, or ``bind_host`` means all interfaces.
+            ValueError: the secret is too short, or ``bind_host`` means all interfaces.
             OSError: ``bind_host`` cannot be resolved, or is no address of this host.
         """
-        ranks = tuple(readers)
-        if not ranks or len(set(ranks)) != len(ranks) or min(ranks) < DRIVER_RANK:
-            raise ValueError(f"readers must be one or more different ranks; got {ranks}")
-        if credit_bytes < MIN_CREDIT_BYTES:
-            raise ValueError(f"credit_bytes must be {MIN_CREDIT_BYTES} or more; got {credit_bytes}")
-        if not silence > 0:
-            raise ValueError(f"silence must be a positive number of seconds; got {silence}")
-        address = one_address(bind_host)
+        address, ranks = one_address(bind_host), tuple(readers)
         nonce = secrets.token_bytes(HANDSHAKE_NONCE_BYTES)
         key = writer_key(secret, nonce)
         super().__init__(
             zmq.ROUTER, key, silence=silence, frame_bytes=1024, ipv6=address.version == 6
         )
         self._links = {each: RemoteReaderState(each, credit_bytes) for each in ranks}
-        self._limit = fragment_limit(credit_bytes)
-        self._sequence = 0
         self._messages = 0
         self._probe_at = 0.0
         self._admission = AllowList(self._context, secret, nonce, ranks)
@@ -132,8 +123,8 @@ class RemoteWriter(RemoteEnd):
     ) -> None:
         """Send one message, a list of contiguous buffers of any size, to every open reader.
 
-        Waits while a reader has no credit left or has not connected. The readers of a message
-        larger than the credit window must receive it meanwhile. The buffers may be changed after
+        Waits while a reader has no credit left or has not connected, and until the deadline for
+        readers to receive a message larger than the credit window. The buffers may be changed after
         the call.
 
         Args:
@@ -145,28 +136,24 @@ class RemoteWriter(RemoteEnd):
                 `remove`.
             PeerProtocolError: a reader violated the protocol; likewise.
             GroupClosedError: this end was closed.
-            MessageTooLargeError: too many parts for one header.
         """
         operation, until = "enqueue", Deadline.after(deadline)
-        views = [_flat(part) for part in parts]
-        sizes = tuple(len(view) for view in views)
-        size_of_header = len(encode(Fragment(self._sequence, sizes)))
-        if size_of_header > self._limit:
-            raise MessageTooLargeError(size_of_header, self._limit)
+        frames = [_MESSAGE, *(frame for part in parts for frame in cut_part(_flat(part)))]
+        price = cost(frames)
         with self._use(operation, until):
-            begun = False
-            try:
-                for chunks in split_message(views, self._limit):
-                    header = encode(Fragment(self._sequence, None if begun else sizes))
-                    frames: list[bytes | memoryview] = [header, *chunks]
-                    self._wait(cost(frames), operation, until, check)
-                    begun = True
-                    self._send_fragment(frames)
-            except BaseException:
-                if begun and not self._partial:
-                    self._post([encode(Cancel())])
-                raise
+            self._wait(price, operation, until, check)
+            for link in self._links.values():
+                link.spent += price
+            self._post(frames)
             self._messages += 1
+            if price > self.handle.credit_bytes:
+                try:
+                    self._wait(0, operation, until, check)
+                except CoordinatorError:
+                    pass  # the message is sent: the next call raises, if need be
+                except BaseException:
+                    self._closing = True
+                    raise
 
     def poll(self) -> None:
         """Handle frames from readers. Never waits; does nothing while another thread sends.
@@ -180,7 +167,7 @@ class RemoteWriter(RemoteEnd):
 
     def has_no_readers(self) -> bool:
         """Return whether every reader is closed or was removed, as far as is known."""
-        return all(link.left for link in self._links.values())
+        return all(link.state == "closed" for link in self._links.values())
 
     def remove(self, rank: int) -> None:
         """Continue without reader ``rank``.
@@ -190,11 +177,7 @@ class RemoteWriter(RemoteEnd):
         with self._use("remove_reader", Deadline.after(None)):
             self._probe()
             self._receive_all()
-            self._links[rank].remove()
-
-    def status(self) -> list[MemberStatus]:
-        """Return each reader's state; ``sequence``: the messages that it has reported."""
-        return [link.status() for link in self._links.values()]
+        self._links[rank].remove()
 
     def _wait(
         self, need: int, operation: str, deadline: Deadline, check: Callable[[], None] | None
@@ -216,29 +199,14 @@ class RemoteWriter(RemoteEnd):
             self._probe()
 
     def _receive_all(self) -> None:
-        # A reader counts as lost only after all its frames: `Closed` may be among them.
-        lost: list[RemoteReaderState] = []
-        with self._unbroken():
-            while (received := self._receive()) is not None:
-                identity, *frames = received
-                link = self._links[int(frames[0].get("User-Id"))]
-                reply = link.receive(identity.bytes, [frame.buffer for frame in frames])
-                if link.identity == identity.bytes:
-                    link.host = str(frames[0].get("Peer-Address"))
-                sent = reply is None or self._send_to(identity.bytes, [encode(reply)])
-                if not sent and link.identity == identity.bytes:
-                    lost.append(link)
-            for link in lost:
-                link.mark_lost()
-
-    def _send_fragment(self, frames: Sequence[bytes | memoryview]) -> None:
-        """Send a fragment to every reader; `_wait` has ensured that all have the credit."""
-        with self._unbroken():
-            self._sequence += 1
-            price = cost(frames)
-            for link in self._links.values():
-                link.window.spend(price)
-            self._post(frames)
+        while (received := self._receive()) is not None:
+            identity, *frames = received
+            link = self._links[int(frames[0].get("User-Id"))]
+            reply = link.receive(identity.bytes, [frame.buffer for frame in frames])
+            if link.identity == identity.bytes:
+                link.host = str(frames[0].get("Peer-Address"))
+            if reply is not None:
+                self._send_to(identity.bytes, [encode(reply)])
 
     def _probe(self) -> None:
         """Find ended connections by sending on them, at most every `PROBE_SECONDS`."""
@@ -250,16 +218,15 @@ class RemoteWriter(RemoteEnd):
     def _post(self, frames: Sequence[bytes | memoryview]) -> None:
         """Send one zmq message to every connected reader; the bytes are copied once for all."""
         shared = [zmq.Frame(frame, copy=True) for frame in frames]
-        with self._unbroken():
-            lost = [
-                link
-                for link in self._links.values()
-                if link.joined and not self._send_to(link.identity, shared)
-            ]
-            if lost:
-                self._receive_all()  # a reader that closed its end has sent `Closed` before
-            for link in lost:
-                link.mark_lost()
+        lost = [
+            link
+            for link in self._links.values()
+            if link.state == "busy" and not self._send_to(link.identity, shared)
+        ]
+        if lost:
+            self._receive_all()  # a reader that closed its end has sent `Closed` before
+        for link in lost:
+            link.mark_lost()
 
     def _require_readers(self, operation: str) -> None:
         for link in self._links.values():

@@ -127,10 +127,9 @@ class QueueEnd:
                 is full).
             RuntimeError: this thread is in a call of the queue, and a signal handler or the
                 message's pickling calls it again.
-            Exception: a signal handler's; in the middle of a message to other hosts it closes this
+            Exception: a signal handler's; while a message is sent to other hosts it closes this
                 end.
             PeerProtocolError: a reader on another host violated the protocol.
-            MessageTooLargeError: with readers on other hosts, more buffers than a header can list.
             TypeError: this end reads, or ``message`` cannot be encoded.
         """
         (self._writer or self._refuse("enqueue")).enqueue(message, timeout)
@@ -193,8 +192,8 @@ class QueueEnd:
     def readable(self, within: float = 0.0) -> bool:
         """Return whether part of a message has arrived; cheap, to poll several queues.
 
-        ``within``: seconds to spin for it, without the GIL; not used by a reader on another host
-        than the writer's.
+        ``within``: seconds to spin for it, without the GIL. A reader on another host than the
+        writer's does not spin, and waits for the whole message.
         """
         return (self._reader or self._refuse("readable")).readable(within)
 

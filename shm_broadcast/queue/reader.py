@@ -248,7 +248,7 @@ class RemoteQueueReader(QueueReader):
         self._remote = remote
 
     def readable(self, within: float) -> bool:  # noqa: ARG002 - zmq cannot be spun on
-        """Return whether part of a message has arrived, or `dequeue` has an error to raise."""
+        """Return whether a message has arrived, or `dequeue` has an error to raise."""
         return self._remote.readable()
 
     def fileno(self) -> int:

@@ -11,21 +11,22 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from hypothesis import strategies as st
 
 from shm_broadcast.errors import GroupClosedError, GroupTimeoutError, PeerProtocolError
+from shm_broadcast.net import protocol
 from shm_broadcast.net.protocol import (
-    Cancel,
     Closed,
     Credit,
-    Fragment,
+    MessageHeader,
     Probe,
     ReaderHello,
     Refused,
     Welcome,
+    cut_part,
     encode,
-    split_message,
 )
 from shm_broadcast.net.reader import RemoteReader
 from shm_broadcast.net.writer import RemoteWriter
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
 
     Draw = Callable[[SearchStrategy[Any]], Any]
 
-FRAGMENT_BYTES = 1000
-"""Of chunks, so that messages of some kilobytes come in several fragments."""
+_SHORT_FRAMES = mock.patch.object(protocol, "FRAME_BYTES", 1000)
+"""Parts of some kilobytes come in several frames."""
 
 _COUNTS = st.one_of(st.integers(0, 300), st.sampled_from([2**31, 2**40, 2**62, 2**63, 2**64 - 1]))
 _HEADERS = st.one_of(
@@ -48,14 +49,13 @@ _HEADERS = st.one_of(
     st.builds(Credit, _COUNTS, _COUNTS),
     st.builds(Welcome, _COUNTS),
     st.builds(Refused, st.text(max_size=9)),
-    st.builds(Fragment, _COUNTS, st.none() | st.lists(_COUNTS, max_size=4).map(tuple)),
-    st.builds(Cancel),
+    st.builds(MessageHeader),
     st.builds(Probe),
     st.builds(Closed),
 )
 _ANYTHING = st.lists(_HEADERS.map(encode) | st.binary(max_size=40), min_size=1, max_size=4)
 _PARTS = st.lists(st.binary(max_size=40) | st.integers(500, 5000).map(bytes), max_size=4)
-_WAYS = ("insert", "lose", "repeat", "later", "resize", "cut", "lengthen", "flip")
+_WAYS = ("insert", "lose", "repeat", "later", "cut", "lengthen", "flip")
 
 
 @dataclass(frozen=True)
@@ -75,22 +75,18 @@ class Stream:
 def streams(draw: Draw) -> Stream:
     """Messages as a writer sends them, but for a few frames."""
     messages = draw(st.lists(_PARTS, max_size=5))
-    sent: list[list[bytes]] = []
-    ends: list[int] = []
-    for parts in messages:
-        sizes = tuple(map(len, parts))
-        for number, chunks in enumerate(
-            split_message([memoryview(p) for p in parts], FRAGMENT_BYTES)
-        ):
-            header = encode(Fragment(len(sent), None if number else sizes))
-            sent.append([header, *map(bytes, chunks)])
-        ends.append(len(sent))
+    with _SHORT_FRAMES:
+        sent = [
+            [encode(MessageHeader())]
+            + [bytes(each) for p in parts for each in cut_part(memoryview(p))]
+            for parts in messages
+        ]
     first = len(sent)
     for _ in range(draw(st.integers(0, 3))):
         at = draw(st.integers(0, len(sent)))
         first = min(first, at)
         _disturb(draw, sent, at)
-    return Stream(sent, [parts for parts, end in zip(messages, ends, strict=True) if end <= first])
+    return Stream(sent, messages[:first])
 
 
 def _disturb(draw: Draw, sent: list[list[bytes]], at: int) -> None:
@@ -104,9 +100,6 @@ def _disturb(draw: Draw, sent: list[list[bytes]], at: int) -> None:
         sent.insert(at, sent[at])
     elif way == "later":
         sent.append(sent.pop(at))
-    elif way == "resize":
-        sizes = tuple(draw(st.lists(_COUNTS, max_size=4)))
-        sent[at] = [encode(Fragment(at, sizes)), *sent[at][1:]]
     else:
         frames = list(sent[at])
         index = draw(st.integers(0, len(frames) - 1))
@@ -129,11 +122,9 @@ def check_reader(stream: Stream) -> None:
         for frames in ([encode(Welcome(1))], *stream.sent, [encode(Closed())]):
             raw.send_multipart([identity, *frames])
         found = []
-        try:
+        with _SHORT_FRAMES, suppress(PeerProtocolError, GroupClosedError):
             while True:
                 found.append([bytes(part) for part in reader.recv(LIMIT)])
-        except (PeerProtocolError, GroupClosedError):
-            pass
     assert found[: len(stream.whole)] == stream.whole
 
 

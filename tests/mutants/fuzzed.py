@@ -61,10 +61,10 @@ FUZZED_MUTANTS = (
         (f"{_FAULTS}[kill]",),
     ),
     Mutant(
-        "F8 more bytes than a message has are refused",
+        "F8 long parts are joined",
         "shm_broadcast/net/protocol.py",
-        "if size is None or self._filled + len(chunk) > size:",
-        "if size is None:",
+        "if len(frame) < FRAME_BYTES:",
+        "if len(frame) <= FRAME_BYTES:",
         (f"{_SOCKETS}[to_readers]",),
     ),
     Mutant(

@@ -19,7 +19,6 @@ from shm_broadcast.errors import (
     MessageDecodeError,
     MessageRefusedError,
     MessageSealError,
-    MessageTooLargeError,
     PeerLostError,
     PeerProtocolError,
     SharedMemoryError,
@@ -43,7 +42,6 @@ EVERY = [
     MessageDecodeError("bad"),
     MessageRefusedError(3, "a socket"),
     MessageSealError(3, "not the next"),
-    MessageTooLargeError(10, 5),
 ]
 
 

@@ -75,7 +75,7 @@ def kill_the_writer(rank: int, _n: int, folder: str, signal_number: int, silence
             for number in range(2):
                 writer.send([bytes([number])], LIMIT)
             with pytest.raises(PeerLostError):
-                writer.send([bytes(20 * CREDIT)], LIMIT)
+                until(writer.poll)
         return None
     with make_reader(folder, rank) as reader:
         pid = get(folder, "pid")

@@ -1,4 +1,4 @@
-"""Fragments, assembly, credits and keys: no sockets, no processes."""
+"""Parts, credits and keys: no sockets, no processes."""
 
 from __future__ import annotations
 
@@ -11,122 +11,55 @@ from hypothesis import strategies as st
 from zmq.utils import z85
 
 from shm_broadcast.errors import PeerLostError, PeerProtocolError
+from shm_broadcast.net import protocol
 from shm_broadcast.net.keys import reader_key, writer_key
 from shm_broadcast.net.protocol import (
-    FRAME_COST,
-    Assembler,
     Closed,
     Credit,
-    CreditAccount,
-    CreditWindow,
-    Fragment,
     FrameError,
     ReaderHello,
     Refused,
     RemoteHandle,
     RemoteReaderState,
     Welcome,
-    cost,
+    cut_part,
     encode,
-    split_message,
+    join_parts,
 )
 
 CREDIT = 1 << 16
 
 
-def views(*parts: bytes) -> list[memoryview]:
-    return [memoryview(part) for part in parts]
+class TestParts:
+    @pytest.fixture(autouse=True)
+    def short_frames(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(protocol, "FRAME_BYTES", 4)
 
+    @pytest.mark.parametrize(
+        ("part", "frames"),
+        [
+            (b"", [b""]),
+            (b"abc", [b"abc"]),
+            (b"abcd", [b"abcd", b""]),
+            (b"abcdefghi", [b"abcd", b"efgh", b"i"]),
+        ],
+    )
+    def test_part_ends_with_a_short_frame(self, part: bytes, frames: list[bytes]) -> None:
+        assert cut_part(memoryview(part)) == frames
+        assert join_parts(cut_part(memoryview(part))) == [part]
 
-class TestSplit:
-    def test_small_message_is_one_fragment(self) -> None:
-        assert split_message(views(b"ab", b"", b"c"), 1000) == [[b"ab", b"c"]]
+    @given(st.lists(st.binary(max_size=30), max_size=12))
+    def test_cut_parts_are_joined(self, parts: list[bytes]) -> None:
+        frames = [frame for part in parts for frame in cut_part(memoryview(part))]
+        assert join_parts(frames) == parts
 
-    def test_empty_message_is_one_fragment_without_chunks(self) -> None:
-        assert split_message([], 1000) == [[]]
-        assert split_message(views(b"", b""), 1000) == [[]]
+    def test_part_without_an_end(self) -> None:
+        with pytest.raises(FrameError, match="a part without an end"):
+            join_parts([memoryview(b"abc"), memoryview(b"abcd")])
 
-    def test_parts_are_cut_where_a_fragment_is_full(self) -> None:
-        limit = 2 * FRAME_COST + 4
-        assert split_message(views(b"abc", b"defgh"), limit) == [[b"abc", b"d"], [b"efgh"]]
-
-    @given(st.lists(st.binary(max_size=300), max_size=12), st.integers(FRAME_COST + 1, 500))
-    def test_what_is_split_is_assembled(self, parts: list[bytes], limit: int) -> None:
-        fragments = split_message(views(*parts), limit)
-        assembler = Assembler()
-        sizes = tuple(len(part) for part in parts)
-        for sequence, chunks in enumerate(fragments):
-            assert cost(chunks) <= limit
-            whole = assembler.add(Fragment(sequence, None if sequence else sizes), chunks)
-            assert (whole is not None) == (sequence == len(fragments) - 1)
-        assert [bytes(part) for part in whole or []] == parts
-        assert not assembler.partial
-
-
-class TestAssembler:
-    def test_gap_in_the_sequence(self) -> None:
-        assembler = Assembler()
-        assembler.add(Fragment(0, ()), [])
-        with pytest.raises(FrameError, match="fragment 2 where 1 was due"):
-            assembler.add(Fragment(2, ()), [])
-
-    def test_repeated_fragment(self) -> None:
-        assembler = Assembler()
-        assembler.add(Fragment(0, (1,)), views(b"a"))
-        with pytest.raises(FrameError, match="fragment 0 where 1 was due"):
-            assembler.add(Fragment(0, (1,)), views(b"a"))
-
-    def test_continuation_of_nothing(self) -> None:
-        with pytest.raises(FrameError, match="does not belong"):
-            Assembler().add(Fragment(0), views(b"a"))
-
-    def test_message_inside_a_message(self) -> None:
-        assembler = Assembler()
-        assert assembler.add(Fragment(0, (2,)), views(b"a")) is None
-        with pytest.raises(FrameError, match="does not belong"):
-            assembler.add(Fragment(1, (2,)), views(b"a"))
-
-    @pytest.mark.parametrize("chunks", [views(b"abc"), views(b"a", b"bc"), views(b"ab", b"c")])
-    def test_more_bytes_than_announced(self, chunks: list[memoryview]) -> None:
-        with pytest.raises(FrameError, match="more bytes"):
-            Assembler().add(Fragment(0, (2,)), chunks)
-
-    def test_message_after_a_cancelled_one(self) -> None:
-        assembler = Assembler()
-        assert assembler.add(Fragment(0, (4, 4)), views(b"abcd", b"e")) is None
-        assembler.cancel()
-        parts = assembler.add(Fragment(1, (2,)), views(b"ok"))
-        assert [bytes(part) for part in parts or []] == [b"ok"]
-
-    def test_whole_chunk_is_not_copied(self) -> None:
-        chunk = memoryview(b"abc")
-        parts = Assembler().add(Fragment(0, (3,)), [chunk])
-        assert parts is not None
-        assert parts[0] is chunk
-
-
-class TestCredit:
-    def test_window(self) -> None:
-        window = CreditWindow(100)
-        window.spend(70)
-        assert window.available == 30
-        window.restore(Credit(50, 2))
-        assert (window.available, window.messages) == (80, 2)
-
-    @pytest.mark.parametrize("consumed", [49, 71])
-    def test_less_than_before_or_more_than_sent(self, consumed: int) -> None:
-        window = CreditWindow(100)
-        window.spend(70)
-        window.restore(Credit(50, 2))
-        with pytest.raises(FrameError, match=f"credit for {consumed} bytes of 70"):
-            window.restore(Credit(consumed, 3))
-
-    def test_reader_reports_every_quarter_of_the_window(self) -> None:
-        ledger = CreditAccount(100)
-        assert ledger.consume(24, completes=False) is None
-        assert ledger.consume(1, completes=True) == Credit(25, 1)
-        assert ledger.consume(24, completes=True) is None
-        assert ledger.consume(60, completes=True) == Credit(109, 3)
+    def test_part_of_one_frame_is_not_copied(self) -> None:
+        frame = memoryview(b"abc")
+        assert join_parts([frame])[0] is frame
 
 
 class TestLink:
@@ -146,9 +79,43 @@ class TestLink:
     def test_hello_opens_the_window(self) -> None:
         link = self.joined()
         assert link.can_take(CREDIT)
-        assert not link.can_take(CREDIT + 1)
         status = link.status()
         assert (status.rank, status.pid, status.state) == (3, 77, "busy")
+
+    @pytest.mark.parametrize(
+        ("under_way", "most"),
+        [
+            (0, 1 << 40),
+            (CREDIT // 4, 1 << 40),  # a reader reports each quarter: it may have consumed all
+            (CREDIT // 4 + 1, CREDIT * 3 // 4 - 1),
+            (CREDIT - 1, 1),
+            (CREDIT, 0),
+        ],
+    )
+    def test_window(self, under_way: int, most: int) -> None:
+        link = self.joined()
+        link.spent = 100 + under_way
+        link.receive(b"A", [encode(Credit(100, 2))])
+        assert link.under_way == under_way
+        assert link.can_take(most)
+        assert most == 1 << 40 or not link.can_take(most + 1)
+        assert link.status().sequence == 2
+
+    def test_larger_message_than_the_window_is_received_before_the_next(self) -> None:
+        link = self.joined()
+        link.spent = CREDIT + 1
+        assert not link.can_take(0)
+        link.receive(b"A", [encode(Credit(1, 0))])
+        assert link.can_take(0)
+
+    @pytest.mark.parametrize("consumed", [49, 71])
+    def test_credit_for_less_than_before_or_more_than_sent(self, consumed: int) -> None:
+        link = self.joined()
+        link.spent = 70
+        link.receive(b"A", [encode(Credit(50, 2))])
+        link.receive(b"A", [encode(Credit(consumed, 3))])
+        with pytest.raises(PeerProtocolError, match=f"credit for {consumed} bytes of 70"):
+            link.require("send")
 
     def test_another_connection_changes_nothing(self) -> None:
         link = self.joined()
@@ -196,7 +163,7 @@ class TestLink:
         link = self.joined()
         link.receive(b"A", [encode(Closed())])
         link.mark_lost()
-        assert link.left
+        assert link.state == "closed"
         assert link.can_take(1 << 40)
         link.require("send")
 
