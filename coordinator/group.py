@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from coordinator import torch_groups
 from coordinator.context import GroupContext, rendezvous_in
 from coordinator.member import Hierarchy
-from coordinator.messages.messenger import ObjectMessenger
+from coordinator.messages.messenger import Messenger
 from coordinator.rendezvous import DEFAULT_TIMEOUT, Settings
 from coordinator.secret import launcher_secret
 from coordinator.verbs import GroupVerbs
@@ -65,7 +65,7 @@ def capture_on_side_stream(
 class MessengerGroup:
     """A group as an `ObjectGroup`, to set queues up with (`shm_broadcast.queue.rendezvous`)."""
 
-    def __init__(self, messenger: ObjectMessenger) -> None:
+    def __init__(self, messenger: Messenger) -> None:
         self.rank = messenger.cpu.rank
         self.world_size = messenger.cpu.world_size
         self._messenger = messenger
@@ -81,7 +81,7 @@ class MessengerGroup:
 
 def queue_on_board(
     kind: type[MessageQueue],
-    messenger: ObjectMessenger,
+    messenger: Messenger,
     board: Board,
     writer_rank: int,
     *,

@@ -37,7 +37,7 @@ from shm_broadcast.deadline import Deadline
 
 if TYPE_CHECKING:
     from coordinator.context import GroupContext
-    from coordinator.messages.transport import Make
+    from coordinator.messages.messenger import Make
 
 
 UNDER_WAY: Final = 8
@@ -196,11 +196,11 @@ class GroupVerbs(Member, Collectives, RootedCollectives):
 
     def recv_object(self, src: int, *, timeout: float | None = None) -> Any:
         """Receive an object from rank ``src``."""
-        return self._messenger.receive(self._messenger.object_of(src), src, timeout)
+        return self._messenger.recv(Kind.OBJECT, src, timeout)
 
     def irecv_object(self, src: int, *, timeout: float | None = None) -> Work[Any]:
         """Begin to receive an object from rank ``src``."""
-        return self._messenger.ireceive(self._messenger.object_of(src), src, timeout)
+        return self._messenger.irecv(Kind.OBJECT, src, timeout)
 
     @overload
     def broadcast_object(self, obj: Any = ..., src: int = ..., **how: Unpack[Now]) -> Any: ...
@@ -357,7 +357,7 @@ class GroupVerbs(Member, Collectives, RootedCollectives):
         if self.world_size == 1:
             return self._messenger.broadcast_object(None, 0, timeout)  # type: ignore[no-any-return]
         src, peers = self._previous(src), all_gather_group._messenger if all_gather_group else None
-        return self._messenger.receive(self._messenger.incoming_dict(src, peers), src, timeout)
+        return self._messenger.recv(Kind.TENSOR_DICT, src, timeout, peers=peers)
 
     def irecv_tensor_dict(
         self,
@@ -373,7 +373,7 @@ class GroupVerbs(Member, Collectives, RootedCollectives):
         if self.world_size == 1:
             return Work(self._messenger.broadcast_object(None, 0, timeout))
         src, peers = self._previous(src), all_gather_group._messenger if all_gather_group else None
-        return self._messenger.ireceive(self._messenger.incoming_dict(src, peers), src, timeout)
+        return self._messenger.irecv(Kind.TENSOR_DICT, src, timeout, peers=peers)
 
     @overload
     def broadcast_tensor_dict(

@@ -242,31 +242,12 @@ class Communicator(Collectives, RootedCollectives):
             size, dtype, src, out, async_op=True, timeout=timeout
         )
 
-    def recv_series(
-        self, following: Callable[[], Sequence[Tensor]], src: int, *, timeout: Timeout = None
-    ) -> None:
-        """Receive tensors from ``src`` whose number depends on earlier ones.
-
-        Collective: no, the two ranks only.
-
-        ``following`` returns the next contiguous tensors to fill, in the order of their sends,
-        after the previous ones are filled; none: the end. ``timeout`` limits the whole series.
-        """
-        backend = self.runner.backend
-        if not isinstance(timeout, Deadline):
-            timeout = Deadline.after(backend.timeout if timeout is None else timeout)
-        try:
-            while tensors := following():
-                for tensor in tensors:
-                    self.recv(out=tensor, src=src, timeout=timeout)
-        except CoordinatorError as error:
-            backend.fail(error)
-            raise
-
     def irecv_series(self, following: Callable[[], Sequence[Tensor]], src: int) -> Work[None]:
-        """Start a `recv_series`, which continues in the background.
+        """Start to receive tensors from ``src`` whose number depends on earlier ones.
 
-        Any thread may call ``following``. Raises `NotImplementedError` if not supported.
+        Collective: no, the two ranks only. ``following`` returns the next contiguous tensors to
+        fill, in the order of their sends, after the previous ones are filled; none: the end. Any
+        thread may call it. Raises `NotImplementedError` if not supported.
         """
         src = self._check_peer("src", src, -1)
         offered = self.runner.backend.capabilities

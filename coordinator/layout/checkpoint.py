@@ -7,9 +7,8 @@
 
 A path that does not exist raises `FileNotFoundError`.
 
-A complete file replaces the old file atomically. Until then the new file has no name, and a killed
-writer leaves nothing. If the file system requires a name (as NFS does), it is
-``.RANDOM.unfinished``, in the same folder.
+A complete file replaces the old file atomically. Until then the new file is called
+``.RANDOM.unfinished``, in the same folder; only a killed writer leaves it.
 
 A checkpoint is one file, or several with an index from tensor to file. Opening a checkpoint reads
 the headers only; a tensor's bytes are mapped, and read from disk when they are copied.
@@ -110,8 +109,7 @@ class Replacement:
             self._target = Path(os.path.realpath(path))
             self._check_target()
             self._unfinished = self._target.with_name(f".{secrets.token_hex(8)}.unfinished")
-            descriptor, self._has_name = _open(self._unfinished)
-            self._file = os.fdopen(descriptor, "wb")
+            self._file = self._unfinished.open("xb")
 
     def write(self, data: bytes | memoryview) -> None:
         """Append ``data``."""
@@ -123,19 +121,14 @@ class Replacement:
         with self._errors_name_the_path():
             self._file.flush()
             os.fsync(self._file.fileno())
-            if not self._has_name:
-                _give_name(self._file.fileno(), self._unfinished)
-                self._has_name = True
             self._unfinished.replace(self._target)
-            self._has_name = False
 
     def close(self) -> None:
         """Delete the file unless it is finished. Idempotent."""
         with suppress(OSError):
             self._file.close()
-        if self._has_name:
-            with suppress(OSError):
-                self._unfinished.unlink()
+        with suppress(OSError):  # it has replaced the path
+            self._unfinished.unlink()
 
     def __enter__(self) -> Replacement:
         return self
@@ -160,33 +153,6 @@ class Replacement:
             error.filename = str(self._path)
             del error.filename2  # the text would show a second name of None
             raise
-
-
-def _open(name: Path) -> tuple[int, bool]:
-    """Return the descriptor of a new file, and whether it is called ``name``."""
-    with suppress(OSError):
-        # Try with an empty file first: not every file system can link an O_TMPFILE file.
-        trial = _open_nameless(name.parent)
-        try:
-            _give_name(trial, name)
-        finally:
-            os.close(trial)
-        name.unlink()
-        return _open_nameless(name.parent), False
-    return os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), True
-
-
-def _open_nameless(folder: Path) -> int:
-    return os.open(folder, os.O_WRONLY | os.O_TMPFILE, 0o666)
-
-
-def _give_name(descriptor: int, name: Path) -> None:
-    # With a dst_dir_fd Python calls linkat(AT_SYMLINK_FOLLOW), which follows the link in /proc.
-    folder = os.open(name.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.link(f"/proc/self/fd/{descriptor}", name.name, dst_dir_fd=folder, follow_symlinks=True)
-    finally:
-        os.close(folder)
 
 
 SINGLE = "model.safetensors"

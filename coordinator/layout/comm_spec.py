@@ -23,7 +23,6 @@ from torch import Tensor
 
 from coordinator.layout import moves
 from coordinator.layout.mesh import Mesh
-from coordinator.layout.moves import Assemble
 from coordinator.layout.placement import Arrangement, Extent, Layout, Shard
 from coordinator.layout.plan import Axes
 
@@ -220,7 +219,7 @@ class CommSpec:
             for extents in self._extents(self._before)
         )
         group = mesh.group(self.logical_process_axis)
-        return Assemble(tuple(extent.size for extent in whole), boxes, group)(x)
+        return moves.assemble(x, tuple(extent.size for extent in whole), boxes, group)
 
 
 def _dim(dim: int, ndim: int) -> int:

@@ -1,7 +1,6 @@
 """Run the collectives of a layout change, each with its own backward.
 
-`Move.forward` is the forward; autograd calls `Move.backward` with the gradient of the result.
-`backward` uses moves again, so a gradient is differentiable too.
+The backward of a function is another function of this module, so a gradient is differentiable too.
 
 A term is one rank's summand of a reduction (`Partial`); a shard is one rank's slice (`Shard`).
 
@@ -13,21 +12,22 @@ A term is one rank's summand of a reduction (`Partial`); a shard is one rank's s
     reduce            identity              a term's gradient is that of the sum; AVG: / ranks
     reduce_scatter    gather                likewise
     as_term           identity              AVG: * ranks
+    assemble          cut                   as gather
+    cut               assemble              as split
     copy              all-reduce            replicated input; its gradient arrives as terms
 
 The backward of gather slices the gradient without summing: every rank has the whole gradient. If
 the ranks have terms of the gradient instead, `copy` sums them.
 
 No function changes its input. In a group of one they return it. For every function: Collective:
-yes, every member (`split`, `as_term` and `copy` communicate in backward only, or not at all).
+yes, every member (`split`, `cut`, `as_term` and `copy` communicate in backward only, or not at
+all).
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -59,237 +59,23 @@ def swap(
     return [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
 
 
-class Move(ABC):
-    """A differentiable function of one tensor, computed by all members together."""
+Function = Callable[[Tensor], Tensor]
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Compute `forward`, recorded by autograd. Collective: as `forward`."""
-        return _Moved.apply(x, self)  # type: ignore[no-untyped-call, no-any-return]
 
-    @abstractmethod
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute the forward; the result shares no memory with ``x``, except in `Copy`."""
-
-    @abstractmethod
-    def backward(self, grad: Tensor) -> Tensor:
-        """Compute the gradient of the input from the gradient of the result."""
+def moved(x: Tensor, forward: Function, backward: Function) -> Tensor:
+    """Return ``forward(x)``; autograd calls ``backward`` with the gradient of the result."""
+    return _Moved.apply(x, forward, backward)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Moved(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, move: Move) -> Tensor:
-        ctx.move = move
-        return move.forward(x)
+    def forward(ctx: Any, x: Tensor, forward: Function, backward: Function) -> Tensor:
+        ctx.back = backward
+        return forward(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.move.backward(grad), None
-
-
-@dataclass(frozen=True, slots=True)
-class Gather(Move):
-    """Gather shards to the whole tensor. Backward: this rank's shard of the gradient."""
-
-    dim: int
-    group: GroupCoordinator
-    sizes: tuple[int, ...]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Collective: yes."""
-        if len(set(self.sizes)) == 1:
-            return self.group.all_gather(x, self.dim)
-        return self.group.all_gatherv(x, self.dim, self.sizes)
-
-    def backward(self, grad: Tensor) -> Tensor:
-        """Return a copy of this rank's part."""
-        return Split(self.dim, self.group, self.sizes)(grad)
-
-
-@dataclass(frozen=True, slots=True)
-class Split(Move):
-    """Slice this rank's shard. Backward: the gathered shards of the gradient."""
-
-    dim: int
-    group: GroupCoordinator
-    sizes: tuple[int, ...]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return a copy of this rank's part."""
-        rank = self.group.rank_in_group
-        own = x.narrow(self.dim, sum(self.sizes[:rank]), self.sizes[rank])
-        return own.clone(memory_format=torch.contiguous_format)
-
-    def backward(self, grad: Tensor) -> Tensor:
-        """Collective: yes."""
-        return Gather(self.dim, self.group, self.sizes)(grad)
-
-
-@dataclass(frozen=True, slots=True)
-class AllToAll(Move):
-    """Turn shards of one dimension into shards of another. Backward: the reverse."""
-
-    gather_dim: int
-    shard_dim: int
-    group: GroupCoordinator
-    before: tuple[int, ...]
-    after: tuple[int, ...]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Collective: yes."""
-        shapes = []
-        for size in self.before:
-            shape = list(x.shape)
-            shape[self.gather_dim] = size
-            shape[self.shard_dim] = self.after[self.group.rank_in_group]
-            shapes.append(shape)
-        pieces = torch.split(x, list(self.after), self.shard_dim)
-        return torch.cat(swap(pieces, shapes, self.group), self.gather_dim)
-
-    def backward(self, grad: Tensor) -> Tensor:
-        """Collective: yes."""
-        return AllToAll(self.shard_dim, self.gather_dim, self.group, self.after, self.before)(grad)
-
-
-@dataclass(frozen=True, slots=True)
-class Recut(Move):
-    """Turn shards of one dimension into shards of other sizes. Backward: the reverse."""
-
-    dim: int
-    group: GroupCoordinator
-    before: tuple[int, ...]
-    after: tuple[int, ...]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Collective: yes."""
-        rank = self.group.rank_in_group
-        start = sum(self.before[:rank])
-        pieces = [
-            x.narrow(self.dim, low - start, high - low) if low < high else x.narrow(self.dim, 0, 0)
-            for low, high in _overlaps(self.before, rank, self.after)
-        ]
-        shapes = [
-            (*x.shape[: self.dim], high - low, *x.shape[self.dim + 1 :])
-            for low, high in _overlaps(self.after, rank, self.before)
-        ]
-        return torch.cat(swap(pieces, shapes, self.group), self.dim)
-
-    def backward(self, grad: Tensor) -> Tensor:
-        """Collective: yes."""
-        return Recut(self.dim, self.group, self.after, self.before)(grad)
-
-
-@dataclass(frozen=True, slots=True)
-class Assemble(Move):
-    """Assemble the whole tensor from parts cut along several dimensions. Backward: `Cut`.
-
-    ``shape`` is the whole tensor's; ``boxes`` has each rank's slices of the whole tensor.
-    """
-
-    shape: tuple[int, ...]
-    boxes: tuple[tuple[slice, ...], ...]
-    group: GroupCoordinator
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Collective: yes."""
-        whole = x.new_empty(self.shape)
-        views = [whole[box] for box in self.boxes]
-        sizes = [view.numel() for view in views]
-        parts = torch.split(self.group.all_gatherv(x.reshape(-1), 0, sizes), sizes)
-        for view, part in zip(views, parts, strict=True):
-            view.copy_(part.view(view.shape))
-        return whole
-
-    def backward(self, grad: Tensor) -> Tensor:
-        """Return a copy of this rank's part."""
-        return Cut(self.shape, self.boxes, self.group)(grad)
-
-
-@dataclass(frozen=True, slots=True)
-class Cut(Move):
-    """Cut this rank's part from the whole tensor. Backward: `Assemble`."""
-
-    shape: tuple[int, ...]
-    boxes: tuple[tuple[slice, ...], ...]
-    group: GroupCoordinator
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return a copy of this rank's part."""
-        own = x[self.boxes[self.group.rank_in_group]]
-        return own.clone(memory_format=torch.contiguous_format)
-
-    def backward(self, grad: Tensor) -> Tensor:
-        """Collective: yes."""
-        return Assemble(self.shape, self.boxes, self.group)(grad)
-
-
-@dataclass(frozen=True, slots=True)
-class Reduce(Move):
-    """Reduce terms. Backward: the gradient times the term's weight."""
-
-    group: GroupCoordinator
-    op: ReduceOp
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Collective: yes."""
-        return self.group.all_reduce(x, op=self.op)
-
-    def backward(self, grad: Tensor) -> Tensor:
-        """Return ``grad`` times the weight."""
-        return _scaled(grad, _term_weight(self.group, self.op))
-
-
-@dataclass(frozen=True, slots=True)
-class ReduceScatter(Move):
-    """Reduce terms to this rank's shard. Backward: gathered gradient times the weight."""
-
-    dim: int
-    group: GroupCoordinator
-    op: ReduceOp
-    sizes: tuple[int, ...]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Collective: yes."""
-        if len(set(self.sizes)) == 1:
-            return self.group.reduce_scatter(x, self.dim, op=self.op)
-        return self.group.reduce_scatterv(x, self.dim, self.sizes, op=self.op)
-
-    def backward(self, grad: Tensor) -> Tensor:
-        """Collective: yes."""
-        whole = Gather(self.dim, self.group, self.sizes)(grad)
-        return _scaled(whole, _term_weight(self.group, self.op))
-
-
-@dataclass(frozen=True, slots=True)
-class AsTerm(Move):
-    """Turn the whole tensor into terms. Backward: the gradient divided by the weight."""
-
-    group: GroupCoordinator
-    op: ReduceOp
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return this rank's term, as a copy."""
-        if self.group.rank_in_group == 0 or self.op not in NEUTRAL:
-            return x.clone(memory_format=torch.contiguous_format)
-        return torch.full_like(x, NEUTRAL[self.op], memory_format=torch.contiguous_format)
-
-    def backward(self, grad: Tensor) -> Tensor:
-        """Return ``grad`` divided by the weight."""
-        return _scaled(grad, 1 / _term_weight(self.group, self.op))
-
-
-@dataclass(frozen=True, slots=True)
-class Copy(Move):
-    """The identity. Backward: the sum of all ranks' gradients."""
-
-    group: GroupCoordinator
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return a view."""
-        return x.view_as(x)
-
-    def backward(self, grad: Tensor) -> Tensor:
-        """Collective: yes."""
-        return Reduce(self.group, ReduceOp.SUM)(grad)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(grad), None, None
 
 
 def _overlaps(own: tuple[int, ...], rank: int, other: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -303,6 +89,10 @@ def _overlaps(own: tuple[int, ...], rank: int, other: tuple[int, ...]) -> list[t
         overlaps.append(overlap if overlap[0] < overlap[1] else (0, 0))
         low += size
     return overlaps
+
+
+def _copy(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _scaled(x: Tensor, factor: float) -> Tensor:
@@ -324,8 +114,14 @@ def gather(
     if group.world_size == 1:
         return x
     dim = check_dim(dim, x)
-    shard_sizes = _shards(x.shape[dim], group, sizes)
-    return Gather(dim, group, shard_sizes)(x)
+    held = _shards(x.shape[dim], group, sizes)
+
+    def forward(x: Tensor) -> Tensor:
+        if len(set(held)) == 1:
+            return group.all_gather(x, dim)
+        return group.all_gatherv(x, dim, held)
+
+    return moved(x, forward, lambda grad: split(grad, dim, group, held))
 
 
 def split(
@@ -338,7 +134,12 @@ def split(
     if group.world_size == 1:
         return x
     dim = check_dim(dim, x)
-    return Split(dim, group, _cut(x.shape[dim], group, sizes))(x)
+    parts, rank = _parts(x.shape[dim], group, sizes), group.rank_in_group
+
+    def forward(x: Tensor) -> Tensor:
+        return _copy(x.narrow(dim, sum(parts[:rank]), parts[rank]))
+
+    return moved(x, forward, lambda grad: gather(grad, dim, group, parts))
 
 
 def all_to_all(
@@ -360,8 +161,18 @@ def all_to_all(
     if gathered == sharded:
         raise ValueError(f"gather_dim and shard_dim are both {sharded}: use recut")
     before = _shards(x.shape[gathered], group, gather_sizes)
-    after = _cut(x.shape[sharded], group, shard_sizes)
-    return AllToAll(gathered, sharded, group, before, after)(x)
+    after = _parts(x.shape[sharded], group, shard_sizes)
+
+    def forward(x: Tensor) -> Tensor:
+        shapes = []
+        for size in before:
+            shape = list(x.shape)
+            shape[gathered], shape[sharded] = size, after[group.rank_in_group]
+            shapes.append(shape)
+        pieces = torch.split(x, list(after), sharded)
+        return torch.cat(swap(pieces, shapes, group), gathered)
+
+    return moved(x, forward, lambda grad: all_to_all(grad, sharded, gathered, group, after, before))
 
 
 def recut(
@@ -371,8 +182,55 @@ def recut(
     if group.world_size == 1:
         return x
     dim = check_dim(dim, x)
-    held = _shards(x.shape[dim], group, before)
-    return Recut(dim, group, held, _cut(sum(held), group, after))(x)
+    held, rank = _shards(x.shape[dim], group, before), group.rank_in_group
+    parts = _parts(sum(held), group, after)
+
+    def forward(x: Tensor) -> Tensor:
+        start = sum(held[:rank])
+        pieces = [
+            x.narrow(dim, low - start, high - low) if low < high else x.narrow(dim, 0, 0)
+            for low, high in _overlaps(held, rank, parts)
+        ]
+        shapes = [
+            (*x.shape[:dim], high - low, *x.shape[dim + 1 :])
+            for low, high in _overlaps(parts, rank, held)
+        ]
+        return torch.cat(swap(pieces, shapes, group), dim)
+
+    return moved(x, forward, lambda grad: recut(grad, dim, group, parts, held))
+
+
+def assemble(
+    x: Tensor,
+    shape: Sequence[int],
+    boxes: Sequence[tuple[slice, ...]],
+    group: GroupCoordinator,
+) -> Tensor:
+    """Assemble the whole tensor, of ``shape``, from parts cut along several dimensions.
+
+    ``boxes`` has each rank's slices of the whole tensor; ``x`` is this rank's part.
+    """
+
+    def forward(x: Tensor) -> Tensor:
+        whole = x.new_empty(tuple(shape))
+        views = [whole[box] for box in boxes]
+        sizes = [view.numel() for view in views]
+        parts = torch.split(group.all_gatherv(x.reshape(-1), 0, sizes), sizes)
+        for view, part in zip(views, parts, strict=True):
+            view.copy_(part.view(view.shape))
+        return whole
+
+    return moved(x, forward, lambda grad: cut(grad, boxes, group))
+
+
+def cut(x: Tensor, boxes: Sequence[tuple[slice, ...]], group: GroupCoordinator) -> Tensor:
+    """Return a copy of this rank's part of the whole tensor ``x``: the reverse of `assemble`."""
+
+    def forward(x: Tensor) -> Tensor:
+        return _copy(x[boxes[group.rank_in_group]])
+
+    shape = tuple(x.shape)  # the gradient function must not hold `x`
+    return moved(x, forward, lambda grad: assemble(grad, shape, boxes, group))
 
 
 def reduce(x: Tensor, group: GroupCoordinator, op: ReduceOp = ReduceOp.SUM) -> Tensor:
@@ -383,7 +241,8 @@ def reduce(x: Tensor, group: GroupCoordinator, op: ReduceOp = ReduceOp.SUM) -> T
     if group.world_size == 1:
         return x
     require_linear(x, op)
-    return Reduce(group, op)(x)
+    weight = _term_weight(group, op)
+    return moved(x, lambda x: group.all_reduce(x, op=op), lambda grad: _scaled(grad, weight))
 
 
 def reduce_scatter(
@@ -401,7 +260,14 @@ def reduce_scatter(
         return x
     require_linear(x, op)
     dim = check_dim(dim, x)
-    return ReduceScatter(dim, group, op, _cut(x.shape[dim], group, sizes))(x)
+    parts, weight = _parts(x.shape[dim], group, sizes), _term_weight(group, op)
+
+    def forward(x: Tensor) -> Tensor:
+        if len(set(parts)) == 1:
+            return group.reduce_scatter(x, dim, op=op)
+        return group.reduce_scatterv(x, dim, parts, op=op)
+
+    return moved(x, forward, lambda grad: _scaled(gather(grad, dim, group, parts), weight))
 
 
 def as_term(x: Tensor, group: GroupCoordinator, op: ReduceOp = ReduceOp.SUM) -> Tensor:
@@ -413,14 +279,21 @@ def as_term(x: Tensor, group: GroupCoordinator, op: ReduceOp = ReduceOp.SUM) -> 
     if group.world_size == 1:
         return x
     require_linear(x, op)
-    return AsTerm(group, op)(x)
+
+    def forward(x: Tensor) -> Tensor:
+        if group.rank_in_group == 0 or op not in NEUTRAL:
+            return _copy(x)
+        return torch.full_like(x, NEUTRAL[op], memory_format=torch.contiguous_format)
+
+    weight = _term_weight(group, op)
+    return moved(x, forward, lambda grad: _scaled(grad, 1 / weight))
 
 
 def copy(x: Tensor, group: GroupCoordinator) -> Tensor:
     """Return a view of ``x``, the same on all ranks; backward sums all ranks' gradients."""
     if group.world_size == 1:
         return x
-    return Copy(group)(x)
+    return moved(x, lambda x: x.view_as(x), lambda grad: reduce(grad, group))
 
 
 def require_linear(x: Tensor, op: ReduceOp) -> None:
@@ -439,7 +312,7 @@ def _shards(rows: int, group: GroupCoordinator, sizes: Sequence[int] | None) -> 
     return checked
 
 
-def _cut(rows: int, group: GroupCoordinator, sizes: Sequence[int] | None) -> tuple[int, ...]:
+def _parts(rows: int, group: GroupCoordinator, sizes: Sequence[int] | None) -> tuple[int, ...]:
     """Return the sizes of all ranks' shards of ``rows`` rows."""
     if sizes is None:
         return Shard().cut(rows, group.world_size)

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from coordinator.group import GroupCoordinator
 from coordinator.layout import moves
-from coordinator.layout.moves import Move, require_linear, swap
+from coordinator.layout.moves import moved, require_linear, swap
 from coordinator.layout.placement import (
     Arrangement,
     Extent,
@@ -151,7 +151,7 @@ def whole_shape(x: Tensor, source: Layout, axes: Sequence[GroupCoordinator]) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer(Move):
+class Transfer:
     """A move from a layout on one mesh to a layout on another. Backward: the reverse.
 
     ``shape`` is the whole tensor's. ``group`` contains all ranks of both meshes, which are ranks in
@@ -197,8 +197,11 @@ class Transfer(Move):
                 require_linear(x, op)
         return x
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Collective: yes."""
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return this rank's part of the new layout, differentiably. Collective: yes."""
+        return moved(x, self._forward, self._backward)
+
+    def _forward(self, x: Tensor) -> Tensor:
         pieces = route(self.shape, self.source, self.source_mesh, self.target, self.target_mesh)
         rank = self.group.rank_in_group
         outgoing: list[list[Piece]] = [[] for _ in range(self.group.world_size)]
@@ -223,8 +226,7 @@ class Transfer(Move):
         received_pieces = [piece for piece in pieces if piece.target == rank]
         return self._assembled(x, received_pieces, [parts[piece] for piece in received_pieces])
 
-    def backward(self, grad: Tensor) -> Tensor:
-        """Collective: yes."""
+    def _backward(self, grad: Tensor) -> Tensor:
         back = replace(
             self,
             source=_of_gradient(self.target),

@@ -1,8 +1,14 @@
-"""Receive one message: its next tensors, its place in the order of receives, its result.
+"""Receive messages: their tensors, their order, the receives that they match, their results.
 
-A receiver does no communication. The transport calls `following` for tensors, fills them with the
-sender's data, and calls it again until it returns none: in a blocking call on the caller's thread,
-else on its own.
+Messages match receives by their tags, as in MPI. Those with one tag match in the order sent. A
+message with a tag, other than 0, that no receive waits for is unexpected: it is kept for the next
+receive with its tag. A message without a tag must match the next receive.
+
+    receives            A ──▶ message 1    each open receive has one message on its way
+                        B ──▶ message 2
+    message 1 is for B  A ──▶ message 2    once its frame has arrived, they swap
+                        B ──▶ message 1
+    it is unexpected    A ──▶ another one, begun when A is waited for
 
 Tensors on the device are received by the device's communicator, on the caller's thread, in the
 order of the calls. So a receive posts its device tensors only after the receive before it has
@@ -12,15 +18,18 @@ posted all of its own.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from threading import RLock
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from coordinator.messages.tensor_dict import Header, TensorMeta, from_payload, unpack
 from coordinator.messages.wire import Kind, Message, MessageCodec
-from device_comm import AllPending, Work
+from device_comm import AllPending, Pending, Work
+from device_comm.call_number import naming_call
 from device_comm.verbs.checks import Timeout
 from shm_broadcast import (
     CoordinatorError,
@@ -29,8 +38,10 @@ from shm_broadcast import (
     MessageDecodeError,
     MessageRefusedError,
 )
+from shm_broadcast._native import Turn
 
 if TYPE_CHECKING:
+    from coordinator.messages.messenger import Messenger
     from device_comm import Communicator
 
 
@@ -85,9 +96,6 @@ class OrderedReceive:
         return True
 
 
-T = TypeVar("T")
-
-
 class Communicators(NamedTuple):
     """A group's communicators, for the CPU and the device; the same object if that is the CPU."""
 
@@ -99,56 +107,196 @@ class Communicators(NamedTuple):
         return self.cpu if device_type == "cpu" else self.device
 
 
-class Receiver(Generic[T]):
-    """The receiver of one message.
+class Incoming:
+    """A message on its way.
 
-    ``on_device`` has the tensors on the group's device that follow, once `following` returns none.
+    Attributes:
+        frame: its first part, with kind, call and tag once it has arrived.
+        payload: an object's.
+        header, tensors: a dict's, the tensors by key.
+        on_device: a dict's tensors on the group's device, which follow those on the CPU.
+        error: the sender cannot send the message.
+        receive: the receive that it is for, until its contents are decoded; None: unexpected.
+        pending: its arrival; None: not begun, or on a thread that waits for it.
     """
 
-    def __init__(self, wire: MessageCodec, kind: Kind, src: int, dst: int) -> None:
-        """Receive the next message of rank ``src`` to ``dst``, a rank or `wire.EVERYONE`."""
+    __slots__ = (
+        "error",
+        "frame",
+        "header",
+        "on_device",
+        "payload",
+        "pending",
+        "receive",
+        "tensors",
+    )
+
+    def __init__(self, receive: Receive) -> None:
+        self.frame = Message()
+        self.payload: memoryview | None = None
+        self.header: Header | None = None
+        self.tensors: dict[Any, Tensor] = {}
         self.on_device: Sequence[Tensor] = ()
-        self._wire = wire
-        self._src = src
-        self._dst = dst
-        self._message = Message(kind, call=wire.call())
-        self._next: Callable[[], Sequence[Tensor]] = self._frame
-        self._error: MessageRefusedError | None = None
+        self.error: MessageRefusedError | None = None
+        self.receive: Receive | None = receive
+        self.pending: Pending | None = None
 
-    def following(self) -> Sequence[Tensor]:
-        """Return the next tensors on the CPU to receive into; none once all have arrived.
+    def steps(
+        self,
+        wire: MessageCodec,
+        src: int,
+        dst: int,
+        routes: Communicators,
+        inbox: Inbox,
+    ) -> Iterator[Sequence[Tensor]]:
+        """Yield the CPU tensors to receive into, in order: the frame, the rest, a dict's tensors.
 
-        `result` raises errors that concern this message only. An error here aborts the group,
-        because the start of the next message is unknown.
+        `Receive.result` raises errors that concern this message only. An error here aborts the
+        group, because the start of the next message is unknown.
 
         Raises:
             DivergenceError: the sender sent another kind or call.
             MessageSealError: the data is not the sender's next message.
             MessageDecodeError: the header is invalid, or a tensor does not fit into memory.
         """
+        frame = self.frame
         try:
-            return self._next()
+            yield (frame.first,)
+            frame.read()
+            inbox.match(self)
+            if (rest := frame.rest()) is not None:
+                yield (rest,)
+            payload = wire.open(frame.kind, frame.payload, src, dst, frame.tag)
+            if frame.kind in _DICTS:
+                self.header, self.tensors = from_payload(payload)
+                inbox.count(self)
+                if on_cpu := allocate(self, self.header, routes):
+                    yield on_cpu
+            else:
+                self.payload, self.receive = payload, None
         except MessageRefusedError as error:  # nothing follows it
-            self._next, self._error = _nothing, error
-            return ()
+            self.error, self.receive = error, None
         except CoordinatorError:
             raise
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             raise MessageDecodeError(
-                f"a message of rank {self._wire.global_rank(self._src)} cannot be received: {why}"
+                f"a message of rank {wire.global_rank(src)} cannot be received: {why}"
             ) from error
 
-    def refused(self, why: str) -> MessageRefusedError:
-        """Return the error for a message that the sender cannot send."""
-        return self._wire.refused(self._src, why)
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether a part of the message has arrived."""
-        return self._message.has_arrived
+_DICTS = frozenset({Kind.TENSOR_DICT, Kind.BROADCAST_TENSOR_DICT, Kind.TREE})
 
-    def result(self, timeout: Timeout) -> T:
+
+def allocate(incoming: Incoming, header: Header, routes: Communicators) -> Sequence[Tensor]:
+    """Allocate the missing tensors of a dict; return those on the CPU."""
+    on_cpu, on_device = [], []
+    for key, meta in header.tensors.items():
+        if key not in incoming.tensors:
+            incoming.tensors[key] = room = _room(key, meta, routes)
+            if room.numel():
+                (on_cpu if meta.device == "cpu" else on_device).append(room)
+    incoming.on_device = on_device
+    return on_cpu
+
+
+def _room(key: Any, meta: TensorMeta, routes: Communicators) -> Tensor:
+    comm = routes.of(meta.device)
+    if comm.device.type != meta.device:
+        raise ValueError(f"{key!r} comes from a {meta.device}; this group is on {comm.device}")
+    return comm.empty((meta.numel_sent,), meta.torch_dtype)
+
+
+class Receive:
+    """A receive of one message; once posted, a `device_comm.Pending`.
+
+    Attributes:
+        incoming: the message on its way; another one until the frame of its own has arrived.
+        has_arrived: whether everything has.
+    """
+
+    def __init__(
+        self,
+        messenger: Messenger,
+        kind: Kind,
+        src: int,
+        tag: int = 0,
+        peers: Messenger | None = None,
+    ) -> None:
+        """Receive the next message of rank ``src`` with that tag; ``peers`` receive its slices."""
+        self.src = src
+        self.tag = tag
+        self.incoming: Incoming | None = None
+        self.has_arrived = False
+        self._messenger = messenger
+        self._kind = kind
+        self._call = messenger.wire.call()
+        self._peers = peers
+        self._is_cut = True  # until the header has arrived, it may be
+        self._number = 0
+
+    def check(self, frame: Message) -> None:
+        """Raise DivergenceError if a message is of another kind, call or tag."""
+        fits = frame.kind == self._kind or frame.kind == Kind.REFUSED
+        if not fits or frame.call != self._call or frame.tag != self.tag:
+            names = {int(each): str(each) for each in Kind}
+            name = names.get(frame.kind, f"message of kind {frame.kind}")
+            raise DivergenceError(
+                self.src,
+                naming_call(f"receive of {self._kind}", self._call),
+                naming_call(f"send of {name}", frame.call),
+            )
+
+    def adopt(self, incoming: Incoming) -> None:
+        """Take a message that was unexpected."""
+        try:
+            self.check(incoming.frame)
+        except DivergenceError as error:
+            self._messenger.cpu.abort(error)
+            raise
+        self.incoming = incoming
+        if incoming.header is not None:
+            self.count(incoming.header)
+        elif incoming.payload is None and incoming.error is None:
+            incoming.receive = self
+
+    def count(self, header: Header) -> None:
+        """Number a sliced dict among those with this sender, tag and peers."""
+        self._is_cut = False
+        for meta in header.tensors.values():
+            if meta.slices:
+                self._is_cut = True
+        if self._is_cut and self._peers is not None:
+            self._number = self._messenger.count_cut(self._peers, self.src, self.tag)
+
+    def ready(self) -> bool:
+        """Return whether `wait` would return or raise at once. Never blocks."""
+        incoming = None
+        try:
+            while incoming is None or incoming is not self.incoming:
+                incoming, pending = self._arriving()
+                if not pending.ready():
+                    return False
+        except CoordinatorError:  # `wait` raises it
+            pass
+        return True
+
+    def wait(self, deadline: Deadline) -> None:
+        """Return when the message has arrived; a receive stays posted after GroupTimeoutError."""
+        incoming = None
+        while incoming is None or incoming is not self.incoming:
+            incoming, pending = self._arriving()
+            pending.wait(deadline)
+        self.has_arrived = True
+
+    def _arriving(self) -> tuple[Incoming, Pending]:
+        incoming = self.incoming or self._messenger.begin(self)
+        while incoming.pending is None:
+            self._messenger.cpu.abort("a receive was interrupted before it had begun")
+            self._messenger.cpu.check()
+        return incoming, incoming.pending
+
+    def result(self, timeout: Timeout) -> Any:
         """Return the value of the message; ``timeout`` is for peers that hold other slices.
 
         Raises:
@@ -156,148 +304,57 @@ class Receiver(Generic[T]):
             MessageRefusedError: the sender cannot send it.
             MessageDecodeError: it cannot be restored here.
         """
-        if self._error is not None:
-            raise self._error
-        return self._restore(timeout)
-
-    def leave(self, error: BaseException) -> None:
-        """Abort the group of peers that complete the message, if ``error`` breaks their order."""
-
-    def _frame(self) -> Sequence[Tensor]:
-        self._next = self._rest
-        return (self._message.first,)
-
-    def _rest(self) -> Sequence[Tensor]:
-        self._message.check(self._src)
-        self._next = self._open
-        rest = self._message.rest()
-        return self._open() if rest is None else (rest,)
-
-    def _open(self) -> Sequence[Tensor]:
-        self._next, message = _nothing, self._message
-        sent = self._wire.open(message.kind, message.payload, self._src, self._dst)
-        return self._read(sent)
-
-    def _read(self, payload: memoryview) -> Sequence[Tensor]:
-        """Decode the payload; return the CPU tensors that follow it."""
-        raise NotImplementedError
-
-    def _restore(self, timeout: Timeout) -> T:
-        raise NotImplementedError
-
-
-class ObjectReceiver(Receiver[Any]):
-    """The receiver of an object."""
-
-    def _read(self, payload: memoryview) -> Sequence[Tensor]:
-        self._payload = payload
-        return ()
-
-    def _restore(self, timeout: Timeout) -> Any:  # noqa: ARG002 - it is whole
-        return self._wire.load(self._payload)
-
-
-class TensorDictReceiver(Receiver[dict[Any, Any]]):
-    """The receiver of a tensor dict."""
-
-    def __init__(
-        self,
-        wire: MessageCodec,
-        kind: Kind,
-        src: int,
-        dst: int,
-        routes: Communicators,
-        peers: Communicators | None = None,
-        count: Callable[[Header], int] | None = None,
-    ) -> None:
-        """Receive as `Receiver` does; ``peers`` receive the other slices.
-
-        ``count`` returns a sliced dict's sequence number among those of ``src`` for the peers.
-        """
-        super().__init__(wire, kind, src, dst)
-        self._routes = routes
-        self._peers = peers
-        self._header: Header | None = None
-        self._tensors: dict[Any, Tensor] = {}
-        self._may_be_cut = peers is not None
-        self._count = count
-        self._number = 0
-
-    def header(self) -> Header:
-        """Return the dict's header, once everything has arrived; else raise as `result`."""
-        if self._header is None:
-            raise self._error or RuntimeError("the header has not arrived yet")
-        return self._header
+        incoming, wire = self.incoming, self._messenger.wire
+        if incoming is None or not self.has_arrived:
+            raise RuntimeError("the message has not arrived yet")
+        if incoming.error is not None:
+            raise incoming.error
+        if incoming.header is None:
+            return wire.load(incoming.payload or b"")
+        if self._is_cut:
+            self._gather(incoming.header, incoming.tensors, timeout)
+        whole = {}
+        grads = torch.is_grad_enabled()
+        for key, meta in incoming.header.tensors.items():
+            whole[key] = tensor = incoming.tensors[key].view(meta.shape)
+            if meta.requires_grad and grads:
+                tensor.requires_grad_()
+        return unpack(incoming.header, whole, wire)
 
     def leave(self, error: BaseException) -> None:
         """Abort the peers' group if ``error``, say of a signal handler, comes before the gather.
 
         Otherwise the peers would gather their slices with those of another message.
         """
-        interrupted = self.has_begun and not isinstance(error, CoordinatorError)
-        if interrupted and self._may_be_cut and self._peers is not None:
+        begun = self.incoming is not None and self.incoming.frame.has_arrived
+        if self._is_cut and self._peers and begun and not isinstance(error, CoordinatorError):
             self._peers.cpu.abort(error)
 
-    def _read(self, payload: memoryview) -> Sequence[Tensor]:
-        return self._make_room(*from_payload(payload))
-
-    def _make_room(self, header: Header, tensors: dict[Any, Tensor]) -> Sequence[Tensor]:
-        """Allocate the header's missing tensors; return those on the CPU."""
-        self._next = _nothing
-        self._header, self._tensors = header, tensors
-        self._may_be_cut = any(meta.slices for meta in header.tensors.values())
-        if self._may_be_cut and self._count is not None:
-            self._number = self._count(header)
-        following: dict[bool, list[Tensor]] = {True: [], False: []}
-        for key, meta in header.tensors.items():
-            if key not in tensors:
-                tensors[key] = room = self._room(key, meta)
-                if room.numel():
-                    following[meta.device == "cpu"].append(room)
-        self.on_device = following[False]
-        return following[True]
-
-    def _room(self, key: Any, meta: TensorMeta) -> Tensor:
-        comm = self._routes.of(meta.device)
-        if comm.device.type != meta.device:
-            raise ValueError(f"{key!r} comes from a {meta.device}; this group is on {comm.device}")
-        return comm.empty((meta.numel_sent,), meta.torch_dtype)
-
-    def _restore(self, timeout: Timeout) -> dict[Any, Any]:
-        header, peers = self.header(), self._peers
-        for key, meta in header.tensors.items():
-            if meta.slices and (
-                peers is None or (peers.cpu.world_size, peers.cpu.rank) != (meta.slices, meta.slice)
-            ):
-                self._may_be_cut = False  # as on the peers: no member gathers
+    def _gather(self, header: Header, tensors: dict[Any, Tensor], timeout: Timeout) -> None:
+        """Replace the slices by the whole tensors."""
+        peers = self._peers
+        own = (0, 0) if peers is None else (peers.cpu.world_size, peers.cpu.rank)
+        cut = {key: meta for key, meta in header.tensors.items() if meta.slices}
+        for key, meta in cut.items():
+            if own != (meta.slices, meta.slice):
+                self._is_cut = False  # as on the peers: no member gathers
                 raise ValueError(
                     f"{key!r} arrived as slice {meta.slice} of {meta.slices}: receive it with an "
                     "all_gather_group of that size, at that rank"
                 )
-        whole = {}
-        tensors = self._gathered(header, timeout)
-        for key, meta in header.tensors.items():
-            tensor = tensors[key].view(meta.shape)
-            may_require = meta.requires_grad and torch.is_grad_enabled()
-            whole[key] = tensor.requires_grad_() if may_require else tensor
-        return unpack(header, whole, self._wire)
-
-    def _gathered(self, header: Header, timeout: Timeout) -> dict[Any, Tensor]:
-        if not self._may_be_cut:
-            return self._tensors
-        whole, peers = dict(self._tensors), self._peers
+        if peers is None:
+            return
         try:
-            if peers is not None:
-                _require_the_same(self._number, peers.cpu, timeout)
-            for key, meta in header.tensors.items():
-                if meta.slices and peers is not None:
-                    comm = peers.of(meta.device)
-                    whole[key] = comm.all_gather(whole[key], dim=0, timeout=timeout)
+            _require_the_same(self._number, peers.cpu, timeout)
+            whole = {
+                key: peers.routes.of(meta.device).all_gather(tensors[key], dim=0, timeout=timeout)
+                for key, meta in cut.items()
+            }
+            tensors.update(whole)
+            self._is_cut = False
         except BaseException as error:
             self.leave(error)
             raise
-        self._tensors, self._may_be_cut = whole, False
-        return whole
 
 
 def _require_the_same(number: int, peers: Communicator, timeout: Timeout) -> None:
@@ -313,5 +370,82 @@ def _of_slices(number: int) -> str:
     return f"the wait for sliced dict {number}"
 
 
-def _nothing() -> Sequence[Tensor]:
-    return ()
+class Inbox:
+    """The receives from one rank, and its unexpected messages.
+
+    Attributes:
+        turn: held by the thread that receives from the rank.
+        open: the posted receives that no frame has matched yet, in order.
+        last: the last receive that posts device tensors in order; None: there is none.
+        lock: frames may arrive on other threads. Re-entrant: a signal handler may receive.
+    """
+
+    def __init__(self) -> None:
+        self.turn = Turn()
+        self.open: list[Receive] = []
+        self.last: OrderedReceive | None = None
+        self.lock = RLock()
+        self._unexpected: list[Incoming] = []
+
+    def post(self, receive: Receive) -> None:
+        """Give the receive its message, if that was unexpected; else make it an open one."""
+        with self.lock:
+            if not self._unexpected or not self.give(receive):
+                self.open.append(receive)
+
+    def give(self, receive: Receive) -> bool:
+        """Give the receive its message, if that was unexpected; return whether it was."""
+        with self.lock:
+            for incoming in self._unexpected:
+                if incoming.frame.tag == receive.tag and incoming.pending is not None:
+                    self._unexpected.remove(incoming)
+                    receive.adopt(incoming)
+                    return True
+            return False
+
+    def withdraw(self, receive: Receive) -> None:
+        """Let an open receive match no message."""
+        with self.lock, suppress(ValueError):
+            self.open.remove(receive)
+
+    def in_turn(
+        self, begin: Callable[[], Work[None]] | None, ask: Callable[[], Sequence[Work[Any]]]
+    ) -> OrderedReceive:
+        """Queue a receive behind the previous one: see `OrderedReceive`."""
+        self.last = OrderedReceive(self.last, begin, ask)
+        return self.last
+
+    def keep(self, incoming: Incoming) -> None:
+        """Keep an unexpected message for a later receive."""
+        self._unexpected.append(incoming)
+
+    def match(self, incoming: Incoming) -> None:
+        """Give a message, whose frame has arrived, to the first open receive with its tag."""
+        frame, owner = incoming.frame, incoming.receive
+        if self.open[0] is owner and owner.tag == frame.tag:  # other threads only append
+            self.open.pop(0).check(frame)
+            return
+        with self.lock:
+            for receive in self.open:
+                if receive.tag == frame.tag:
+                    break
+            else:
+                if not frame.tag:
+                    self.open[0].check(frame)
+                owner.incoming = incoming.receive = None
+                self.keep(incoming)
+                return
+            self.open.remove(receive)
+            if receive is not owner:
+                if receive.incoming is not None:
+                    receive.incoming.receive = owner
+                owner.incoming = receive.incoming
+                receive.incoming, incoming.receive = incoming, receive
+        receive.check(frame)
+
+    def count(self, incoming: Incoming) -> None:
+        """Let the receive count its dict, once the header has arrived; drop it."""
+        with self.lock:
+            receive, incoming.receive = incoming.receive, None
+            if receive is not None and incoming.header is not None:
+                receive.count(incoming.header)

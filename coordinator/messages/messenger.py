@@ -17,42 +17,55 @@ Guarantees, assuming that the members trust each other, with one thread at a tim
 A collective over objects consists of two collectives over tensors; the second depends on the result
 of the first. With ``async_op`` it consists of messages from each source to each member instead. A
 dict's header and small tensors travel over the CPU communicator; then the other tensors over that
-of their device, those on the CPU first, in the header's order.
+of their device, those on the CPU first, in the header's order. `messages.incoming` says which
+receive gets which message.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from coordinator.messages.incoming import TensorDictReceiver
+from coordinator.messages.incoming import Communicators, Inbox, Incoming, Receive
 from coordinator.messages.tensor_dict import WHOLE, Header, Slicing, pack, to_payload
-from coordinator.messages.transport import MessageTransport
-from coordinator.messages.wire import EVERYONE, Kind, MessageCodec, why_refused
-from device_comm import AllPending, Work
-from device_comm.call_number import naming_call
+from coordinator.messages.transport import AnotherThreadError, Sender
+from coordinator.messages.wire import EVERYONE, Kind, Message, MessageCodec, why_refused
+from device_comm import AllPending, Pending, Work
+from device_comm.call_number import call_number, naming_call
 from device_comm.shm.signature import sign
-from device_comm.verbs.checks import Shape, Timeout, check_tensor
+from device_comm.verbs.checks import Shape, Timeout, check_peer, check_rank, check_tensor
 from shm_broadcast import (
     CoordinatorError,
     Deadline,
     DivergenceError,
     GroupTimeoutError,
+    MessageDecodeError,
     MessageRefusedError,
     MessageSealError,
 )
 
 if TYPE_CHECKING:
-    from coordinator.messages.transport import Packed
     from device_comm import Communicator
     from shm_broadcast import MessageQueue
+
+    Packed: TypeAlias = tuple[bytes, Sequence[Tensor]]
+    """The payload of a message, and the tensors behind it."""
+
+    Make: TypeAlias = Callable[[], Packed]
+
+T = TypeVar("T")
+
+_ARRIVED = Work(None)
+_PAUSE = 0.0005
+"""Seconds between two attempts of a thread to receive while another one does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,24 +75,313 @@ class _Refused:
     why: str
 
 
-class ObjectMessenger(MessageTransport):
-    """One member's objects to and from the others."""
+class Messenger:
+    """One member's messages to and from the others. The group owns the communicators.
 
-    def dump(self, obj: Any) -> tuple[bytes, tuple[()]]:
-        """Encode an object as a payload, or raise TypeError."""
-        return self.wire.dump(obj), ()
+    ``cpu`` moves messages, ``routes`` the tensors behind them; ``wire`` encodes and seals.
+    """
+
+    def __init__(self, cpu: Communicator, device: Communicator, wire: MessageCodec) -> None:
+        """Use these communicators: the same object twice if the group's device is the CPU."""
+        self.cpu = cpu
+        self.wire = wire
+        self.routes = Communicators(cpu, device)
+        self._timeout = cpu.timeout
+        self._outgoing = Sender(self.routes, numbered=wire.numbers)
+        self._others = [rank for rank in range(cpu.world_size) if rank != cpu.rank]
+        self._inboxes = {rank: Inbox() for rank in (*self._others, EVERYONE)}
+        self._n_cut: WeakKeyDictionary[Communicator, Counter[Any]] = WeakKeyDictionary()
+
+    def flush(self, linger: float) -> None:
+        """Wait for messages in flight, at most ``linger`` seconds."""
+        with suppress(CoordinatorError):
+            self._outgoing.flush(Deadline.after(linger))
+
+    # --- messages to one member ----------------------------------------------------------
+
+    def send(self, kind: Kind, dst: int, make: Make, timeout: Timeout, tag: int = 0) -> None:
+        """Send the result of ``make``; if it raises, send an error frame instead."""
+        deadline = self._deadline(timeout)
+        payload, parts = self._made(make, (dst,), tag)
+        message = partial(self.wire.message, kind, payload, dst, tag)
+        self._outgoing.send(message, parts, dst, deadline)
+
+    def isend(
+        self,
+        kind: Kind,
+        dsts: Sequence[int],
+        make: Make,
+        result: T,
+        timeout: Timeout,
+        tag: int = 0,
+    ) -> Work[T]:
+        """Begin to send the result of ``make``; the work returns ``result``."""
+        payload, parts = self._made(make, dsts, tag)
+        message = partial(self.wire.message, kind, payload, tag=tag)
+        return self._sending(self._begin_to_each(message, parts, dsts), result, timeout)
+
+    def refuse(self, error: Exception, dsts: Iterable[int], tag: int = 0) -> None:
+        """Send error frames instead of a message."""
+        with suppress(CoordinatorError, AnotherThreadError):
+            self._begin_to_each(partial(self.wire.error_frame, error, tag=tag), (), tuple(dsts))
+
+    def refused(self, error: Exception) -> NoReturn:
+        """Raise MessageRefusedError for a TypeError, else ``error`` itself."""
+        if isinstance(error, TypeError):
+            raise self.wire.refused(self.cpu.rank, str(error)) from error
+        raise error
+
+    def _made(self, make: Make, dsts: Sequence[int], tag: int) -> Packed:
+        for dst in dsts:
+            check_peer("dst", dst, self.cpu.rank, self.cpu.world_size)
+        try:
+            return make()
+        except Exception as error:  # noqa: BLE001 - `refused` raises it
+            self.refuse(error, dsts, tag)
+            self.refused(error)
+
+    def _begin_to_each(
+        self, make: Callable[[int], Message], parts: Sequence[Tensor], dsts: Sequence[int]
+    ) -> list[Work[None]]:
+        works: list[Work[None]] = []
+        n_begun = 0
+        try:
+            for dst in dsts:
+                works += self._outgoing.begin(partial(make, dst), parts, dst)
+                n_begun += 1
+        except BaseException as error:
+            if n_begun or not isinstance(error, AnotherThreadError):
+                self._outgoing.abort_if_partial(error, len(dsts))
+            raise
+        return works
+
+    def _sending(self, works: Sequence[Work[None]], result: T, timeout: Timeout) -> Work[T]:
+        return Work(result, AllPending(works) if works else None, timeout=self._allowed(timeout))
+
+    # --- messages from one member --------------------------------------------------------
+
+    def recv(
+        self,
+        kind: Kind,
+        src: int,
+        timeout: Timeout,
+        *,
+        tag: int = 0,
+        peers: Messenger | None = None,
+    ) -> Any:
+        """Return the value of the next message of ``src`` with that tag.
+
+        Threads may receive at once, with different tags other than 0.
+        """
+        deadline = self._deadline(timeout)
+        inbox = self._inbox(src)
+        receive = Receive(self, kind, src, tag, peers)
+        try:
+            while not receive.has_arrived:
+                with inbox.turn as acquired:
+                    if acquired:
+                        self._receive(inbox, receive, deadline)
+                if acquired:
+                    continue
+                if not tag:
+                    self._require_alone(acquired, src)
+                if inbox.give(receive):  # the other thread has received it
+                    self.finish(receive, deadline)
+                elif inbox.turn.take_within(_PAUSE):
+                    inbox.turn.__exit__()
+            return receive.result(deadline)
+        except BaseException as error:
+            receive.leave(error)
+            raise
+
+    def irecv(
+        self,
+        kind: Kind,
+        src: int,
+        timeout: Timeout,
+        *,
+        tag: int = 0,
+        peers: Messenger | None = None,
+    ) -> Work[Any]:
+        """Begin to receive the next message of ``src`` with that tag."""
+        receive, allowed = self.post(kind, src, tag, peers), self._allowed(timeout)
+        return Work(None, receive, lambda: receive.result(allowed), allowed)
+
+    def post(self, kind: Kind, src: int, tag: int = 0, peers: Messenger | None = None) -> Receive:
+        """Begin to receive a message, behind earlier receives. Never blocks."""
+        inbox = self._inbox(src)
+        receive = Receive(self, kind, src, tag, peers)
+        with inbox.turn as acquired:
+            self._require_alone(acquired, src)
+            inbox.post(receive)
+            self.begin(receive)
+        return receive
+
+    def begin(self, receive: Receive) -> Incoming:
+        """Begin to receive another message for ``receive``, which has none on its way."""
+        (cpu, device), src = self.routes, receive.src
+        inbox = self._inboxes[src]
+        with inbox.lock:
+            if receive.incoming is not None:
+                return receive.incoming
+            incoming = receive.incoming = Incoming(receive)
+        steps = incoming.steps(self.wire, src, cpu.rank, self.routes, inbox)
+        begin = partial(cpu.irecv_series, partial(next, steps, ()), src)
+        if call_number():
+            cpu.begun.count_received(src)
+        if device is cpu:
+            incoming.pending = begin()
+        else:
+            incoming.pending = inbox.in_turn(
+                begin, lambda: [device.irecv(out=part, src=src) for part in incoming.on_device]
+            )
+        return incoming
+
+    def count_cut(self, peers: Messenger, src: int, tag: int) -> int:
+        """Return the number of a sliced dict among those of ``src`` for ``peers``."""
+        counts = self._n_cut.setdefault(peers.cpu, Counter())
+        counts[src, tag] += 1
+        return counts[src, tag]
+
+    def _receive(self, inbox: Inbox, receive: Receive, deadline: Deadline) -> None:
+        """Receive one message, which may be unexpected."""
+        if inbox.open:
+            inbox.post(receive)
+        if inbox.open or receive.incoming is not None or inbox.give(receive):
+            self.finish(receive, deadline)
+            return
+        if inbox.last is not None:
+            inbox.last.has_asked(deadline)
+        if call_number():
+            self.cpu.begun.count_received(receive.src)
+        self._fill(inbox, receive, self.cpu.rank, partial(self._recv_parts, receive.src, deadline))
+
+    def _fill(
+        self, inbox: Inbox, receive: Receive, dst: int, fill: Callable[[Sequence[Tensor]], None]
+    ) -> None:
+        """Receive one message on this thread; abort if only a part of it has arrived."""
+        incoming = receive.incoming = Incoming(receive)
+        try:
+            inbox.open.append(receive)
+            for tensors in incoming.steps(self.wire, receive.src, dst, self.routes, inbox):
+                fill(tensors)
+            if incoming.on_device:
+                fill(incoming.on_device)
+            incoming.pending = _ARRIVED
+            receive.has_arrived = receive.incoming is incoming
+        except BaseException as error:
+            if isinstance(error, CoordinatorError):
+                torn = isinstance(error, (DivergenceError, MessageDecodeError, MessageSealError))
+            else:
+                torn = incoming.frame.has_arrived
+            if torn:  # the start of the next message is unknown
+                self.cpu.abort(error)
+            inbox.withdraw(receive)
+            raise
+
+    def _recv_parts(self, src: int, deadline: Deadline, parts: Sequence[Tensor]) -> None:
+        for part in parts:
+            self.routes.of(part.device.type).recv(out=part, src=src, timeout=deadline)
+
+    def _inbox(self, src: int) -> Inbox:
+        inbox = self._inboxes.get(src) if type(src) is int else None
+        return inbox or self._inboxes[check_peer("src", src, self.cpu.rank, self.cpu.world_size)]
+
+    def _require_alone(self, acquired: bool, src: int) -> None:
+        if not acquired:
+            raise AnotherThreadError(f"is receiving from rank {src} over {self.cpu.name}")
+
+    def finish(self, work: Pending, timeout: Timeout = None) -> Any:
+        """Wait for a blocking call's work; a GroupTimeoutError aborts the group."""
+        try:
+            return work.wait(timeout)  # type: ignore[arg-type]
+        except GroupTimeoutError as error:
+            self.cpu.abort(error)
+            raise
+
+    def _deadline(self, timeout: Timeout) -> Deadline:
+        return Deadline.after(self._timeout if timeout is None else timeout)
+
+    def _allowed(self, timeout: Timeout) -> Timeout:
+        return self._timeout if timeout is None else timeout
+
+    # --- broadcasts ----------------------------------------------------------------------
 
     def broadcast_object(
         self, obj: Any, src: int, timeout: Timeout, *, async_op: bool = False
     ) -> Any:
         """Return the object of ``src``. Collective: yes, every member."""
-        kind = Kind.BROADCAST_OBJECT
-        if self._has_others(src):
-            if self.cpu.rank == src:
-                return self._broadcast(kind, partial(self.dump, obj), obj, timeout, async_op)
-            incoming = self.object_of(src, kind, None if async_op else EVERYONE)
-            return self._receive_broadcast(incoming, src, timeout, async_op)
-        return self.cpu.runner.skip("broadcast", obj, async_op)
+        kind, make = Kind.BROADCAST_OBJECT, partial(self.dump, obj)
+        return self._broadcast_from(src, kind, make, obj, timeout, async_op)
+
+    def broadcast_dict(
+        self,
+        values: Mapping[Any, Any] | None,
+        src: int,
+        timeout: Timeout,
+        *,
+        async_op: bool = False,
+    ) -> Any:
+        """Return the dict of ``src``. Collective: yes, every member."""
+        if self.cpu.world_size == 1:
+            return self.broadcast_object(self._a_dict(values, src), src, timeout, async_op=async_op)
+        own = dict(values) if isinstance(values, Mapping) else {}  # `pack` refuses others
+        kind, make = Kind.BROADCAST_TENSOR_DICT, partial(self._pack_source, values)
+        return self._broadcast_from(src, kind, make, own, timeout, async_op)
+
+    def _broadcast_from(
+        self, src: int, kind: Kind, make: Make, own: Any, timeout: Timeout, async_op: bool
+    ) -> Any:
+        check_rank("src", src, self.cpu.world_size)
+        if self.cpu.world_size == 1:
+            return self.cpu.runner.skip("broadcast", own, async_op)
+        if self.cpu.rank == src:
+            return self._broadcast(kind, make, own, timeout, async_op)
+        if async_op:
+            return self.irecv(kind, src, timeout)
+        deadline = self._deadline(timeout)
+        receive = Receive(self, kind, src)
+        fill = partial(self._broadcast_parts, src, deadline)
+        self._fill(self._inboxes[EVERYONE], receive, EVERYONE, fill)
+        return receive.result(deadline)
+
+    def _broadcast(
+        self, kind: Kind, make: Make, result: Any, timeout: Timeout, async_op: bool
+    ) -> Any:
+        """Broadcast the result of ``make``. Collective: yes, every member."""
+        if async_op:
+            return self.isend(kind, self._others, make, result, timeout)
+        deadline = self._deadline(timeout)
+        try:
+            payload, parts = make()
+        except Exception as error:  # noqa: BLE001 - `refused` raises it
+            with suppress(CoordinatorError, AnotherThreadError):
+                refusal = partial(self.wire.error_frame, error, EVERYONE)
+                self._broadcast_message(refusal, (), deadline)
+            self.refused(error)
+        message = partial(self.wire.message, kind, payload, EVERYONE)
+        self._broadcast_message(message, parts, deadline)
+        return result
+
+    def _broadcast_message(
+        self, make: Callable[[], Message], parts: Sequence[Tensor], deadline: Deadline
+    ) -> None:
+        def send(frames: Sequence[Tensor]) -> None:
+            self._broadcast_parts(self.cpu.rank, deadline, frames)
+            self._broadcast_parts(self.cpu.rank, deadline, parts)
+
+        self._outgoing.whole(make, len(parts), send)
+
+    def _broadcast_parts(self, root: int, deadline: Deadline, parts: Sequence[Tensor]) -> None:
+        works: list[Work[Tensor]] = []
+        for part in parts:
+            comm = self.routes.of(part.device.type)
+            if len(parts) > 1 and comm.capabilities.overlaps:
+                works.append(comm.broadcast_(part, src=root, async_op=True))
+            else:
+                comm.broadcast_(part, src=root, timeout=deadline)
+        for work in works:
+            self.finish(work, deadline)
 
     def broadcast_through(self, queue: MessageQueue, obj: Any, timeout: Timeout) -> Any:
         """Return the object of the queue's writer, rank 0. Collective: yes, every member.
@@ -115,6 +417,8 @@ class ObjectMessenger(MessageTransport):
         if type(value) is _Refused:
             raise self.wire.refused(0, value.why)
         return value
+
+    # --- objects of all members -----------------------------------------------------------
 
     def all_gather_object(self, obj: Any, timeout: Timeout) -> list[Any]:
         """Return all members' objects, by rank. Collective: yes, every member."""
@@ -169,10 +473,7 @@ class ObjectMessenger(MessageTransport):
         kind, own, refused = self._dumped(obj)
         make = partial(self.wire.message, kind, own)
         try:
-            works = {
-                src: self.ireceive(self.object_of(src, Kind.GATHERED_OBJECT), src, timeout)
-                for src in self._others
-            }
+            works = {src: self.irecv(Kind.GATHERED_OBJECT, src, timeout) for src in self._others}
             sent = self._sending(self._begin_to_each(make, (), self._others), None, timeout)
         except BaseException as error:
             self._outgoing.abort_if_partial(error, len(self._others) + 1)
@@ -187,15 +488,6 @@ class ObjectMessenger(MessageTransport):
             ]
 
         return Work([], AllPending([*works.values(), sent]), everyone, self._allowed(timeout))
-
-
-class Messenger(ObjectMessenger):
-    """One member's messages, tensors included. The group owns the communicators."""
-
-    def __init__(self, cpu: Communicator, device: Communicator, wire: MessageCodec) -> None:
-        """Use these communicators: the same object twice if the group's device is the CPU."""
-        super().__init__(cpu, device, wire)
-        self._n_cut: WeakKeyDictionary[Communicator, Counter[Any]] = WeakKeyDictionary()
 
     # --- tensors -------------------------------------------------------------------------
 
@@ -219,9 +511,11 @@ class Messenger(ObjectMessenger):
     ) -> Tensor:
         """Receive a tensor of the group's device, behind earlier receives."""
         deadline = self._deadline(timeout)
-        with self._receiving[src] as acquired:
+        inbox = self._inbox(src)
+        with inbox.turn as acquired:
             self._require_alone(acquired, src)
-            self._await_turn(src, deadline)
+            if inbox.last is not None:
+                inbox.last.has_asked(deadline)
             tensor = self.routes.device.recv(size, dtype, src, out=out, timeout=deadline)
             self.cpu.begun.count_received(src)
             return tensor
@@ -241,55 +535,21 @@ class Messenger(ObjectMessenger):
             works.append(self.routes.device.irecv(size, dtype, src, out=out, timeout=timeout))
             return works
 
-        with self._receiving[src] as acquired:
+        inbox = self._inbox(src)
+        with inbox.turn as acquired:
             self._require_alone(acquired, src)
             self.cpu.begun.count_received(src)
-            if src not in self._turns:
+            if inbox.last is None:
                 return post()[0]
-            turn = self._in_turn(src, post)
+            turn = inbox.in_turn(None, post)
         work: Work[Any] = Work(None, turn, lambda: works[0].wait(), self._allowed(timeout))
         return work
 
-    # --- dicts of tensors ----------------------------------------------------------------
+    # --- contents ------------------------------------------------------------------------
 
-    def incoming_dict(
-        self, src: int, peers: Messenger | None, sorted_by: str = ""
-    ) -> TensorDictReceiver:
-        """Return the receiver of the next dict of ``src``.
-
-        Dicts with different values at the key ``sorted_by`` may reach the peers in different
-        orders.
-        """
-        kind, dst = Kind.TENSOR_DICT, self.cpu.rank
-        if peers is None:
-            return TensorDictReceiver(self.wire, kind, src, dst, self.routes)
-        count = partial(self._count_cut, src, peers.cpu, sorted_by)
-        return TensorDictReceiver(self.wire, kind, src, dst, self.routes, peers.routes, count)
-
-    def _count_cut(self, src: int, peers: Communicator, sorted_by: str, header: Header) -> int:
-        counts, sort = self._n_cut.setdefault(peers, Counter()), header.scalars.get(sorted_by)
-        counts[src, sort] += 1
-        return counts[src, sort]
-
-    def broadcast_dict(
-        self,
-        values: Mapping[Any, Any] | None,
-        src: int,
-        timeout: Timeout,
-        *,
-        async_op: bool = False,
-    ) -> Any:
-        """Return the dict of ``src``. Collective: yes, every member."""
-        kind = Kind.BROADCAST_TENSOR_DICT
-        if self._has_others(src):
-            if self.cpu.rank == src:
-                own = dict(values) if isinstance(values, Mapping) else {}  # `pack` refuses others
-                make = partial(self._pack_source, values)
-                return self._broadcast(kind, make, own, timeout, async_op)
-            dst = self.cpu.rank if async_op else EVERYONE
-            incoming = TensorDictReceiver(self.wire, kind, src, dst, self.routes)
-            return self._receive_broadcast(incoming, src, timeout, async_op)
-        return self.broadcast_object(self._a_dict(values, src), src, timeout, async_op=async_op)
+    def dump(self, obj: Any) -> Packed:
+        """Encode an object as a payload, or raise TypeError."""
+        return self.wire.dump(obj), ()
 
     def payload(self, values: Mapping[Any, Any], slicing: Slicing) -> Packed:
         """Return the payload of a dict's message, and the tensors behind it; raise as `pack`."""

@@ -1,4 +1,4 @@
-"""Send and receive messages of any kind between the members of a group.
+"""Send messages of any kind to the other members of a group.
 
 No send waits for its receive, over any transport:
 
@@ -8,40 +8,27 @@ No send waits for its receive, over any transport:
                     not copied, and done when the transport has taken them: shared memory before the
                     receive (`device_comm.shm.channel`), torch's groups with the receive
 
-One thread at a time: the data of a second one could land between the parts of a message. The sender
-encodes the message; if that fails, the receivers get an error frame instead.
+One thread at a time: the data of a second one could land between the parts of a message.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias, TypeVar
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from torch import Tensor
 
-from coordinator.messages.incoming import Communicators, ObjectReceiver, OrderedReceive, Receiver
-from coordinator.messages.wire import EVERYONE, Kind, Message, MessageCodec
-from device_comm import AllPending, Pending, Work
+from coordinator.messages.incoming import Communicators
+from coordinator.messages.wire import Message
+from device_comm import Work
 from device_comm.call_number import call_number
-from device_comm.verbs.checks import Timeout, check_peer, check_rank
-from shm_broadcast import (
-    NEVER,
-    CoordinatorError,
-    Deadline,
-    DivergenceError,
-    GroupTimeoutError,
-    MessageDecodeError,
-    MessageSealError,
-)
+from shm_broadcast import NEVER, CoordinatorError, Deadline, GroupTimeoutError
 from shm_broadcast._native import Turn
 
 if TYPE_CHECKING:
     from device_comm import Communicator
 
-if TYPE_CHECKING:
     MakeMessage: TypeAlias = Callable[[], Message]
 
 OUTSTANDING_BYTES: Final = 64 << 20
@@ -86,11 +73,7 @@ class Sender:
         """
         with self._turn as acquired:
             self._require(acquired)
-
-            def send_part(part: Tensor) -> None:
-                self._send_eagerly(self._routes.of(part.device.type), part, dst)
-
-            self._pass_on(make, parts, dst, send_part)
+            self._send(make, parts, dst, None)
             under_way = self._under_way.get(dst)
             try:
                 while under_way and len(under_way) > 1 and _bytes_of(under_way) > OUTSTANDING_BYTES:
@@ -103,46 +86,42 @@ class Sender:
         self, make: MakeMessage | None, parts: Sequence[Tensor], dst: int
     ) -> list[Work[None]]:
         """As `send`, without blocking; the tensors must not change until the works are done."""
+        works: list[Work[None]] = []
         with self._turn as acquired:
             self._require(acquired)
-            return self._begin(make, parts, dst)
-
-    def _begin(
-        self, make: MakeMessage | None, parts: Sequence[Tensor], dst: int
-    ) -> list[Work[None]]:
-        works = []
-        cpu_bytes = sum(part.nbytes for part in parts if part.device.type == "cpu")
-        copies = cpu_bytes <= COPIED_BYTES and (
-            cpu_bytes + _bytes_of(self._under_way.get(dst, ())) <= OUTSTANDING_BYTES
-        )
-
-        def begin_part(part: Tensor) -> None:
-            comm = self._routes.of(part.device.type)
-            if copies and comm is self._routes.cpu:
-                self._send_eagerly(comm, part, dst)
-            else:
-                works.append(self._keep(comm.isend(part, dst), part.nbytes, dst))
-
-        self._pass_on(make, parts, dst, begin_part)
+            self._send(make, parts, dst, works)
         return works
 
-    def _pass_on(
+    def _send(
         self,
         make: MakeMessage | None,
         parts: Sequence[Tensor],
         dst: int,
-        pass_on: Callable[[Tensor], None],
+        works: list[Work[None]] | None,
     ) -> None:
+        """Send without blocking; add works to ``works`` rather than copy large tensors."""
+        cpu = self._routes.cpu
+
         def send(frames: Sequence[Tensor]) -> None:
+            copies = works is None or self._copies(parts, dst)
             for frame in frames:
-                # No other code changes a frame.
-                self._send_eagerly(self._routes.cpu, frame, dst, copy=False)
+                self._send_eagerly(cpu, frame, dst, copy=False)  # no other code changes a frame
             for part in self._in_order(parts):
-                pass_on(part)
+                comm = self._routes.of(part.device.type)
+                if works is None or (copies and comm is cpu):
+                    self._send_eagerly(comm, part, dst)
+                else:
+                    works.append(self._keep(comm.isend(part, dst), part.nbytes, dst))
 
         self.whole(make, len(parts), send)
         if call_number():
-            self._routes.cpu.begun.count_sent(dst)
+            cpu.begun.count_sent(dst)
+
+    def _copies(self, parts: Sequence[Tensor], dst: int) -> bool:
+        cpu_bytes = sum(part.nbytes for part in parts if part.device.type == "cpu")
+        return cpu_bytes <= COPIED_BYTES and (
+            cpu_bytes + _bytes_of(self._under_way.get(dst, ())) <= OUTSTANDING_BYTES
+        )
 
     def whole(
         self,
@@ -207,248 +186,3 @@ class Sender:
 
 def _bytes_of(under_way: Sequence[tuple[int, Work[None]]]) -> int:
     return sum(size for size, _ in under_way)
-
-
-if TYPE_CHECKING:
-    Packed = tuple[bytes, Sequence[Tensor]]
-    """The payload of a message, and the tensors behind it."""
-
-    Make = Callable[[], Packed]
-
-T = TypeVar("T")
-
-
-class MessageTransport:
-    """One member's messages to and from the others. The group owns the communicators.
-
-    ``cpu`` moves messages, ``routes`` the tensors behind them; ``wire`` encodes and seals.
-    """
-
-    def __init__(self, cpu: Communicator, device: Communicator, wire: MessageCodec) -> None:
-        """Use these communicators: the same object twice if the group's device is the CPU."""
-        self.cpu = cpu
-        self.wire = wire
-        self.routes = Communicators(cpu, device)
-        self._timeout = cpu.timeout
-        self._outgoing = Sender(self.routes, numbered=wire.numbers)
-        self._turns: dict[int, OrderedReceive] = {}
-        # A turn for each sender. Ranks that are no members get one as well, and are refused later.
-        turns = {rank: Turn() for rank in range(cpu.world_size)}
-        self._receiving = defaultdict(Turn, turns)
-        self._others = [rank for rank in range(cpu.world_size) if rank != cpu.rank]
-
-    def flush(self, linger: float) -> None:
-        """Wait for messages in flight, at most ``linger`` seconds."""
-        with suppress(CoordinatorError):
-            self._outgoing.flush(Deadline.after(linger))
-
-    def send(self, kind: Kind, dst: int, make: Make, timeout: Timeout) -> None:
-        """Send the result of ``make``; if it raises, send an error frame instead."""
-        deadline = self._deadline(timeout)
-        with self._or_refuse(dst):
-            payload, parts = make()
-        message = partial(self.wire.message, kind, payload, dst)
-        self._outgoing.send(message, parts, dst, deadline)
-
-    def isend(
-        self, kind: Kind, dsts: Sequence[int], make: Make, result: T, timeout: Timeout
-    ) -> Work[T]:
-        """Begin to send the result of ``make``; the work returns ``result``."""
-        with self._or_refuse(*dsts):
-            payload, parts = make()
-        works = self._begin_to_each(partial(self.wire.message, kind, payload), parts, dsts)
-        return self._sending(works, result, timeout)
-
-    def _begin_to_each(
-        self, make: Callable[[int], Message], parts: Sequence[Tensor], dsts: Sequence[int]
-    ) -> list[Work[None]]:
-        works: list[Work[None]] = []
-        n_begun = 0
-        try:
-            for dst in dsts:
-                works += self._outgoing.begin(partial(make, dst), parts, dst)
-                n_begun += 1
-        except BaseException as error:
-            if n_begun or not isinstance(error, AnotherThreadError):
-                self._outgoing.abort_if_partial(error, len(dsts))
-            raise
-        return works
-
-    def _sending(self, works: Sequence[Work[None]], result: T, timeout: Timeout) -> Work[T]:
-        return Work(result, AllPending(works) if works else None, timeout=self._allowed(timeout))
-
-    def receive(self, incoming: Receiver[T], src: int, timeout: Timeout) -> T:
-        """Receive the next message of ``src`` and return its value."""
-        deadline = self._deadline(timeout)
-        check_peer("src", src, self.cpu.rank, self.cpu.world_size)
-        try:
-            self._receive(incoming, src, deadline)
-            return incoming.result(deadline)
-        except BaseException as error:
-            incoming.leave(error)
-            raise
-
-    def _receive(self, incoming: Receiver[Any], src: int, deadline: Deadline) -> None:
-        with self._receiving[src] as acquired:
-            self._require_alone(acquired, src)
-            self._await_turn(src, deadline)
-            self.cpu.begun.count_received(src)
-            try:
-                self.cpu.recv_series(incoming.following, src, timeout=deadline)
-                for part in incoming.on_device:
-                    self.routes.device.recv(out=part, src=src, timeout=deadline)
-            except BaseException as error:
-                self._abort_if_partial(error, incoming)
-                raise
-
-    def ireceive(self, incoming: Receiver[T], src: int, timeout: Timeout) -> Work[T]:
-        """Begin to receive the next message of ``src``."""
-        pending = self.begin(incoming, src)
-        allowed = self._allowed(timeout)
-        work: Work[Any] = Work(None, pending, lambda: incoming.result(allowed), allowed)
-        return work
-
-    def begin(self, incoming: Receiver[Any], src: int) -> Pending:
-        """Begin to receive a message, behind earlier receives. Never blocks."""
-        cpu, device = self.routes
-        check_peer("src", src, self.cpu.rank, self.cpu.world_size)
-        with self._receiving[src] as acquired:
-            self._require_alone(acquired, src)
-            cpu.begun.count_received(src)
-            if device is cpu:
-                return cpu.irecv_series(incoming.following, src)
-            return self._in_turn(
-                src,
-                lambda: [device.irecv(out=part, src=src) for part in incoming.on_device],
-                lambda: cpu.irecv_series(incoming.following, src),
-            )
-
-    def _require_alone(self, acquired: bool, src: int) -> None:
-        if not acquired:
-            raise AnotherThreadError(f"is receiving from rank {src} over {self.cpu.name}")
-
-    def _await_turn(self, src: int, deadline: Deadline) -> None:
-        if src in self._turns:
-            self._turns[src].has_asked(deadline)
-
-    def _in_turn(
-        self,
-        src: int,
-        ask: Callable[[], Sequence[Work[Any]]],
-        begin: Callable[[], Work[None]] | None = None,
-    ) -> OrderedReceive:
-        turn = self._turns[src] = OrderedReceive(self._turns.get(src), begin, ask)
-        return turn
-
-    def _broadcast(
-        self, kind: Kind, make: Make, result: Any, timeout: Timeout, async_op: bool
-    ) -> Any:
-        """Broadcast the result of ``make``. Collective: yes, every member."""
-        if async_op:
-            return self.isend(kind, self._others, make, result, timeout)
-        deadline = self._deadline(timeout)
-        with self._or_refuse(EVERYONE, deadline=deadline):
-            payload, parts = make()
-        self._broadcast_message(
-            partial(self.wire.message, kind, payload, EVERYONE), parts, deadline
-        )
-        return result
-
-    def _broadcast_message(
-        self, make: Callable[[], Message], parts: Sequence[Tensor], deadline: Deadline
-    ) -> None:
-        def send(frames: Sequence[Tensor]) -> None:
-            self._broadcast_parts(frames, deadline)
-            self._broadcast_parts(parts, deadline)
-
-        self._outgoing.whole(make, len(parts), send)
-
-    def _receive_broadcast(
-        self, incoming: Receiver[Any], src: int, timeout: Timeout, async_op: bool
-    ) -> Any:
-        """Receive a broadcast of ``src``. Collective: yes, every member."""
-        if async_op:
-            return self.ireceive(incoming, src, timeout)
-        deadline = self._deadline(timeout)
-        try:
-            while parts := incoming.following():
-                self._broadcast_parts(parts, deadline, src)
-            self._broadcast_parts(incoming.on_device, deadline, src)
-        except BaseException as error:
-            self._abort_if_partial(error, incoming)
-            raise
-        return incoming.result(deadline)
-
-    def _abort_if_partial(self, error: BaseException, incoming: Receiver[Any]) -> None:
-        """Abort if a message may be half received: the start of the next one is then unknown."""
-        if isinstance(error, CoordinatorError):
-            torn = isinstance(error, (DivergenceError, MessageDecodeError, MessageSealError))
-        else:
-            torn = incoming.has_begun
-        if torn:
-            self.cpu.abort(error)
-
-    def _broadcast_parts(
-        self, parts: Sequence[Tensor], deadline: Deadline, src: int | None = None
-    ) -> None:
-        root = self.cpu.rank if src is None else src
-        works: list[Work[Tensor]] = []
-        for part in parts:
-            comm = self.routes.of(part.device.type)
-            if len(parts) > 1 and comm.capabilities.overlaps:
-                works.append(comm.broadcast_(part, src=root, async_op=True))
-            else:
-                comm.broadcast_(part, src=root, timeout=deadline)
-        for work in works:
-            self.finish(work, deadline)
-
-    def finish(self, work: Work[T], timeout: Timeout = None) -> T:
-        """Wait for a blocking call's work; a GroupTimeoutError aborts the group."""
-        try:
-            return work.wait(timeout)
-        except GroupTimeoutError as error:
-            self.cpu.abort(error)
-            raise
-
-    def object_of(
-        self, src: int, kind: Kind = Kind.OBJECT, dst: int | None = None
-    ) -> ObjectReceiver:
-        """Return the receiver of the next object of ``src`` to ``dst``; None: this member."""
-        return ObjectReceiver(self.wire, kind, src, self.cpu.rank if dst is None else dst)
-
-    def _has_others(self, src: int) -> bool:
-        check_rank("src", src, self.cpu.world_size)
-        return self.cpu.world_size > 1
-
-    @contextmanager
-    def _or_refuse(self, *dsts: int, deadline: Deadline = NEVER) -> Iterator[None]:
-        """Enclose the making of a message to ``dsts``; if it raises, send an error frame instead.
-
-        ``dsts`` are ranks, or `EVERYONE` for a broadcast, with its ``deadline``. Raises as
-        `refused`.
-        """
-        for dst in dsts:
-            if dst != EVERYONE:
-                check_peer("dst", dst, self.cpu.rank, self.cpu.world_size)
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 - `refused` raises it
-            with suppress(CoordinatorError, AnotherThreadError):
-                if dsts == (EVERYONE,):
-                    refusal = partial(self.wire.error_frame, error, EVERYONE)
-                    self._broadcast_message(refusal, (), deadline)
-                else:
-                    self._begin_to_each(partial(self.wire.error_frame, error), (), dsts)
-            self.refused(error)
-
-    def refused(self, error: Exception) -> NoReturn:
-        """Raise MessageRefusedError for a TypeError, else ``error`` itself."""
-        if isinstance(error, TypeError):
-            raise self.wire.refused(self.cpu.rank, str(error)) from error
-        raise error
-
-    def _deadline(self, timeout: Timeout) -> Deadline:
-        return Deadline.after(self._allowed(timeout))
-
-    def _allowed(self, timeout: Timeout) -> Timeout:
-        return self._timeout if timeout is None else timeout

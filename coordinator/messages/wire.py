@@ -12,22 +12,23 @@ contents:
     │ number │ HMAC-SHA256  │ payload │      8 bytes, little-endian; 32 bytes
     └────────┴──────────────┴─────────┘
 
-The HMAC of a sealed message covers kind, sender, receiver, number and payload. Its key derives from
-a secret of the members (the launcher's, or random bytes in the memory of their host) and random
-bytes of each member: a later group rejects messages of an earlier one. Messages from one member to
-another are numbered, and only the next is accepted: none is repeated, omitted or reordered. A seal
-does not encrypt.
+The HMAC of a sealed message covers kind, tag, sender, receiver, number and payload. Its key derives
+from a secret of the members (the launcher's, or random bytes in the memory of their host) and
+random bytes of each member: a later group rejects messages of an earlier one. Messages from one
+member to another are numbered, and only the next is accepted: none is repeated, omitted or
+reordered. A seal does not encrypt.
 
 A receiver does not have the length in advance. Each message begins with a frame of fixed size:
 
-    0        7      8      12                             2048
-    ┌────────┬──────┬──────┬───────────────────────────────┐ ┌─────────────────────┐
-    │ length │ kind │ call │ the first 2036 bytes, padded  │ │ the rest, if any    │
-    └────────┴──────┴──────┴───────────────────────────────┘ └─────────────────────┘
-      little-endian
+    0        7      8      12     16                      2048
+    ┌────────┬──────┬──────┬──────┬────────────────────────┐ ┌─────────────────────┐
+    │ length │ kind │ call │ tag  │ 2032 bytes, padded     │ │ the rest, if any    │
+    └────────┴──────┴──────┴──────┴────────────────────────┘ └─────────────────────┘
+      little-endian; the kinds of this version of the format begin at 33
 
 A receiver of another kind, or in another call (`device_comm.call_number`), gets an error instead of
 the message. A sender that cannot encode its value sends an error frame, so that no receiver waits.
+A message with a tag, other than 0, waits for the receive with its tag: see `messages.incoming`.
 
     transport                                  values            seal
     shared memory of one host                  pickled           none: only members can write
@@ -58,8 +59,8 @@ from torch import Tensor
 
 from coordinator.call_counts import caller_of
 from coordinator.secret import SecretError
-from device_comm.call_number import naming_call, numbering
-from shm_broadcast import DivergenceError, MessageDecodeError, MessageRefusedError, MessageSealError
+from device_comm.call_number import numbering
+from shm_broadcast import MessageDecodeError, MessageRefusedError, MessageSealError
 from shm_broadcast.codec import pickled
 from shm_broadcast.net.derived_key import derive_key
 
@@ -176,11 +177,11 @@ EVERYONE: Final = 0xFFFFFFFF
 NONCE_BYTES: Final = 16
 """Random bytes that each member adds to the key."""
 
-_TAG_BYTES: Final = 32
+_CODE_BYTES: Final = 32
 _NUMBER = struct.Struct("<Q")
-_ABOUT = struct.Struct("<BIIQ")
-_HEAD: Final = _NUMBER.size + _TAG_BYTES
-_CONTEXT: Final = b"group-coordinator messages 1: "
+_ABOUT = struct.Struct("<BIIIQ")
+_HEAD: Final = _NUMBER.size + _CODE_BYTES
+_CONTEXT: Final = b"group-coordinator messages 2: "
 
 
 class Seal:
@@ -197,22 +198,23 @@ class Seal:
         self._sent: Counter[int] = Counter()
         self._due: Counter[tuple[int, int]] = Counter()
 
-    def close(self, kind: int, payload: bytes, dst: int) -> bytes:
+    def close(self, kind: int, payload: bytes, dst: int, tag: int = 0) -> bytes:
         """Seal ``payload`` as the next message to ``dst``."""
         number = self._sent[dst]
         self._sent[dst] += 1
-        tag = self._tag(kind, self._rank, dst, number, payload)
-        return _NUMBER.pack(number) + tag + payload
+        code = self._code(_ABOUT.pack(kind, tag, self._rank, dst, number), payload)
+        return _NUMBER.pack(number) + code + payload
 
-    def open(self, kind: int, sealed: memoryview, src: int, dst: int) -> memoryview:
+    def open(self, kind: int, sealed: memoryview, src: int, dst: int, tag: int = 0) -> memoryview:
         """Return the payload or raise MessageSealError; call once per message, in their order."""
         due = self._due[src, dst]
         self._due[src, dst] += 1
         if len(sealed) < _HEAD:
             raise MessageSealError(src, "it has no seal: was this rank alone given a secret?")
         (number,) = _NUMBER.unpack_from(sealed)
-        tag, payload = bytes(sealed[_NUMBER.size : _HEAD]), sealed[_HEAD:]
-        if not hmac.compare_digest(tag, self._tag(kind, src, dst, number, payload)):
+        code, payload = bytes(sealed[_NUMBER.size : _HEAD]), sealed[_HEAD:]
+        about = _ABOUT.pack(kind, tag, src, dst, number)
+        if not hmac.compare_digest(code, self._code(about, payload)):
             raise MessageSealError(
                 src, "its seal does not fit: it was changed, or another process sent it"
             )
@@ -220,28 +222,27 @@ class Seal:
             raise MessageSealError(src, f"it is message {number} where message {due} is due")
         return payload
 
-    def _tag(
-        self, kind: int, src: int, dst: int, number: int, payload: bytes | memoryview
-    ) -> bytes:
-        digest = hmac.new(self._key, _ABOUT.pack(kind, src, dst, number), hashlib.sha256)
+    def _code(self, about: bytes, payload: bytes | memoryview) -> bytes:
+        digest = hmac.new(self._key, about, hashlib.sha256)
         digest.update(payload)
         return digest.digest()
 
 
 FRAME: Final = 2048
-_FRAME_HEAD: Final = struct.Struct("<QI")
+_FRAME_HEAD: Final = struct.Struct("<QII")
 _LENGTH_BITS: Final = 56
 
 
 class Kind(IntEnum):
     """The kind of a message: the operation that both ends call."""
 
-    OBJECT = 1
-    TENSOR_DICT = 2
-    BROADCAST_OBJECT = 3
-    BROADCAST_TENSOR_DICT = 4
-    GATHERED_OBJECT = 5
-    REFUSED = 6
+    OBJECT = 33
+    TENSOR_DICT = 34
+    BROADCAST_OBJECT = 35
+    BROADCAST_TENSOR_DICT = 36
+    GATHERED_OBJECT = 37
+    REFUSED = 38
+    TREE = 39
 
     def __str__(self) -> str:
         return self.name.lower().replace("_", " ")
@@ -251,44 +252,37 @@ class Message:
     """A framed message: bytes to send, or a buffer to receive into.
 
     Attributes:
-        kind: its kind; of a received message, the kind that `check` read.
+        kind: its kind; of a received message, after `read`, the sender's number for it.
+        call: the number of the pool's call that it is part of; 0: none.
+        tag: its tag; 0: none.
         first: the frame, (2048,) uint8.
     """
 
-    __slots__ = ("_call", "_data", "_length", "first", "kind")
+    __slots__ = ("_data", "_length", "call", "first", "kind", "tag")
 
-    def __init__(self, kind: Kind, payload: bytes | None = None, call: int = 0) -> None:
-        """Frame ``payload``; None: allocate a message to receive.
-
-        ``call`` is the number of the pool's call that it is part of; 0: none.
-        """
-        self.kind: int = kind
-        self._call = call
+    def __init__(
+        self, kind: int = 0, payload: bytes | None = None, call: int = 0, tag: int = 0
+    ) -> None:
+        """Frame ``payload``; None: allocate a message to receive."""
+        self.kind = kind
+        self.call = call
+        self.tag = tag
         self._length = 0 if payload is None else len(payload)
         self._data = bytearray(max(FRAME, _FRAME_HEAD.size + self._length))
         if payload is not None:
-            _FRAME_HEAD.pack_into(self._data, 0, kind << _LENGTH_BITS | self._length, self._call)
+            _FRAME_HEAD.pack_into(self._data, 0, kind << _LENGTH_BITS | self._length, call, tag)
             self._data[_FRAME_HEAD.size : _FRAME_HEAD.size + self._length] = payload
-        self.first = torch.frombuffer(self._data, dtype=torch.uint8)[:FRAME]
+        self.first = torch.frombuffer(self._data, dtype=torch.uint8, count=FRAME)
 
     @property
     def has_arrived(self) -> bool:
         """Whether the frame of a received message has arrived."""
         return any(self._data[: _FRAME_HEAD.size])  # no kind is 0
 
-    def check(self, src: int) -> None:
-        """Read the received frame; raise DivergenceError if it has another kind or call."""
-        word, call = _FRAME_HEAD.unpack_from(self._data)
-        kind, self._length = word >> _LENGTH_BITS, word & (1 << _LENGTH_BITS) - 1
-        if kind not in (self.kind, Kind.REFUSED) or call != self._call:
-            names = {int(each): str(each) for each in Kind}
-            name = names.get(kind, f"message of kind {kind}")
-            raise DivergenceError(
-                src,
-                naming_call(f"receive of {Kind(self.kind)}", self._call),
-                naming_call(f"send of {name}", call),
-            )
-        self.kind = kind
+    def read(self) -> None:
+        """Read kind, call, tag and length from the received frame."""
+        word, self.call, self.tag = _FRAME_HEAD.unpack_from(self._data)
+        self.kind, self._length = word >> _LENGTH_BITS, word & (1 << _LENGTH_BITS) - 1
 
     def rest(self) -> Tensor | None:
         """Return the bytes beyond the frame, (n,) uint8; None: there are none.
@@ -306,7 +300,7 @@ class Message:
                 raise MessageDecodeError(
                     f"a message of {total} bytes exceeds the memory"
                 ) from error
-        return torch.frombuffer(self._data, dtype=torch.uint8)[FRAME:total]
+        return torch.frombuffer(self._data, dtype=torch.uint8, count=total - FRAME, offset=FRAME)
 
     def frames(self) -> list[Tensor]:
         """Return the tensors to send, in order."""
@@ -383,13 +377,13 @@ class MessageCodec:
             why = f"{type(error).__name__}: {error}"
             raise MessageDecodeError(f"cannot restore an object: {why}") from error
 
-    def message(self, kind: Kind, payload: bytes, dst: int) -> Message:
+    def message(self, kind: Kind, payload: bytes, dst: int, tag: int = 0) -> Message:
         """Return the next message to ``dst``, a rank or `EVERYONE`."""
-        return Message(kind, self.close(kind, payload, dst), self.call())
+        return Message(kind, self.close(kind, payload, dst, tag), self.call(), tag)
 
-    def error_frame(self, error: Exception, dst: int) -> Message:
+    def error_frame(self, error: Exception, dst: int, tag: int = 0) -> Message:
         """Return an error as the next message to ``dst``. It fits into one frame."""
-        return self.message(Kind.REFUSED, why_refused(error).encode(), dst)
+        return self.message(Kind.REFUSED, why_refused(error).encode(), dst, tag)
 
     def refused(self, src: int, why: str) -> MessageRefusedError:
         """Return the error for a message that rank ``src`` of the group cannot send."""
@@ -399,11 +393,11 @@ class MessageCodec:
         """Return the global rank of that rank of the group."""
         return self._called[rank] if self._called else rank
 
-    def close(self, kind: Kind, payload: bytes, dst: int) -> bytes:
+    def close(self, kind: Kind, payload: bytes, dst: int, tag: int = 0) -> bytes:
         """Return ``payload``, sealed if messages are."""
-        return payload if self._seal is None else self._seal.close(kind, payload, dst)
+        return payload if self._seal is None else self._seal.close(kind, payload, dst, tag)
 
-    def open(self, kind: int, data: memoryview, src: int, dst: int) -> memoryview:
+    def open(self, kind: int, data: memoryview, src: int, dst: int, tag: int = 0) -> memoryview:
         """Return the payload of a received message; call once per message, in their order.
 
         Raises:
@@ -411,7 +405,7 @@ class MessageCodec:
             MessageRefusedError: it is an error frame of the sender.
         """
         try:
-            payload = data if self._seal is None else self._seal.open(kind, data, src, dst)
+            payload = data if self._seal is None else self._seal.open(kind, data, src, dst, tag)
         except MessageSealError as error:
             raise MessageSealError(self.global_rank(src), error.detail) from None
         if kind == Kind.REFUSED:

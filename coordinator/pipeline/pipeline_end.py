@@ -1,69 +1,50 @@
 """Exchange trees of tensors with the neighbours in a pipeline, by one operation.
 
-The tensor dict of a message:
+A tree is a tensor dict:
 
-    "way"     the direction: "next" or "previous"
     "tree"    the nesting, as plain data; itself if named tuples or keys are not plain
     "0" …     the leaves, in order
-
-or, for a tree that cannot be sent, "way" and
-
-    "refused"   the reason
 
 The header of the dict describes everything that a receiver needs: the nesting, and shape, dtype,
 device and requires_grad of every tensor.
 
 In a ring of two stages the next stage is also the previous stage: activations and gradients come
-from one peer, in its order of sending, which may differ from the order of requests. A message
-therefore has a direction, and is stored until a request for that direction.
+from one peer, in its order of sending, which may differ from the order of receives. So the tag of a
+message is its direction.
 
-    request(NEXT) ──┐   ┌── pending: begun receives, not completed or not sorted
-    request(PREV) ──┤   ├── arrived[way]: completed messages without a request
-                    └───┴── a `Request` gets its message when one of its direction arrives
-
-Only `Request.finish` communicates with other peers (it gathers slices); the caller decides that
-order. One thread at a time.
+Only the result of a receive communicates with other peers (it gathers slices); the caller decides
+that order. One thread at a time.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack, overload
 
-from coordinator.messages.incoming import TensorDictReceiver
-from coordinator.messages.tensor_dict import WHOLE, Header, Slicing
+from coordinator.messages.incoming import Receive
+from coordinator.messages.tensor_dict import WHOLE, Slicing
 from coordinator.messages.transport import AnotherThreadError
-from coordinator.messages.wire import Kind, decode_plain, encode_plain, why_refused
+from coordinator.messages.wire import Kind, decode_plain, encode_plain
 from coordinator.tree import Node, Structure, flatten, places, unflatten
-from device_comm import AllPending, Pending, Work
+from device_comm import AllPending, Work
 from device_comm.verbs.checks import Later, Maybe, Now, Timeout, check_rank
-from shm_broadcast import CoordinatorError, Deadline, MessageDecodeError, MessageRefusedError
+from shm_broadcast import Deadline, MessageDecodeError
 
 if TYPE_CHECKING:
     from coordinator.group import GroupCoordinator
-    from coordinator.messages.messenger import Messenger
-    from coordinator.messages.transport import Make, Packed
+    from coordinator.messages.messenger import Packed
 
 
-NEXT, PREV = "next", "previous"
-"""Directions: to the next stage (activations) or to the previous stage (gradients)."""
-
-DIRECTION = "way"
-"""The key of a message's direction."""
+NEXT, PREV = 1, 2
+"""Directions, as tags: to the next stage (activations), or to the previous one (gradients)."""
 
 
-def to_dict(tree: Any, way: str) -> dict[str, Any]:
+def to_dict(tree: Any) -> dict[str, Any]:
     """Return the tensor dict of a tree."""
     leaves, structure = flatten(tree)
     numbered = {str(number): leaf for number, leaf in enumerate(leaves)}
-    return {DIRECTION: way, "tree": _describe(structure), **numbered}
-
-
-def refused_tree(error: Exception, way: str) -> dict[str, Any]:
-    """Return the tensor dict that replaces a tree that cannot be sent because of ``error``."""
-    return {DIRECTION: way, "refused": why_refused(error)}
+    return {"tree": _describe(structure), **numbered}
 
 
 def by_place(tree: Any) -> dict[str, Any]:
@@ -72,23 +53,10 @@ def by_place(tree: Any) -> dict[str, Any]:
     return dict(zip(places(structure, "tree"), leaves, strict=True))
 
 
-def from_dict(values: dict[str, Any], refused: Callable[[str], MessageRefusedError]) -> Any:
-    """Return the tree of a tensor dict; raise ``refused`` for a refused tree.
-
-    Raises MessageDecodeError if the tree cannot be restored.
-    """
-    if "refused" in values:
-        raise refused(values["refused"])
-    leaves = [values[str(number)] for number in range(len(values) - 2)]
+def from_dict(values: dict[str, Any]) -> Any:
+    """Return the tree of a tensor dict, or raise MessageDecodeError."""
+    leaves = [values[str(number)] for number in range(len(values) - 1)]
     return unflatten(_restore(values["tree"]), leaves)
-
-
-def direction_of(header: Header) -> str:
-    """Return a message's direction; raise MessageDecodeError if no `Stage` sent it."""
-    way = header.scalars.get(DIRECTION)
-    if way not in (NEXT, PREV):
-        raise MessageDecodeError("received a message that no pipeline stage sent")
-    return str(way)
 
 
 def _describe(structure: Structure) -> bytes | Structure:
@@ -150,101 +118,8 @@ def _from_plain(value: Any) -> Structure:
     return Node(_KINDS[kind], tuple(keys), tuple(_from_plain(child) for child in children))
 
 
-class Request:
-    """A requested message; a `device_comm.Pending`. Made by `TaggedReceive.request`."""
-
-    def __init__(self, receive: TaggedReceive) -> None:
-        self._receive = receive
-        self.message: TensorDictReceiver | None = None
-
-    def ready(self) -> bool:
-        """Return whether `wait` would return or raise at once. Never blocks."""
-        try:
-            while self.message is None and self._receive.has_arrived():
-                self._receive.settle(Deadline.after(0))
-        except CoordinatorError:  # `wait` raises it
-            return True
-        return self.message is not None
-
-    def wait(self, deadline: Deadline) -> None:
-        """Return when the message has arrived; a receive stays pending after GroupTimeoutError."""
-        while self.message is None:
-            self._receive.settle(deadline)
-
-    def finish(self, timeout: Timeout) -> Any:
-        """Return the tree, or raise MessageRefusedError. Collective: yes over ``tp`` for slices."""
-        if self.message is None:
-            raise RuntimeError("finish() was called before the message arrived")
-        direction_of(self.message.header())
-        return from_dict(self.message.result(timeout), self.message.refused)
-
-    def leave(self, error: BaseException) -> None:
-        """As `Incoming.leave`, if the message has arrived."""
-        if self.message is not None:
-            self.message.leave(error)
-
-
-class TaggedReceive:
-    """The receives from one peer: ``src``, a rank in the pipeline group."""
-
-    def __init__(self, messenger: Messenger, src: int, peers: Messenger | None) -> None:
-        """Receive over ``messenger``; ``peers`` is of the group that receives the other slices."""
-        self._messenger = messenger
-        self.src = src
-        self._peers = peers
-        self._pending: deque[tuple[TensorDictReceiver, Pending]] = deque()
-        self._arrived: dict[str, deque[TensorDictReceiver]] = {NEXT: deque(), PREV: deque()}
-        self._requested: list[tuple[str, Request]] = []
-
-    def request(self, way: str) -> Request:
-        """Request the next message with direction ``way``. Never blocks."""
-        request = Request(self)
-        if self._arrived[way]:
-            request.message = self._arrived[way].popleft()
-        else:
-            self._begin(len(self._requested) + 1)
-            self._requested.append((way, request))
-        return request
-
-    def has_arrived(self) -> bool:
-        """Return whether a receive has completed or failed, unsorted. Never blocks."""
-        return bool(self._pending) and self._pending[0][1].ready()
-
-    def settle(self, deadline: Deadline) -> None:
-        """Wait for one more message and sort it; it stays pending after GroupTimeoutError."""
-        if not self._pending:  # a signal handler raised in `_sort`, which aborted the group
-            self._messenger.cpu.check()
-        self._pending[0][1].wait(deadline)
-        try:
-            message, _ = self._pending.popleft()
-            self._sort(message)
-        except BaseException as error:  # raised by a signal handler
-            self._messenger.cpu.abort(error)
-            raise
-
-    def _sort(self, message: TensorDictReceiver) -> None:
-        try:
-            way = direction_of(message.header())
-            matching = [each for each in self._requested if each[0] == way]
-        except CoordinatorError:  # the oldest request gets the message, and raises
-            matching = self._requested
-        if matching:
-            first = matching[0]
-            self._requested.remove(first)
-            first[1].message = message
-        else:
-            self._arrived[way].append(message)
-            self._begin(len(self._requested))
-
-    def _begin(self, n_receives: int) -> None:
-        """Begin receives up to ``n_receives``, one per open request. Never blocks."""
-        while len(self._pending) < n_receives:
-            message = self._messenger.incoming_dict(self.src, self._peers, DIRECTION)
-            self._pending.append((message, self._messenger.begin(message, self.src)))
-
-
 if TYPE_CHECKING:
-    Send = tuple[Any, str, int]
+    Send = tuple[Any, int, int]
     """A tree, its direction, and the receiving rank."""
 
 
@@ -270,7 +145,6 @@ class PipelineEnd:
         self.tp = tp
         self._messenger = pp._messenger
         self._peers = None if tp is None else tp._messenger
-        self._receives: dict[int, TaggedReceive] = {}
 
     @overload
     def exchange(
@@ -374,64 +248,67 @@ class PipelineEnd:
         trees = ((send_next, NEXT, to_next), (send_prev, PREV, to_prev))
         sends = [each for each in trees if each[0] is not None]
         # A message from the previous stage has the direction NEXT.
-        receives = [
-            (NEXT, self._receive_from(to_prev)) if recv_prev else None,
-            (PREV, self._receive_from(to_next)) if recv_next else None,
-        ]
+        receives = [(NEXT, to_prev) if recv_prev else None, (PREV, to_next) if recv_next else None]
+        for rank in [each[-1] for each in (*sends, *receives) if each is not None]:
+            self._check_peer(rank)
         return self._carry_out(pick, sends, receives, self._slicing(scatter_gather_tensors), **how)
 
     def _carry_out(
         self,
         pick: Callable[[list[Any]], Any],
         sends: Sequence[Send],
-        receives: Sequence[tuple[str, TaggedReceive] | None],
+        receives: Sequence[tuple[int, int] | None],
         slicing: Slicing,
         *,
         async_op: bool = False,
         timeout: Timeout = None,
     ) -> Any:
+        messenger, kind = self._messenger, Kind.TREE
         allowed = self.pp._context.device.timeout if timeout is None else timeout
         if not async_op:
             allowed = Deadline.after(allowed)
         packed, refused = self._packed(sends, slicing)
         sends_only = not (async_op or refused or any(receives))
         sending: list[Work[None]] = []
-        requests: list[Request | None] = []
+        posted: list[Receive | None] = []
         n_sent = 0
         try:
-            for (_, _, dst), each in zip(sends, packed, strict=True):
-                kind, make = Kind.TENSOR_DICT, _constant(each)
-                if sends_only:
-                    self._messenger.send(kind, dst, make, allowed)
+            for (_, way, dst), each in zip(sends, packed, strict=True):
+                make = partial(_same, each)
+                if refused is not None:
+                    messenger.refuse(refused, (dst,), way)
+                elif sends_only:
+                    messenger.send(kind, dst, make, allowed, way)
                 else:
-                    sending.append(self._messenger.isend(kind, (dst,), make, None, allowed))
+                    sending.append(messenger.isend(kind, (dst,), make, None, allowed, way))
                 n_sent += 1
-            requests += (each and each[1].request(each[0]) for each in receives)
+            posted += (
+                each and messenger.post(kind, each[1], each[0], self._peers) for each in receives
+            )
             if sends_only:
-                return pick(requests)
-            under_way: list[Pending] = [request for request in requests if request is not None]
+                return pick(posted)
             work = Work(
                 None,
-                AllPending([*under_way, *sending]),
-                lambda: pick([request and request.finish(allowed) for request in requests]),
+                AllPending([*filter(None, posted), *sending]),
+                lambda: pick([each and from_dict(each.result(allowed)) for each in posted]),
                 allowed,
             )
             if refused is None:
-                return work if async_op else self._messenger.finish(work)
+                return work if async_op else messenger.finish(work)
         except BaseException as error:
             # The messenger handles errors of a single send.
             is_message = len(sends) <= 1 and not any(receives)
-            begun = n_sent or any(requests) or not isinstance(error, AnotherThreadError)
+            begun = n_sent or any(posted) or not isinstance(error, AnotherThreadError)
             if begun and not is_message:
-                self._abort_if_partial(error, requests)
+                self._abort_if_partial(error, posted)
             raise
-        return self._messenger.refused(refused)
+        return messenger.refused(refused)
 
-    def _abort_if_partial(self, error: BaseException, requests: Sequence[Request | None]) -> None:
+    def _abort_if_partial(self, error: BaseException, posted: Sequence[Receive | None]) -> None:
         """Abort the groups if ``error`` leaves trees or slices for the next exchange."""
-        issued = [request for request in requests if request is not None]
-        if len(requests) == len(Exchanged._fields) and all(each.message for each in issued):
-            for each in issued:
+        receives = [each for each in posted if each is not None]
+        if len(posted) == len(Exchanged._fields) and all(each.has_arrived for each in receives):
+            for each in receives:
                 each.leave(error)
             return
         self._messenger.cpu.abort(error)
@@ -441,15 +318,13 @@ class PipelineEnd:
     def _packed(
         self, sends: Sequence[Send], slicing: Slicing
     ) -> tuple[list[Packed], Exception | None]:
-        """Return the packed trees; if one cannot be sent, refusals of all, and the error."""
+        """Return the packed trees, and the error if one cannot be sent."""
+        trees = [tree for tree, _, _ in sends]
         pack = self._messenger.payload
-        for _, _, dst in sends:
-            self._check_peer(dst)
         try:
-            return [pack(to_dict(tree, way), slicing) for tree, way, _ in sends], None
+            return [pack(to_dict(tree), slicing) for tree in trees], None
         except Exception as error:  # noqa: BLE001 - `_carry_out` raises it
-            refused = self._leaf_error([tree for tree, _, _ in sends], slicing) or error
-            return [pack(refused_tree(refused, way), WHOLE) for _, way, _ in sends], refused
+            return [(b"", ())] * len(trees), self._leaf_error(trees, slicing) or error
 
     def _leaf_error(self, trees: Sequence[Any], slicing: Slicing) -> Exception | None:
         """Return the error of sending the leaves, which names the place; None if there is none."""
@@ -467,12 +342,6 @@ class PipelineEnd:
             return WHOLE
         return WHOLE if scatter_gather is False else self._peers.slicing(None)
 
-    def _receive_from(self, src: int) -> TaggedReceive:
-        self._check_peer(src)
-        if src not in self._receives:
-            self._receives[src] = TaggedReceive(self._messenger, src, self._peers)
-        return self._receives[src]
-
     def _neighbour(self, rank: int | None, step: int) -> int:
         return (self.pp.rank_in_group + step) % self.pp.world_size if rank is None else rank
 
@@ -482,5 +351,5 @@ class PipelineEnd:
             raise ValueError(f"rank {rank} is this stage")
 
 
-def _constant(packed: Packed) -> Make:
-    return lambda: packed
+def _same(packed: Packed) -> Packed:
+    return packed

@@ -88,8 +88,8 @@ def check_dim(dim: int, x: Tensor) -> int:
 
 def check_shape(label: str, size: Shape) -> tuple[int, ...]:
     """Return ``size`` as a shape; an int is one dimension."""
-    given = (size,) if isinstance(size, SupportsIndex) else size
-    if not isinstance(given, Sequence) or isinstance(given, (str, bytes)):
+    given = (size,) if hasattr(size, "__index__") else size
+    if not isinstance(given, (tuple, Sequence)) or isinstance(given, (str, bytes)):
         raise TypeError(f"{label} must be an int or a sequence of ints, not {size!r}")
     try:
         shape = tuple(map(_whole, given))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from coordinator.compat import sglang
 from coordinator.compat.sglang.communication_tags import P2PTag
 from coordinator.compat.sglang.device_communicators.shm_broadcast import MessageQueue
-from coordinator.compat.sglang.parallel_state import ParallelSizes, TaggedMessages
+from coordinator.compat.sglang.parallel_state import ParallelSizes
 from tests.ranks import init_gloo, run_ranks
 
 # --- helpers ------------------------------------------------------------------------------
@@ -294,11 +293,3 @@ def test_before_and_after(store_path: str) -> None:
         sglang.abort_distributed_environment()
     assert not sglang.model_parallel_is_initialized()
     assert not dist.is_initialized()
-
-
-def test_nothing_is_kept_of_a_tag_whose_messages_were_taken() -> None:
-    come = iter([(7, "seventh"), (3, "third")])
-    group: Any = SimpleNamespace(recv_object=lambda _: next(come))
-    mail = TaggedMessages(group)
-    assert [mail.recv(0, 3), mail.recv(0, 7)] == ["third", "seventh"]
-    assert mail._senders[0].kept == {}

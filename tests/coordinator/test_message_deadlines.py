@@ -10,7 +10,7 @@ import torch
 
 import coordinator
 from coordinator import GroupCoordinator
-from coordinator.messages.incoming import TensorDictReceiver
+from coordinator.messages import incoming
 from coordinator.messages.transport import OUTSTANDING_BYTES
 from device_comm.shm.channel import EAGER_BYTES
 from shm_broadcast import GroupAbortedError, GroupTimeoutError
@@ -71,11 +71,11 @@ def test_a_send_that_gives_up_ends_the_group(torch_only: bool) -> None:
 
 
 def one_stalls(rank: int, n: int, store: Store) -> None:
-    make_room = TensorDictReceiver._make_room
+    allocate = incoming.allocate
 
     def stall(*what: Any) -> Any:
         store.get("gave up")
-        return make_room(*what)
+        return allocate(*what)
 
     with coordinator.init(tp=2, rank=rank, store=store, timeout=30, torch_only=True) as groups:
         if rank == 0:
@@ -85,7 +85,7 @@ def one_stalls(rank: int, n: int, store: Store) -> None:
             store.set("gave up", "")
         else:
             with (
-                patch.object(TensorDictReceiver, "_make_room", stall),
+                patch.object(incoming, "allocate", stall),
                 pytest.raises(GroupAbortedError, match="GroupTimeoutError"),
             ):
                 groups.tp.broadcast_tensor_dict()

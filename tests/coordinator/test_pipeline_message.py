@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from coordinator.pipeline.pipeline_end import NEXT, from_dict, to_dict
+from coordinator.pipeline.pipeline_end import from_dict, to_dict
 
 
 def through(tree: Any) -> Any:
-    return from_dict(to_dict(tree, NEXT), 0)
+    return from_dict(to_dict(tree))
 
 
 @pytest.mark.parametrize(

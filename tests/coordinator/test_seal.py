@@ -72,10 +72,10 @@ def ends(secret: bytes = SECRET, group: str = "tp", nonces: Any = NONCES) -> tup
 
 
 def refused(
-    receiver: Seal, sealed: bytes, *, kind: int = 1, src: int = 0, dst: int = 1
+    receiver: Seal, sealed: bytes, *, kind: int = 1, src: int = 0, dst: int = 1, tag: int = 0
 ) -> MessageSealError:
     with pytest.raises(MessageSealError) as caught:
-        receiver.open(kind, memoryview(sealed), src, dst)
+        receiver.open(kind, memoryview(sealed), src, dst, tag)
     return caught.value
 
 
@@ -96,8 +96,8 @@ def test_one_that_is_left_out_or_overtaken_is_missed() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"kind": 2}, {"src": 1}, {"dst": EVERYONE}, {"dst": 0}],
-    ids=["kind", "sender", "receivers", "receiver"],
+    [{"kind": 2}, {"src": 1}, {"dst": EVERYONE}, {"dst": 0}, {"tag": 1}],
+    ids=["kind", "sender", "receivers", "receiver", "tag"],
 )
 def test_a_seal_is_for_one_kind_sender_and_receiver(options: dict[str, int]) -> None:
     sender, receiver = ends()

@@ -457,8 +457,8 @@ MUTANTS = (
     Mutant(
         "S1 what is forged is not unpickled",
         "coordinator/messages/wire.py",
-        "if not hmac.compare_digest(tag, self._tag(kind, src, dst, number, payload)):",
-        "if not tag:",
+        "if not hmac.compare_digest(code, self._code(about, payload)):",
+        "if not code:",
         ("tests/coordinator/test_seal.py::test_forged_changed_and_repeated_frames_are_refused",),
     ),
     Mutant(
@@ -499,8 +499,8 @@ MUTANTS = (
     Mutant(
         "D4 a small asynchronous send needs no receive, over sockets too",
         "coordinator/messages/transport.py",
-        "            if copies and comm is self._routes.cpu:",
-        "            if copies and comm is not self._routes.cpu:",
+        "                if works is None or (copies and comm is cpu):",
+        "                if works is None or (copies and comm is not cpu):",
         ("tests/coordinator/test_background_messages.py::test_what_was_begun_goes_on",),
     ),
     Mutant(

@@ -4,8 +4,8 @@
 `docs/from-sglang.md` lists the differences. The getters raise `NotInitializedError` before
 initialisation and after destruction.
 
-A group's messages arrive in the order sent. Tagged messages therefore use a second group of the
-same members; a receive stores messages with other tags for later receives.
+Threads of a rank may send and receive tagged messages at once. These therefore use a second group
+of the same members: in the first, a second thread is refused.
 
 rank = pp_rank * tp + tp_rank
 tp_rank = (attn_dp_rank * attn_cp + attn_cp_rank) * attn_tp + attn_tp_rank
@@ -15,13 +15,12 @@ tp_rank = (moe_dp_rank * moe_ep + moe_ep_rank) * moe_tp + moe_tp_rank
 from __future__ import annotations
 
 import importlib
-from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from threading import Condition, Lock
+from threading import Lock
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ from coordinator.compat.vllm import parallel_state as vllm
 from coordinator.context import GroupContext
 from coordinator.group import GraphCaptureContext, capture_on_side_stream
 from coordinator.groups import ParallelGroups, Topology
+from coordinator.messages.wire import Kind
 from coordinator.rank_grid import RankGrid
 from coordinator.rendezvous import DEFAULT_TIMEOUT
 from device_comm import Work
@@ -117,61 +117,6 @@ class P2PWork:
     payload: Tensor | None
 
 
-class _Sender:
-    """The messages received from one member.
-
-    ``kept`` are messages without a receive, by tag. ``arrived`` guards the attributes and is
-    notified after each receive. If ``receiving``, one thread receives for all waiting threads.
-    """
-
-    def __init__(self) -> None:
-        self.kept: defaultdict[int, deque[Any]] = defaultdict(deque)
-        self.arrived = Condition()
-        self.receiving = False
-
-
-class TaggedMessages:
-    """One member's messages with tags. Threads may send and receive at once."""
-
-    def __init__(self, group: native.GroupCoordinator) -> None:
-        """Use ``group`` for these messages alone."""
-        self._group = group
-        self._senders: dict[int, _Sender] = {}
-        self._sending = Lock()
-
-    def isend(self, obj: Any, dst: int, tag: int) -> P2PWork:
-        """Begin to send an object."""
-        with self._sending:
-            return P2PWork(self._group.isend_object((tag, obj), dst), None)
-
-    def recv(self, src: int, tag: int) -> Any:
-        """Return the next object of ``src`` with this tag."""
-        sender = self._senders.setdefault(src, _Sender())
-        with sender.arrived:
-            while tag not in sender.kept:
-                if sender.receiving:
-                    sender.arrived.wait()
-                else:
-                    self._receive(sender, src)
-            kept = sender.kept[tag]
-            obj = kept.popleft()
-            if not kept:
-                del sender.kept[tag]
-            return obj
-
-    def _receive(self, sender: _Sender, src: int) -> None:
-        """Receive one object with the lock released: others take stored objects meanwhile."""
-        sender.receiving = True
-        sender.arrived.release()
-        try:
-            tag, obj = self._group.recv_object(src)
-        finally:
-            sender.arrived.acquire()
-            sender.receiving = False
-            sender.arrived.notify_all()
-        sender.kept[tag].append(obj)
-
-
 class GroupCoordinator(vllm.GroupCoordinator):
     """One member's end of a named group, with SGLang's arguments and results.
 
@@ -231,7 +176,8 @@ class GroupCoordinator(vllm.GroupCoordinator):
 
     def _init_from(self, link: GroupContext) -> None:
         super()._init_from(link)
-        self._tagged = TaggedMessages(self._part("tagged", list(range(self.world_size))))
+        self._tagged = self._part("tagged", list(range(self.world_size)))
+        self._sending_tagged = Lock()
 
     # --- tensors -------------------------------------------------------------------------
 
@@ -331,9 +277,12 @@ class GroupCoordinator(vllm.GroupCoordinator):
         among all other messages to ``dst``.
         """
         if tag:
-            work = self._tagged.isend(obj, dst, tag)
+            make = partial(self._messenger.dump, obj)
+            with self._sending_tagged:
+                sent = self._tagged._messenger.isend(Kind.OBJECT, (dst,), make, None, None, tag)
         else:
-            work = P2PWork(self.isend_object(obj, dst), None)
+            sent = self.isend_object(obj, dst)
+        work = P2PWork(sent, None)
         if async_send:
             return [work]
         if work.work is not None:
@@ -342,7 +291,9 @@ class GroupCoordinator(vllm.GroupCoordinator):
 
     def recv_object(self, src: int, tag: int = 0) -> Any:
         """Receive an object with this tag."""
-        return self._tagged.recv(src, tag) if tag else super().recv_object(src)
+        if tag:
+            return self._tagged._messenger.recv(Kind.OBJECT, src, None, tag=tag)
+        return super().recv_object(src)
 
     def send_tensor_dict(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import resource
 import signal
@@ -24,7 +23,6 @@ from coordinator.layout import (
     Place,
     Replicate,
     Shard,
-    checkpoint,
     load_sharded,
     save_sharded,
 )
@@ -300,19 +298,6 @@ def test_others_may_read_a_file_as_any_other(tmp_path: Path) -> None:
     assert (tmp_path / "x").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
-@pytest.fixture(params=["nameless", "named"])
-def file_system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What it allows an unfinished file to be."""
-
-    def unsupported(folder: Path) -> int:
-        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), str(folder))
-
-    if request.param == "named":
-        monkeypatch.setattr(checkpoint, "_open_nameless", unsupported)
-    return str(request.param)
-
-
-@pytest.mark.usefixtures("file_system")
 def test_who_saves_the_same_file_meanwhile_writes_another_one(tmp_path: Path) -> None:
     """Their process has the same number: a thread's, or that of another container."""
     file = tmp_path / "x.safetensors"
@@ -328,14 +313,13 @@ def test_who_saves_the_same_file_meanwhile_writes_another_one(tmp_path: Path) ->
     assert [each.name for each in tmp_path.iterdir()] == ["x.safetensors"]
 
 
-@pytest.mark.usefixtures("file_system")
 def test_a_name_may_be_as_long_as_a_file_s_may(tmp_path: Path) -> None:
     file = tmp_path / "x".zfill(os.pathconf(tmp_path, "PC_NAME_MAX"))
     write(file, encode_header({"x": (torch.float32, (2,))}), [torch.ones(2)])
     assert load_file(file)["x"].tolist() == [1, 1]
 
 
-def test_what_a_killed_writer_leaves(tmp_path: Path, file_system: str) -> None:
+def test_what_a_killed_writer_leaves(tmp_path: Path) -> None:
     def killed() -> Iterator[torch.Tensor]:
         yield torch.ones(30_000)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -346,10 +330,7 @@ def test_what_a_killed_writer_leaves(tmp_path: Path, file_system: str) -> None:
     with pytest.raises(AssertionError):
         in_a_child(write_and_die)
     left = [file.name for file in tmp_path.iterdir()]
-    if file_system == "nameless":
-        assert not left
-    else:
-        assert [Path(name).suffix for name in left] == [".unfinished"]
+    assert [Path(name).suffix for name in left] == [".unfinished"]
 
 
 @pytest.mark.parametrize("folder", ["absent", "file"])
