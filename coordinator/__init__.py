@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from coordinator.launcher import Launch as Launch
     from coordinator.norm_pass import all_reduce_norm_pass as all_reduce_norm_pass
     from coordinator.rank_grid import RankGrid as RankGrid
-    from coordinator.rendezvous import connect_store as connect_store
-    from coordinator.rendezvous import host_store as host_store
+    from coordinator.stores import connect_store as connect_store
+    from coordinator.stores import host_store as host_store
     from device_comm import ReduceOp as ReduceOp
     from device_comm import Work as Work
     from shm_broadcast import __version__ as __version__
@@ -28,7 +28,7 @@ _HOMES: Final = {
     "coordinator.group": "GroupCoordinator",
     "coordinator.groups": "ParallelGroups current init StatelessGroupCoordinator",
     "coordinator.rank_grid": "RankGrid",
-    "coordinator.rendezvous": "connect_store host_store",
+    "coordinator.stores": "connect_store host_store",
     "coordinator.launcher": "Launch",
     "device_comm": "ReduceOp Work",
     "shm_broadcast": "__version__",

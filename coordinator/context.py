@@ -193,7 +193,7 @@ def rendezvous_in(
 
     Args:
         store: returns the store; not called in a group of one.
-        place: the key prefix of the rendezvous: see `Rendezvous.all_gather_round`.
+        place: the key prefix of the rendezvous: see `Rendezvous.begin_round`.
         rank: this member's global rank.
         ranks, settings, given: as for `connect`.
         name: the group's name.
@@ -265,13 +265,13 @@ def connect(
     Raises:
         GroupTimeoutError: some members did not arrive in time; names them.
         PeerLostError: a member exited or left during set-up.
-        GroupAbortedError: a member aborted; carries the reason. Or it was killed and started again.
+        GroupAbortedError: a member aborted; carries the reason.
         ValueError: the backend is unknown.
         SecretError: only some members have the launcher's secret.
     """
     with exchange.setting_up(), ExitStack() as undo:
         closing = undo.enter_context(ExitStack())
-        exchange = authenticated(exchange, settings.secret, closing, settings.sockets.address)
+        exchange = authenticated(exchange, settings.secret, closing)
         abort_on_error: Callable[[BaseException | None], None] = _ignore_error
         if nodes is None:
             nodes = find_nodes(exchange, address=settings.sockets.address)

@@ -80,13 +80,7 @@ def run_in_thread(do: Callable[[], None], name: str) -> None:
 
 def is_done_within(future: Future[Any], deadline: Deadline) -> bool:
     """Wait for ``future``, at most `SLICE_SECONDS`; return whether it is done."""
-    try:
-        future.exception(deadline.remaining(SLICE_SECONDS))
-    except TimeoutError as error:
-        if not is_future_timeout(error):
-            raise
-        return False
-    return True
+    return bool(wait([future], deadline.remaining(SLICE_SECONDS)).done)
 
 
 def is_future_timeout(error: TimeoutError) -> bool:

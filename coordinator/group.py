@@ -23,8 +23,9 @@ from coordinator import torch_groups
 from coordinator.context import GroupContext, rendezvous_in
 from coordinator.member import Hierarchy
 from coordinator.messages.messenger import Messenger
-from coordinator.rendezvous import DEFAULT_TIMEOUT, Settings
+from coordinator.rendezvous import Settings
 from coordinator.secret import launcher_secret
+from coordinator.stores import DEFAULT_TIMEOUT
 from coordinator.verbs import GroupVerbs
 from device_comm import Work
 from device_comm.verbs.checks import Later, Now, Timeout, check_rank

@@ -34,7 +34,6 @@ from coordinator.hosts import AbortOnError, HostTopology, find_nodes, known_node
 from coordinator.launcher import Launch, own_address
 from coordinator.rank_grid import MODEL_AXES, RankGrid
 from coordinator.rendezvous import (
-    DEFAULT_TIMEOUT,
     OPERATION_TIMEOUT,
     Rendezvous,
     Settings,
@@ -42,6 +41,7 @@ from coordinator.rendezvous import (
     meet,
 )
 from coordinator.secret import launcher_secret
+from coordinator.stores import DEFAULT_TIMEOUT
 from coordinator.torch_groups import SocketChoice
 from shm_broadcast import Board, Deadline
 from shm_broadcast.process import ForkSafeExitStack
@@ -103,7 +103,7 @@ class Topology:
         terms = {name: str(size) for name, size in sizes.items()} | settings.terms()
         exchange, address = meet(launch, store, timeout, terms, board)
         with exchange.setting_up():
-            exchange = authenticated(exchange, launch.secret, closing, address)
+            exchange = authenticated(exchange, launch.secret, closing)
             if board is None or node_of is None:
                 nodes = find_nodes(exchange, board, address)
             else:
@@ -356,8 +356,7 @@ def init(
             one.
         GroupTimeoutError: some ranks did not arrive in time; names them.
         PeerLostError: a rank exited after the ranks of its host had met.
-        GroupAbortedError: a rank aborted; carries the reason. Or it was killed earlier and started
-            again.
+        GroupAbortedError: a rank aborted; carries the reason.
     """
     grid_of = partial(RankGrid.of_job, tp=tp, pp=pp, pcp=pcp, axes=axes)
     grid = grid_of(dp=1 if dp is None else dp)

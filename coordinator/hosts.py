@@ -32,7 +32,7 @@ import msgspec
 from torch.distributed import FileStore, HashStore, Store
 
 from coordinator.remote_boards import RemoteBoards, encode_heartbeat, number_of
-from coordinator.store_client import ProxyStore, behind_prefixes, values_of
+from coordinator.stores import SealedStore, base_of, behind_prefixes, values_of
 from shm_broadcast import (
     Board,
     BoardHandle,
@@ -102,7 +102,7 @@ class Heartbeat:
         `HashStore`, which other processes cannot read. Then hosts do not detect each other's
         failures.
         """
-        if not isinstance(behind_prefixes(self._store), (FileStore, HashStore)):
+        if not isinstance(base_of(self._store), (FileStore, HashStore)):
             self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
             self._thread.start()
             atexit.register(self.close)
@@ -178,8 +178,8 @@ def _key(members: Sequence[int]) -> str:
 
 
 def _own_connection(store: Store) -> Store:
-    """Return a second connection to the same store; a `ProxyStore` has one for all threads."""
-    if isinstance(behind_prefixes(store), ProxyStore):
+    """Return a second connection to the same store; no request of a `SealedStore` blocks."""
+    if isinstance(behind_prefixes(store), SealedStore):
         return store
     return store.clone()  # type: ignore[attr-defined,no-any-return]
 
@@ -245,7 +245,7 @@ def find_nodes(exchange: Rendezvous, board: Board | None = None, address: str = 
     Raises:
         GroupTimeoutError: a member did not take part in time.
         PeerLostError: a member on this host exited.
-        GroupAbortedError: a member aborted, or restarted its set-up.
+        GroupAbortedError: a member aborted.
         SharedMemoryError: too little memory is free.
         ForeignMemoryError: a process outside the group offered a board.
     """

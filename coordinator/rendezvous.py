@@ -5,57 +5,53 @@ and keys:
 
     NAME/RANK   the number of members as that member has it, a space, and its value
     NAME/count  the number of members that have written their value
-    NAME/ended  "all", set by the last member to write, or "not all", set by the first to detect
-                that a member has left. The first value stays.
+    NAME/all    set by the last member to write
 
 Each member polls one key, whatever the number of members (torch's own wait prints to stderr on a
-timeout), and now and then a second key for members that have left.
+timeout), and now and then a second key, with the reason of the first member that aborted. Several
+topologies may use one store, at once or in turn, if all ranks set them up in the same order.
 
-The store is given, hosted by the launcher, or hosted by rank 0, which binds one address, never all
-interfaces. The system may choose the port, which `host_store` returns; searching a free port first
-would let another process take it. Several topologies may use one store, at once or in turn, if all
-ranks set them up in the same order (`Rendezvous.all_gather_round`).
+A call that blocks inside a store cannot be interrupted: while the process that hosts the store is
+stopped, even a check for a key does not return. So one thread runs the store's calls in order, and
+callers wait for that thread with a deadline.
 
-With a launcher's secret, the first store holds only the address of a second one, which the secret
-protects (`coordinator.curve_store`); everything else goes through the second. A process that alters
-the first store can prevent the rendezvous, but cannot read or forge anything.
+With a launcher's secret, all values but the first are sealed (`coordinator.stores.SealedStore`): a
+process that alters the store can prevent the rendezvous and read the values, but cannot forge any.
 """
 
 from __future__ import annotations
 
-import errno
-import ipaddress
+import hmac
+import logging
 import os
-import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from functools import partial
 from hashlib import blake2b
 from itertools import chain
 from textwrap import shorten
-from typing import TypeVar
-from urllib.parse import urlsplit
+from typing import Any, Final, TypeVar
 
 import msgspec
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 from coordinator import torch_groups
-from coordinator.daemon_threads import submit_in_thread
-from coordinator.key_values import Check, StoreAddress
-from coordinator.launcher import Launch, own_address, resolve, who_listens
+from coordinator.daemon_threads import SingleThreadExecutor, is_done_within
+from coordinator.launcher import Launch
 from coordinator.secret import SecretError
-from coordinator.store_client import (
-    ABORTED_KEY,
-    ProxyStore,
-    StoreClient,
+from coordinator.stores import (
+    DEFAULT_TIMEOUT,
+    SealedStore,
     address_towards,
+    backoff,
+    base_of,
     behind_prefixes,
-    set_if_absent,
+    open_store,
     values_of,
 )
 from coordinator.torch_groups import SocketChoice
@@ -71,38 +67,76 @@ from shm_broadcast.errors import (
     PeerProtocolError,
     TransportError,
 )
-from shm_broadcast.process import NO_DESCRIPTOR, describe_os_error
+from shm_broadcast.eventcount import SLICE_SECONDS
+from shm_broadcast.state.table import kind_and_message
 
 T = TypeVar("T")
 
+_log = logging.getLogger(__name__)
+
+ABORTED_KEY = "aborted"
+"""The key with the reason of the first member that aborts a round."""
+
 _LONGEST_GROUP = 200
+_LONGEST_REASON = 2000
 _READ_SECONDS = 0.5
 """How long the store's host stays after an abort; waiting members poll more often."""
-LEFT_ROUND = "left for the next"
-"""The key that a member sets in a round that it left unfinished for its next one."""
-_ALL, _NOT_ALL = b"all", b"not all"
+_POLL_SECONDS = 5 * SLICE_SECONDS
+"""How long the store's thread polls for a value per call."""
+_ANSWERED_SECONDS = 1.0
+"""The shortest wait for an answer of the store, also for the last poll at the deadline."""
+_SHOW_SECONDS: Final = 1.0
+"""How often a long wait's absent ranks are published on the board again."""
+_LOG_SECONDS: Final = 10.0
+"""The log names the absent ranks after this time, and again after each doubling of it."""
+_FAILURE = msgspec.msgpack.Decoder(Failure)
 
 
 @dataclass(frozen=True, slots=True)
-class Rendezvous(StoreClient):
+class Rendezvous:
     """Swaps bytes between the members of one group, over a store.
 
     Attributes:
+        store: the members' store, with a key prefix of their own.
+        rank: this member's rank in the group.
+        size: the number of members.
+        name: the group's name, for errors.
+        deadline: for the whole set-up.
+        host: the store's address, for errors.
+        keeper: the rank in the group whose process hosts the store; None: not a member, or unknown.
+        called: the members' global ranks, for errors; empty: the same as their ranks in the group.
+        watch: called during waits with the operation and a function that returns whether its result
+            is available; raises if a member has exited.
+        seen_on: the board on which waits are published, and each rank's member number there.
+        marks: the store of `ABORTED_KEY`.
         parent: the store in which members publish the group that they set up last; None: none.
         previous: this member's earlier entry in ``parent``.
+        asking: the thread that calls the store; subgroups share it.
     """
 
+    store: Store
+    rank: int
+    size: int
+    name: str
+    deadline: Deadline
+    host: str = ""
+    keeper: int | None = None
+    called: tuple[int, ...] = ()
+    watch: Callable[[str, Callable[[], bool]], None] | None = None
+    seen_on: tuple[Board, Sequence[int]] | None = None
+    marks: Store | None = None
     parent: Store | None = None
     previous: bytes = b""
+    asking: SingleThreadExecutor = field(
+        default_factory=partial(SingleThreadExecutor, "ask-store"), compare=False, repr=False
+    )
 
     def begin_round(self, place: str) -> Rendezvous:
         """Start a round under the key prefix ``place``, which may have been used before.
 
         The store counts each member's rounds per ``place`` and member list (`called`). The n-th
         round has its own keys: it meets the other members' n-th rounds and never reads an earlier
-        one's values. A member leaves a round if it aborts, or starts the next one before its set-up
-        is finished, as the replacement of a killed process does. Later members skip that round.
-        Members that wait in it get an error, or follow to the next one if they `all_gather_round`.
+        one's values. Members skip a round that another member has aborted before.
 
         Raises GroupTimeoutError if the store does not answer, TransportError if it is lost.
         """
@@ -111,96 +145,15 @@ class Rendezvous(StoreClient):
 
         def enter() -> tuple[Store, bytes]:
             while True:
-                count = store.add(f"{place}/visits/{self.rank}", 1)
-                self._leave(
-                    PrefixStore(f"{place}/{each}", store) for each in range(count - 1, 0, -1)
-                )
+                count = store.add(f"{place}/rounds/{self.rank}", 1)
                 inside = PrefixStore(f"{place}/{count}", store)
-                if not inside.check([ABORTED_KEY]):
-                    entered.append(inside)
-                    return inside, self._publish_where(parent, count)
+                if self.deadline.expired:  # the caller has left: its next round is another one
+                    self._mark(inside, self._failure(self._silent_store(self.name)))
+                if self.deadline.expired or not inside.check([ABORTED_KEY]):
+                    return inside, self._publish_group(parent, count)
 
-        def leave(error: GroupTimeoutError) -> None:
-            for each in entered:
-                self._mark(each, self._failure(error))
-
-        entered: list[Store] = []
-        try:
-            inside, before = self.ask(self.name, enter)
-        except GroupTimeoutError as error:
-            # Once the store answers, it counts this call as a round: abort that one then.
-            self.asking.begin(partial(leave, error))
-            raise
+        inside, before = self.ask(self.name, enter)
         return replace(self, store=inside, marks=inside, parent=parent, previous=before)
-
-    def all_gather_round(
-        self, place: str, what: str, payload: bytes = b""
-    ) -> tuple[Rendezvous, list[bytes]]:
-        """`begin_round` and `all_gather` in it. Collective: yes, every member.
-
-        If a member leaves the round before all have arrived, the others follow it to its next one.
-        Returns the rendezvous of the round in which all met, and the payloads by rank.
-        """
-        while True:
-            inside = self.begin_round(place)
-            with inside._abort_on_error():
-                payloads = inside._gather(what, payload, LEFT_ROUND)
-            if payloads is not None:
-                return inside, payloads
-
-    @contextmanager
-    def setting_up(self) -> Iterator[None]:
-        """Enclose the rest of a member's set-up in a round; an exception inside aborts the round.
-
-        Afterwards this member may start another round while others are still inside.
-        """
-        with self._abort_on_error():
-            yield
-        if self.marks is not None:
-            self.notify(partial(self.marks.set, _set_up_by(self.rank), ""))
-
-    def all_gather(self, what: str, payload: bytes = b"") -> list[bytes]:
-        """Write ``payload``, wait for all members', return them by rank.
-        Collective: yes, every member.
-
-        Args:
-            what: the swap's name, for keys and errors; usable once.
-            payload: any bytes; kilobytes, not megabytes.
-
-        Raises:
-            GroupTimeoutError: the deadline expired; ``waiting_for`` lists the absent members, and
-                is empty if the store did not answer.
-            GroupAbortedError: a member aborted or restarted its set-up before all had written.
-            PeerLostError: a member exited or left; only with a ``watch``.
-            ValueError: a member has another number of members.
-            PeerProtocolError: a value in the store is malformed.
-            TransportError: the store is lost.
-        """
-        payloads = self._gather(what, payload, ABORTED_KEY)
-        if payloads is None:
-            raise self.aborted_error(f"{self.name} {what}")
-        return payloads
-
-    def broadcast(self, what: str, payload: bytes | None, src: int = 0) -> bytes:
-        """Return the payload of member ``src``, a rank in the group. Collective: yes, every member.
-
-        Arguments and errors as for `all_gather`; ``payload`` only at ``src``, which does not wait.
-        """
-        key, operation = f"{what}/{src}", f"{self.name} {what}"
-        if self.rank != src:
-            value = self.wait_for(
-                lambda: self.store.check([key]),
-                operation,
-                lambda: self.store.get(key) if self.store.check([key]) else None,
-                lambda: self._missing([src]),
-            )
-            if value is None:
-                raise self.aborted_error(operation)
-            return value
-        if payload is None:
-            raise ValueError(f"{self.name}: member {src} broadcasts and must pass a payload")
-        self.ask(operation, lambda: self._put(key, payload))
-        return payload
 
     def sub(self, name: str, ranks: Sequence[int], deadline: Deadline | None = None) -> Rendezvous:
         """Return the rendezvous of a subgroup, in a new round.
@@ -221,10 +174,88 @@ class Rendezvous(StoreClient):
         )
         return members.begin_round(name)
 
-    def require_all_stay(self, operation: str) -> None:
-        """Raise GroupAbortedError if a member has left this round for its next one."""
-        if self.ask(operation, lambda: self._is_marked(LEFT_ROUND)):
-            raise self.aborted_error(operation)
+    def all_gather(self, what: str, payload: bytes = b"") -> list[bytes]:
+        """Write ``payload``, wait for all members', return them by rank.
+        Collective: yes, every member.
+
+        Args:
+            what: the swap's name, for keys and errors; usable once.
+            payload: any bytes; kilobytes, not megabytes.
+
+        Raises:
+            GroupTimeoutError: the deadline expired; ``waiting_for`` lists the absent members, and
+                is empty if the store did not answer.
+            GroupAbortedError: a member aborted before all had written.
+            PeerLostError: a member exited or left; only with a ``watch``.
+            ValueError: a member has another number of members.
+            PeerProtocolError: a value in the store is malformed.
+            SecretError: a value is not sealed with the members' secret.
+            TransportError: the store is lost.
+        """
+        return self._wait_for(
+            f"{what}/all",
+            f"{self.name} {what}",
+            lambda: [*self._payloads(what).values()],
+            lambda: sorted({*range(self.size)} - self._payloads(what).keys()),
+            lambda: self._publish(what, payload),
+        )
+
+    def broadcast(self, what: str, payload: bytes | None, src: int = 0) -> bytes:
+        """Return the payload of member ``src``, a rank in the group. Collective: yes, every member.
+
+        Arguments and errors as for `all_gather`; ``payload`` only at ``src``, which does not wait.
+        """
+        key, operation = f"{what}/{src}", f"{self.name} {what}"
+        if self.rank != src:
+            return self._wait_for(key, operation, lambda: self.store.get(key), lambda: [src])
+        if payload is None:
+            raise ValueError(f"{self.name}: member {src} broadcasts and must pass a payload")
+        self.ask(operation, lambda: self._put(key, payload))
+        return payload
+
+    def ask(self, operation: str, do: Callable[[], T]) -> T:
+        """Run ``do``, which calls the store only, in the store's thread; return its result.
+
+        Raises:
+            GroupTimeoutError: the store did not answer before the deadline. The call stays queued,
+                and later calls wait behind it.
+            PeerLostError, GroupAbortedError: a member exited, left or aborted before; only with a
+                ``watch``.
+            TransportError: the store is lost.
+            What ``do`` raises.
+        """
+        with self._reaching(operation):
+            return self._answer(operation, do)
+
+    def abort(self, error: BaseException) -> None:
+        """Write why this member leaves the round; members that arrive later skip the round."""
+        mark = partial(self._mark, self.marks, self._failure(error))
+        with suppress(RuntimeError):  # no thread can be started
+            wait([self.asking.begin(mark)], _ANSWERED_SECONDS)
+
+    @contextmanager
+    def setting_up(self) -> Iterator[None]:
+        """Enclose a member's set-up in a round; an exception inside aborts the round."""
+        try:
+            yield
+        except (GroupTimeoutError, PeerLostError, GroupAbortedError, TransportError):
+            raise  # the wait has informed the other members, or cannot
+        except (Exception, KeyboardInterrupt) as error:
+            self.abort(error)
+            if self.rank == self.keeper:  # the store may end with this process: let the others read
+                time.sleep(_READ_SECONDS)
+            raise
+
+    def let_all_read(self) -> None:
+        """Wait until all members have read the store. Collective: yes, every member.
+
+        The member that hosts the store waits, or all if that is unknown, at most until the
+        deadline.
+        """
+        with suppress(GroupTimeoutError, PeerLostError, GroupAbortedError, TransportError):
+            for rank in range(self.size):
+                if rank == self.rank or self.keeper in (None, self.rank):
+                    self.broadcast("read", b"" if rank == self.rank else None, rank)
 
     def decoded(
         self, decoder: msgspec.msgpack.Decoder[T], what: str, payload: bytes, rank: int
@@ -240,94 +271,16 @@ class Rendezvous(StoreClient):
             name = kind.__name__ if isinstance(kind, type) else kind
             raise self._altered(f"{what}/{rank}", rank, f"of type {name}: {error}") from error
 
-    def _altered(self, key: str, rank: int, expected: str) -> PeerProtocolError:
-        detail = f"the value of {key!r} in the store must be {expected}"
-        return PeerProtocolError(self.name, self.global_rank(rank), detail)
+    def global_rank(self, rank: int) -> int:
+        """Return the global rank of the member with that rank in the group."""
+        return self.called[rank] if self.called else rank
 
-    def let_all_read(self) -> None:
-        """Wait until all members have read the store. Collective: yes, every member.
-
-        The member that hosts the store waits, or all if that is unknown, at most until the
-        deadline.
-        """
-        with suppress(GroupTimeoutError, PeerLostError, GroupAbortedError, TransportError):
-            for rank in range(self.size):
-                if rank == self.rank or self.keeper in (None, self.rank):
-                    self.broadcast("read", b"" if rank == self.rank else None, rank)
-
-    @property
-    def _group(self) -> str:
-        return f"{self.name} of ranks {list(self.called)}"
-
-    def _publish_where(self, parent: Store | None, count: int) -> bytes:
-        if parent is None:
-            return b""
-        key = _last_group_of(self.called[self.rank])
-        before = parent.get(key) if parent.check([key]) else b""
-        parent.set(key, f"{count} {self._group}")
-        return before
-
-    def _missing(self, ranks: Sequence[int]) -> tuple[Sequence[int], list[str]]:
-        """Return ``ranks``, and a remark for each that last joined the set-up of another group.
-
-        A wrong name, rank or order keeps members apart, and the remark shows it. A member in this
-        member's previous group is only late: no remark.
-        """
-        elsewhere = []
-        for rank in map(self.global_rank, ranks):
-            key = _last_group_of(rank)
-            if self.parent is not None and self.parent.check([key]):
-                entry = self.parent.get(key)
-                group = entry.partition(b" ")[2].decode(errors="replace")
-                if group != self._group and entry != self.previous:
-                    name = shorten(group, _LONGEST_GROUP)
-                    elsewhere.append(f"rank {rank} last joined the set-up of {name}")
-        return ranks, elsewhere
-
-    def _leave(self, visits: Iterable[Store]) -> None:
-        """Abort unfinished earlier rounds, latest first, until one is set up or marked."""
-        own_rank = self.global_rank(self.rank)
-        why = f"rank {own_rank} restarted this set-up without finishing it"
-        for before in visits:
-            if before.check([_set_up_by(self.rank)]) or before.check([LEFT_ROUND]):
-                return
-            self._mark(before, Failure(own_rank, PeerLostError.__name__, why, own_rank))
-            before.set(LEFT_ROUND, "")
-
-    @contextmanager
-    def _abort_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except (GroupTimeoutError, PeerLostError, GroupAbortedError, TransportError):
-            raise  # the wait has informed the other members, or cannot
-        except (Exception, KeyboardInterrupt) as error:
-            self.abort(error)
-            if self.rank == self.keeper:  # the store may end with this process: let the others read
-                time.sleep(_READ_SECONDS)
-            raise
-
-    def _gather(self, what: str, payload: bytes, left: str) -> list[bytes] | None:
-        """Swap payloads; return None on all members if ``left`` is set before all wrote."""
-        return self.wait_for(
-            lambda: self.store.check([f"{what}/ended"]),
-            f"{self.name} {what}",
-            lambda: self._put_by_all(what),
-            lambda: self._missing(sorted({*range(self.size)} - self._payloads(what).keys())),
-            lambda: self._publish(what, payload),
-            left,
-        )
+    # --- values in the store ------------------------------------------------------------------
 
     def _publish(self, what: str, payload: bytes) -> None:
         self._put(f"{what}/{self.rank}", b"%d %b" % (self.size, payload))
         if self.store.add(f"{what}/count", 1) == self.size:
-            self._end(what, _ALL)
-
-    def _put_by_all(self, what: str) -> list[bytes] | None:
-        ended = self._end(what, _NOT_ALL)
-        return list(self._payloads(what).values()) if ended == _ALL else None
-
-    def _end(self, what: str, how: bytes) -> bytes:
-        return set_if_absent(self.store, f"{what}/ended", how)
+            self._put(f"{what}/all", b"")
 
     def _put(self, key: str, value: bytes) -> None:
         self.store.set(key, value)  # type: ignore[arg-type] # the stub knows text only
@@ -355,9 +308,208 @@ class Rendezvous(StoreClient):
         half = len(keys) // 2
         return [*self._existing(keys[:half]), *self._existing(keys[half:])] if half else []
 
+    def _altered(self, key: str, rank: int, expected: str) -> PeerProtocolError:
+        detail = f"the value of {key!r} in the store must be {expected}"
+        return PeerProtocolError(self.name, self.global_rank(rank), detail)
 
-def _set_up_by(rank: int) -> str:
-    return f"set up/{rank}"
+    @property
+    def _group(self) -> str:
+        return f"{self.name} of ranks {list(self.called)}"
+
+    def _publish_group(self, parent: Store | None, count: int) -> bytes:
+        if parent is None:
+            return b""
+        key = _last_group_of(self.called[self.rank])
+        before = parent.get(key) if parent.check([key]) else b""
+        parent.set(key, f"{count} {self._group}")
+        return before
+
+    def _elsewhere(self, ranks: Sequence[int]) -> list[str]:
+        """Return a remark for each of ``ranks`` that last joined the set-up of another group.
+
+        A wrong name, rank or order keeps members apart, and the remark shows it. A member in this
+        member's previous group is only late: no remark.
+        """
+        remarks = []
+        for rank in map(self.global_rank, ranks):
+            key = _last_group_of(rank)
+            if self.parent is not None and self.parent.check([key]):
+                entry = self.parent.get(key)
+                group = entry.partition(b" ")[2].decode(errors="replace")
+                if group != self._group and entry != self.previous:
+                    name = shorten(group, _LONGEST_GROUP)
+                    remarks.append(f"rank {rank} last joined the set-up of {name}")
+        return remarks
+
+    def _mark(self, marks: Store | None, failure: Failure) -> None:
+        if marks is not None and marks.add(f"{ABORTED_KEY}/first", 1) == 1:
+            marks.set(ABORTED_KEY, msgspec.msgpack.encode(failure))  # type: ignore[arg-type]
+
+    # --- waits --------------------------------------------------------------------------------
+
+    def _wait_for(
+        self,
+        key: str,
+        operation: str,
+        read: Callable[[], T],
+        absent: Callable[[], Sequence[int]],
+        first: Callable[[], None] = lambda: None,
+    ) -> T:
+        """Wait until ``key`` exists or a member aborts; return the result of ``read()``.
+
+        All functions run in the store's thread: ``first`` once before, ``absent`` for the log and
+        the error.
+        """
+
+        def poll() -> list[T]:
+            over = Deadline.after(_POLL_SECONDS)
+            while not self.store.check([key]):
+                if over.expired or self.deadline.expired:
+                    return []
+                time.sleep(self.deadline.remaining(at_most=next(pauses)))
+            return [read()]
+
+        def missing() -> tuple[Sequence[int], list[str]]:
+            ranks = absent()
+            return ranks, self._elsewhere(ranks)
+
+        def exists() -> bool:
+            return self._answer(operation, lambda: self.store.check([key]))
+
+        pauses, began = backoff(), time.monotonic()
+        look_after, log_after = 0.0, _LOG_SECONDS
+        with self._reaching(operation), self._shown() as show:
+            values = self._answer(operation, lambda: (first(), poll())[1])
+            while not values:
+                # Members that began together time out together, and all name the absent ranks.
+                patient = self.deadline.remaining(_ANSWERED_SECONDS) >= _ANSWERED_SECONDS
+                if patient and self._answer(operation, self._is_aborted):
+                    raise self._aborted_error(operation)
+                if self.watch is not None:
+                    self.watch(operation, exists)
+                waited = time.monotonic() - began
+                if self.deadline.expired or waited >= look_after:
+                    ranks, remarks = self._answer(operation, missing)
+                    if self.deadline.expired:
+                        late = self._timed_out(operation, ranks, remarks)
+                        self.abort(late)
+                        raise late
+                    show(ranks)
+                    if waited >= log_after:
+                        self._log_wait(operation, log_after, ranks, remarks)
+                        log_after *= 2
+                    look_after = waited + _SHOW_SECONDS
+                values = self._answer(operation, poll)
+        return values[0]
+
+    def _answer(self, operation: str, do: Callable[[], T]) -> T:
+        answer = self.asking.begin(do)
+        soon = Deadline.after(_ANSWERED_SECONDS)
+        latest = self.deadline if soon.at < self.deadline.at else soon
+        try:
+            while not is_done_within(answer, latest):
+                if self.watch is not None:
+                    self.watch(operation, partial(_is_done_soon, answer))
+                if latest.expired:
+                    late = self._silent_store(operation)
+                    # Runs once the store answers, behind the calls already queued.
+                    self.asking.begin(partial(self._mark, self.marks, self._failure(late)))
+                    raise late
+            return answer.result()
+        finally:
+            answer.cancel()
+            del answer  # its error's traceback holds this frame, a reference cycle
+
+    @contextmanager
+    def _reaching(self, operation: str) -> Iterator[None]:
+        """Abort on a lost peer; add the store's address and host to errors of the store."""
+        try:
+            yield
+        except (PeerLostError, GroupAbortedError) as error:
+            self.abort(error)
+            raise
+        except DistError as error:
+            why = f"the process that hosts it has exited or aborted ({error})"
+            detail = f"{self._store_name} is lost: {why}"
+            keeper = None if self.keeper is None else self.global_rank(self.keeper)
+            raise TransportError(operation, detail, keeper) from error
+
+    @contextmanager
+    def _shown(self) -> Iterator[Callable[[Sequence[int]], None]]:
+        if self.seen_on is None:
+            yield lambda _: None
+            return
+        board, members = self.seen_on
+        with board.published_wait(f"set-up of {self.name}") as publish:
+            yield lambda ranks: publish(members[rank] for rank in ranks)
+
+    def _log_wait(
+        self, operation: str, seconds: float, absent: Sequence[int], remarks: Sequence[str]
+    ) -> None:
+        if absent:
+            ranks = ", ".join(str(self.global_rank(rank)) for rank in absent)
+            waiting_for = f"rank{'s' if len(absent) > 1 else ''} {ranks}"
+            line = f"{operation}: waiting for {waiting_for} for {seconds:g} s"
+            _log.warning("; ".join([line, *remarks]))
+
+    # --- errors -------------------------------------------------------------------------------
+
+    def _is_aborted(self) -> bool:
+        return self.marks is not None and self.marks.check([ABORTED_KEY])
+
+    def _aborted_error(self, operation: str) -> Exception:
+        """Return the error of a wait in a round that a member aborted; abort the shared board too.
+
+        With a ``watch``, raises PeerLostError if the member's process has exited.
+        """
+        marks = self.marks
+        encoded = b"" if marks is None else self.ask(operation, lambda: marks.get(ABORTED_KEY))
+        try:
+            failure = _FAILURE.decode(encoded)
+        except UNDECODABLE as error:
+            detail = f"the value of {ABORTED_KEY!r} in the store must be of type Failure: {error}"
+            return TransportError(operation, detail)
+        if failure.kind == PeerLostError.__name__ and self.watch is not None:
+            self.watch(operation, lambda: False)  # raises an error with more details
+        ranks = [self.global_rank(rank) for rank in range(self.size)]
+        if self.seen_on is not None and failure.culprit in ranks:
+            board, members = self.seen_on
+            culprit = members[ranks.index(failure.culprit)]
+            board.report(members[self.rank], failure.kind, failure.message, culprit)
+        return GroupAbortedError(operation, failure)
+
+    def _failure(self, error: BaseException) -> Failure:
+        if isinstance(error, GroupAbortedError):
+            return error.failure
+        own_rank = self.global_rank(self.rank)
+        kind, message = kind_and_message(error)
+        culprit = error.rank if isinstance(error, PeerLostError) else own_rank
+        return Failure(own_rank, kind, message[:_LONGEST_REASON], culprit)
+
+    def _timed_out(
+        self, operation: str, absent: Sequence[int], remarks: Sequence[str]
+    ) -> GroupTimeoutError:
+        parts = [f"over the store at {self.host}"] if self.host else []
+        return GroupTimeoutError(
+            operation,
+            self.deadline.timeout,
+            tuple(MemberStatus(self.global_rank(rank), 0, "absent") for rank in absent),
+            "; ".join([*parts, *remarks]),
+        )
+
+    def _silent_store(self, operation: str) -> GroupTimeoutError:
+        kept = "" if self.keeper is None else f", hosted by rank {self.global_rank(self.keeper)},"
+        detail = f"{self._store_name}{kept} does not answer"
+        return GroupTimeoutError(operation, self.deadline.timeout, detail=detail)
+
+    @property
+    def _store_name(self) -> str:
+        return f"the store at {self.host}" if self.host else "the store"
+
+
+def _is_done_soon(answer: Future[Any]) -> bool:
+    """Return whether an answer arrives within a second: this process may have stalled itself."""
+    return bool(wait([answer], _ANSWERED_SECONDS).done)
 
 
 def _last_group_of(rank: int) -> str:
@@ -464,9 +616,11 @@ def config_handshake(
         ValueError: settings differ; names the first and the ranks with each value. All members
             raise it.
         SecretError: likewise, if only some members have the launcher's secret.
-        What `Rendezvous.all_gather_round` raises.
+        What `Rendezvous.all_gather` raises.
     """
-    exchange, payloads = members.all_gather_round(place, what, msgspec.msgpack.encode(terms))
+    exchange = members.begin_round(place)
+    with exchange.setting_up():
+        payloads = exchange.all_gather(what, msgspec.msgpack.encode(terms))
     settings = [exchange.decoded(_TERMS, what, each, rank) for rank, each in enumerate(payloads)]
     for name in dict.fromkeys(chain(*settings)):
         ranks_by_value: dict[str, list[int]] = {}
@@ -482,17 +636,6 @@ def config_handshake(
             error = SecretError if name == "secret" else ValueError
             raise error(f"{exchange.name}: {name} is {values}: give all ranks the same")
     return exchange
-
-
-DEFAULT_TIMEOUT = 60.0
-"""Default seconds for all ranks to meet and to set their groups up."""
-
-_STORE_TIMEOUT = timedelta(seconds=300)
-_BACKLOG = 4096
-_STORE_FILES = 12
-"""The files that a store opens, and one more. With too few, torch's store never answers, or
-exits the process.
-"""
 
 
 def meet(
@@ -524,7 +667,7 @@ def meet(
     keeper = 0 if store is None and not launch.hosted else None
     if store is None:
         store = open_store(launch, deadline)
-    base = behind_prefixes(store)
+    base = base_of(store)
     host = f"{base.host}:{base.port}" if isinstance(base, TCPStore) else ""
     members = Rendezvous(store, launch.rank, launch.world_size, "world", deadline, host, keeper)
     if board is not None:
@@ -533,231 +676,32 @@ def meet(
     return exchange, address_towards(store)
 
 
-def host_store(address: str = "127.0.0.1", port: int = 0) -> TCPStore:
-    """Host a store at one address, as long as the returned object lives.
+_NONCE_BYTES = 16
 
-    Args:
-        address: host name or address, IPv4 or IPv6. If it is not an address of this host, for
-            example behind address translation, this host's address on the route to it is bound.
-        port: 0 lets the system choose; the result's ``.port`` is the bound port. If a store of this
-            process has the port already, both share it.
 
-    Raises:
-        ValueError: the address is a wildcard, 0.0.0.0 or ::.
-        OSError: the port is in use, the address cannot be resolved, or the limit of open files is
-            reached.
+def authenticated(exchange: Rendezvous, secret: bytes | None, closing: ExitStack) -> Rendezvous:
+    """Return the rendezvous, with all further values sealed. Collective: yes, every member.
+
+    Without a secret, or if its store is sealed, it is returned itself. Each member contributes to
+    the key's salt, so no value of an earlier round is valid.
+
+    Raises SecretError if a member does not have this secret, or the store was altered.
     """
-    try:
-        listener = _listen(address, port)
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        return _shared_store(address, port, error)
-    host, port = listener.getsockname()[:2]
-    return TCPStore(
-        host,
-        port,
-        None,
-        True,
-        _STORE_TIMEOUT,
-        wait_for_workers=False,
-        multi_tenant=True,
-        master_listen_fd=listener.detach(),
-    )
-
-
-def connect_store(
-    address: str, port: int, timeout: float | Deadline | None = DEFAULT_TIMEOUT
-) -> TCPStore:
-    """Connect to the store at ``address``, a host name, IPv4 or IPv6; wait until its host listens.
-
-    ``timeout``: seconds to wait; None: no limit.
-
-    Raises:
-        GroupTimeoutError: no process answered in time, or the process that answers is not a store.
-        OSError: the limit of open files is reached.
-        RuntimeError: no thread can be started.
-    """
-    deadline = Deadline.after(timeout)
-    while True:
-        try:
-            host = who_listens(address, port, deadline.remaining(5.0))
-        except OSError as error:
-            if error.errno in NO_DESCRIPTOR:
-                raise
-            problem = f"no process answers at {address}:{port}: {error}"
-        else:
-            store = _connected(host, port, deadline)
-            if isinstance(store, TCPStore):
-                return store
-            problem = f"the server at {address}:{port} is no store: {store}"
-        time.sleep(deadline.remaining(at_most=0.05))
-        if deadline.expired:  # one more attempt would have no time, and a vaguer error
-            absent = (MemberStatus(0, 0, "absent"),)
-            raise GroupTimeoutError("rendezvous", deadline.timeout, absent, problem)
-
-
-def _connected(host: str, port: int, deadline: Deadline) -> TCPStore | str:
-    """Return a client of the store at ``host``, or the reason why that is not a store.
-
-    Torch waits without limit for a host that never answers: it connects in a daemon thread, which
-    is abandoned at the deadline.
-    """
-    seconds = deadline.remaining(_STORE_TIMEOUT.total_seconds())
-    limit = timedelta(seconds=max(seconds, 0.001))
-    connect = partial(TCPStore, host, port, None, False, limit, wait_for_workers=False)
-    future = submit_in_thread(connect, "store-connect")
-    try:
-        store = future.result(seconds)
-    except TimeoutError:
-        return "it accepts connections and does not answer"
-    except RuntimeError as error:
-        return str(error).partition("\n")[0]
-    store.set_timeout(_STORE_TIMEOUT)
-    return store
-
-
-def open_store(launch: Launch, deadline: Deadline) -> TCPStore:
-    """Host the store of ``launch`` if this rank is to, else `connect_store`.
-
-    Raises ValueError if the port is 0 or the address a wildcard, OSError if rank 0 cannot bind the
-    port.
-    """
-    hosts = launch.rank == 0 and not launch.hosted
-    if not launch.master_port and not (hosts and launch.world_size == 1):
-        raise ValueError(
-            "master_port 0 is no port to connect to: call host_store() in one process and pass its "
-            "port to all ranks"
-        )
-    if hosts:
-        return host_store(launch.master_addr, launch.master_port)
-    return connect_store(launch.master_addr, launch.master_port, deadline)
-
-
-def _listen(address: str, port: int) -> socket.socket:
-    family, kind, protocol, _, bind_to = resolve(address, port, socket.SOCK_STREAM)
-    if ipaddress.ip_address(bind_to[0]).is_unspecified:
-        raise ValueError(f"a store listens at one address, not at all of this host's: {address!r}")
-    with ExitStack() as undo:
-        try:
-            listener = undo.enter_context(socket.socket(family, kind, protocol))
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                listener.bind(bind_to)
-            except OSError as error:
-                if error.errno != errno.EADDRNOTAVAIL:
-                    raise
-                listener.bind((own_address(address, port or 1), port))
-            listener.listen(_BACKLOG)
-            with ExitStack() as files:
-                for _ in range(_STORE_FILES):
-                    files.callback(os.close, os.dup(listener.fileno()))
-        except OSError as error:
-            no_store = f"no store can be hosted at {address}:{port}: {describe_os_error(error)}"
-            raise OSError(error.errno, no_store) from error
-        undo.pop_all()
-    return listener
-
-
-def _shared_store(address: str, port: int, in_use: OSError) -> TCPStore:
-    host = resolve(address, port, socket.SOCK_STREAM)[4][0]
-    try:
-        return TCPStore(
-            str(host), port, None, True, _STORE_TIMEOUT, wait_for_workers=False, multi_tenant=True
-        )
-    except RuntimeError:
-        raise in_use from None
-
-
-_LOOPBACK = "127.0.0.1"
-_CHECK_SECONDS = 1.0
-"""How often a member that waits for the store's host checks whether a member has left."""
-_ADDRESS = msgspec.msgpack.Decoder(StoreAddress)
-_OFFER = "address of the authenticated store"
-
-
-def authenticated(
-    exchange: Rendezvous, secret: bytes | None, closing: ExitStack, bind_host: str = ""
-) -> Rendezvous:
-    """Return the rendezvous, moved to a store that only its members can use.
-    Collective: yes, every member.
-
-    Without a secret, or if its store is authenticated, it is returned itself. Member 0 listens at
-    ``bind_host``; ``""``: its address on the route to the first store, or loopback if that is no
-    `TCPStore`.
-
-    Raises:
-        GroupTimeoutError: member 0 did not arrive in time, or has another secret.
-        PeerProtocolError: the address in the first store is not valid.
-    """
-    base = behind_prefixes(exchange.store)
-    if secret is None or isinstance(base, ProxyStore):
+    if secret is None or isinstance(behind_prefixes(exchange.store), SealedStore):
         return exchange
-    offer = None
-    if exchange.rank == 0:
-        from coordinator.curve_store import StoreServer  # noqa: PLC0415 - loads ZeroMQ
-
-        listen_at = bind_host or address_towards(base) or _LOOPBACK
-        host = StoreServer(range(exchange.size), listen_at, secret)
-        closing.callback(host.close)
-        offer = msgspec.msgpack.encode(host.at)
-    payload = exchange.broadcast(_OFFER, offer)
-    at = exchange.decoded(_ADDRESS, _OFFER, payload, 0)
-    try:
-        store = connect_secret_store(
-            at,
-            exchange.rank,
-            secret,
-            exchange.deadline,
-            closing,
-            lambda: exchange.require_all_stay(f"{exchange.name} authenticated store"),
+    nonces = exchange.all_gather("nonces", os.urandom(_NONCE_BYTES))
+    sealed = SealedStore(exchange.store, secret, b"".join(nonces))
+    closing.callback(sealed.close)
+    proofs = exchange.all_gather("proofs", sealed.proof(exchange.rank))
+    others = [
+        exchange.global_rank(rank)
+        for rank, proof in enumerate(proofs)
+        if not hmac.compare_digest(proof, sealed.proof(rank))
+    ]
+    if others:
+        exchange.let_all_read()
+        raise SecretError(
+            f"{exchange.name}: ranks {others} do not have the secret of rank "
+            f"{exchange.global_rank(exchange.rank)}, or another process has written to the store"
         )
-    except ValueError as error:
-        detail = f"the value of '{_OFFER}/0' in the store: {error}"
-        raise PeerProtocolError(exchange.name, 0, detail) from error
-    except GroupTimeoutError as error:
-        exchange.abort(error)
-        raise
-    return replace(exchange, store=store, host=at.address, keeper=0)
-
-
-def connect_secret_store(
-    at: StoreAddress,
-    rank: int,
-    secret: bytes,
-    deadline: Deadline,
-    closing: ExitStack,
-    watch: Callable[[], None] = lambda: None,
-) -> ProxyStore:
-    """Connect member ``rank`` to a store that a secret protects.
-
-    Args:
-        at: the store's address.
-        rank, secret: this member's.
-        deadline: for the connection; its seconds also limit later requests.
-        closing: closes the connection.
-        watch: called now and then; raises if the store's host will never answer.
-
-    Raises:
-        ValueError: ``at`` is not valid.
-        GroupTimeoutError: the host did not answer in time, or has another secret.
-        TransportError, PeerProtocolError: as for `StoreGuestClient.ask`.
-    """
-    from coordinator.curve_store import StoreGuestClient  # noqa: PLC0415 - loads ZeroMQ
-
-    guest = StoreGuestClient(at, rank, secret)
-    closing.callback(guest.close)
-    while True:
-        latest = min(deadline, Deadline.after(_CHECK_SECONDS), key=lambda each: each.at)
-        try:
-            guest.ask(Check(0, []), latest)
-            break
-        except GroupTimeoutError:
-            watch()
-            if latest is deadline:
-                raise
-    where = urlsplit(at.address)
-    address = own_address(where.hostname or "", where.port or 1)
-    store = ProxyStore(guest.ask, deadline.timeout, address)
-    closing.callback(store.close)
-    return store
+    return replace(exchange, store=sealed)

@@ -19,7 +19,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
@@ -34,9 +34,7 @@ from coordinator.call_counts import (
     serve_calls,
     take_operation_counts,
 )
-from coordinator.key_values import StoreRequest, StoreResponse
-from coordinator.rendezvous import connect_secret_store
-from coordinator.store_client import ProxyStore
+from coordinator.stores import open_sealed_store
 from device_comm.call_number import set_call_number
 from shm_broadcast import (
     DRIVER_RANK,
@@ -71,31 +69,6 @@ from .control.reference import import_guard, worker_class
 from .errors import StreamLostError
 from .launchers.boot import retitle
 from .spans import of_call, record
-
-
-@contextmanager
-def open_rendezvous_store(seat: int, timeout: float | None) -> Iterator[Store]:
-    """Open the store of all workers of the pool, until the end of the block.
-
-    Args:
-        seat: inherited descriptor; closed at the end.
-        timeout: seconds for each answer; ``None``: no limit.
-    """
-    connection = socket.socket(fileno=seat)
-    connection.set_inheritable(False)
-    channel = Channel(connection, StoreResponse)
-
-    def ask(request: StoreRequest, deadline: Deadline) -> StoreResponse:
-        channel.send(request, deadline)
-        while True:
-            answer: StoreResponse = channel.receive(deadline)
-            # Another number belongs to a request whose caller was interrupted.
-            if answer.number == request.number:
-                return answer
-
-    with closing(channel), closing(ProxyStore(ask, timeout)) as store:
-        yield store
-
 
 if TYPE_CHECKING:
     Running: TypeAlias = Generator[Any, None, Any]
@@ -183,19 +156,19 @@ class WorkerContext:
     cancelled: Callable[[], bool] = lambda: False
 
 
-def main(control: int, seat: int, stacks: int) -> None:
+def main(control: int, stacks: int) -> None:
     """Run the worker that the driver describes, until the driver closes the queue of calls.
 
     Args:
-        control, seat, stacks: descriptors of the control channel, of the rendezvous store, and of
-            the file to which this process writes its stacks.
+        control, stacks: descriptors of the control channel, and of the file to which this process
+            writes its stacks.
     """
     writes_stacks_to(stacks)
     try:
         connection = socket.socket(fileno=control)
         connection.set_inheritable(False)
         try:
-            in_order = _run(Channel(connection, receives=Start | Resume), seat)
+            in_order = _run(Channel(connection, receives=Start | Resume))
         finally:
             # Open until exit or exec: when it closes, the driver kills a process that remains.
             connection.detach()
@@ -246,16 +219,15 @@ def _exit_forked_child(error: BaseException | None) -> NoReturn:
     os._exit(status & 0xFF if isinstance(status, int) else 1)
 
 
-def _run(channel: Channel, seat: int) -> bool:
+def _run(channel: Channel) -> bool:
     """Run generations until the end; return whether all started."""
     start: Start = channel.receive()
     prefix = start.name and f"{start.name}, "
     label_output(f"[{prefix}rank {start.rank}] ")
-    with open_rendezvous_store(seat, start.timeout) as store:
-        return _serve_generations(channel, store, start)
+    return _serve_generations(channel, start)
 
 
-def _serve_generations(channel: Channel, store: Store, start: Start) -> bool:
+def _serve_generations(channel: Channel, start: Start) -> bool:
     worker: Any = None
     while True:
         serving = _Serving(channel, start)
@@ -263,7 +235,7 @@ def _serve_generations(channel: Channel, store: Store, start: Start) -> bool:
             worker = None  # free its memory before a new one is made
         process = os.getpid()
         try:
-            worker = serving.join(store, worker)
+            worker = serving.join(worker)
         except BaseException as error:  # noqa: BLE001 - the caller gets every error of the start
             if os.getpid() != process:
                 _exit_forked_child(error)
@@ -302,7 +274,7 @@ class _Serving:
         self._resumed = 0
         self._closing = ExitStack()
 
-    def join(self, store: Store, worker: Any) -> Any:
+    def join(self, worker: Any) -> Any:
         """Join queues and groups; make the user's worker, or restore ``worker``; return it."""
         start = self._start
         deadline = Deadline.after(start.timeout)
@@ -310,10 +282,8 @@ class _Serving:
         if start.cores:
             bind_process(start.cores)
         self._join_memory()
-        if start.store is not None:
-            store = connect_secret_store(
-                start.store, start.rank, start.secret, deadline, self._closing
-            )
+        store = open_sealed_store(start.store, start.secret, deadline)
+        self._closing.callback(store.close)
         self._open_queues()
         device = torch.device(start.device)
         if device.type == "cuda":
@@ -388,7 +358,7 @@ class _Serving:
             local_rank=start.rank if device.index is None else device.index,
             store=store,
             board=self._board,
-            node_of=(0,) * start.grid.size if start.store is None else None,
+            node_of=(0,) * start.grid.size if start.on_one_host else None,
             secret=start.secret,
             backend="gloo" if device.type == "cpu" else None,
             timeout=None if start.timeout is None else deadline.remaining(),

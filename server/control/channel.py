@@ -1,10 +1,7 @@
-"""Framed JSON messages over a socket pair, and a pool's rendezvous store over such pairs.
+"""Framed JSON messages over a socket pair.
 
 A frame is a length (u32, big-endian) and that many bytes. Several threads may send; one at a time
 may receive. After the end of the other process, `Channel.receive` raises `ChannelClosedError`.
-
-Each worker inherits one end of a socket pair, so the store needs no address, and no other process
-can connect.
 """
 
 from __future__ import annotations
@@ -14,17 +11,13 @@ import select
 import socket
 import struct
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import msgspec
 
-from coordinator.key_values import InMemoryStore, StoreRequest
 from shm_broadcast import NEVER, CoordinatorError, Deadline, GroupTimeoutError, MessageDecodeError
 from shm_broadcast.codec import UNDECODABLE
 from shm_broadcast.deadline import milliseconds
-from shm_broadcast.eventcount import WakeFd
 
 _LENGTH = struct.Struct(">I")
 _CHUNK = 1 << 16
@@ -125,78 +118,3 @@ class Channel:
         poll.register(self._connection, events)
         if not poll.poll(milliseconds(deadline.remaining())):
             raise GroupTimeoutError(f"control channel {operation}", deadline.timeout)
-
-
-_REPLY_SECONDS = 1.0
-"""Longest wait for a worker that sends requests without reading the replies. A reply fits into the
-socket's buffer."""
-
-
-class RendezvousServer:
-    """The driver's end of the store: replies to the workers in its own thread. Close it."""
-
-    def __init__(self) -> None:
-        """Create the server without clients; `open_round` adds them."""
-        self._channels: dict[int, Channel] = {}
-        self._end = WakeFd()
-        self._closed = False
-        self._thread: threading.Thread | None = None
-
-    @contextmanager
-    def open_round(self, newcomers: Iterable[int]) -> Iterator[dict[int, socket.socket]]:
-        """Empty the store for another round, and yield a socket for each newcomer, by rank.
-
-        The other ranks, which have finished the round before, keep theirs. New processes inherit
-        their sockets in the block, at whose end this process closes them.
-        """
-        self._close_round()
-        self._values = InMemoryStore()
-        with ExitStack() as undo:
-            sockets = {}
-            for rank in newcomers:
-                ours, theirs = socket.socketpair()
-                sockets[rank] = undo.enter_context(theirs)
-                if rank in self._channels:
-                    self._channels[rank].close()
-                self._channels[rank] = Channel(ours, StoreRequest)
-            self._thread = threading.Thread(target=self._serve, name="pool-meeting", daemon=True)
-            self._thread.start()
-            yield sockets
-
-    def close(self) -> None:
-        """End the thread and close everything; idempotent."""
-        if not self._closed:
-            self._closed = True
-            self._close_round()
-            for channel in self._channels.values():
-                channel.close()
-            self._end.close()
-
-    def _close_round(self) -> None:
-        if self._thread is not None:
-            self._end.notify()
-            if self._thread.is_alive():  # it may not have been started
-                self._thread.join()
-            self._thread = None
-            self._end.clear()
-
-    def _serve(self) -> None:
-        channels = {channel.fileno(): channel for channel in self._channels.values()}
-        poll = select.poll()
-        for fd in (self._end.fileno(), *channels):
-            poll.register(fd, select.POLLIN)
-        while True:
-            for fd, _ in poll.poll():
-                if fd == self._end.fileno():
-                    return
-                if not self._answers(channels[fd]):
-                    poll.unregister(fd)
-
-    def _answers(self, channel: Channel) -> bool:
-        """Reply to a worker's requests; False if its end is closed or it misbehaves."""
-        try:
-            while (request := channel.take()) is not None:
-                channel.send(self._values.answer(request), Deadline.after(_REPLY_SECONDS))
-        except (ChannelClosedError, GroupTimeoutError, MessageDecodeError):
-            return False
-        return True

@@ -16,7 +16,6 @@ from typing import Any, Final, TypeAlias
 import msgspec
 
 from coordinator.call_counts import GroupOperationCounts
-from coordinator.key_values import StoreAddress
 from coordinator.rank_grid import RankGrid
 from shm_broadcast import (
     BoardHandle,
@@ -95,7 +94,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
         zero_copy, name: as in `PoolConfig`.
         worker, worker_kwargs, main: as in `PoolPlan`.
         timeout: seconds for the rendezvous of all ranks; ``None``: no limit.
-        store: the store for ranks on several hosts; ``None``: the driver's `RendezvousServer`.
+        store: the store of all ranks; see `coordinator.stores.open_sealed_store`.
         handles, address, cores: on another host its supervisor sets its memory, its address and
             the cores to bind to (``()``: no binding).
     """
@@ -114,10 +113,15 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     worker_kwargs: bytes
     main: dict[str, bytes] | None
     timeout: float | None
-    store: StoreAddress | None = None
+    store: str
     address: str = ""
     name: str = ""
     cores: tuple[int, ...] = ()
+
+    @property
+    def on_one_host(self) -> bool:
+        """Return whether all ranks run on one host."""
+        return self.store.startswith("/")
 
 
 class Resume(msgspec.Struct, frozen=True, tag=True):

@@ -7,6 +7,7 @@ member.
 
 from __future__ import annotations
 
+import os
 import secrets
 import select
 import threading
@@ -23,7 +24,7 @@ from ..control.pool_memory import CancellationFlags, create_pool_board
 from ..control.protocol import Handles, Start
 
 if TYPE_CHECKING:
-    from coordinator.curve_store import StoreServer
+    from torch.distributed import TCPStore
 
     from ..hosts.remote_hosts import RemoteHosts
     from .pool_plan import PoolPlan
@@ -75,7 +76,8 @@ class SharedResources:
         self._secret = secrets.token_bytes()
         self.driver = plan.n_workers
         self.totals_before: dict[int, tuple[VerbTotal, ...]] = {}
-        self._store: StoreServer | None = None
+        self._store = ""
+        self._hosted: TCPStore | None = None
         self.board = create_pool_board(plan.n_workers, generation, plan.config.name)
         self._undo = ExitStack()
         self._undo.callback(self.board.close)
@@ -105,11 +107,16 @@ class SharedResources:
             for rank in local
         }
         echo = None
-        if hosts is not None:
-            from coordinator.curve_store import StoreServer  # noqa: PLC0415 - loads ZeroMQ
+        if hosts is None:
+            # One for each generation: a worker killed amid a write may spoil it.
+            fd = os.memfd_create("rendezvous", os.MFD_CLOEXEC)
+            undo.callback(os.close, fd)
+            self._store = f"/proc/{os.getpid()}/fd/{fd}"
+        else:
+            from coordinator import host_store  # noqa: PLC0415 - loads torch
 
-            self._store = StoreServer(range(plan.n_workers), hosts.address, self._secret)
-            undo.callback(self._store.close, 0.0)  # its members have disconnected, or ended
+            self._hosted = host_store(hosts.address)
+            self._store = f"{hosts.address}:{self._hosted.port}"
             echo = partial(hosts.mark, generation)
             hosts.begin(generation, self.board)
             undo.callback(hosts.leave, generation)
@@ -142,7 +149,7 @@ class SharedResources:
             worker_kwargs=plan.worker_kwargs,
             main=plan.main,
             timeout=plan.start_timeout,
-            store=None if self._store is None else self._store.at,
+            store=self._store,
             cores=plan.cores_of(rank),
         )
 
@@ -170,3 +177,4 @@ class SharedResources:
     def close(self) -> None:
         """Close everything; idempotent."""
         self._undo.close()
+        self._hosted = None

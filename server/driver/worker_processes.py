@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from shm_broadcast import Deadline, Failure, GroupTimeoutError, QueueHandle
 
 from ..control.attentive_clock import PauseAwareClock
-from ..control.channel import RendezvousServer
 from ..control.protocol import Failed, FromWorker, Ready, WorkProgress, rebuild
 from ..errors import WorkerStartError
 from ..inspection.diagnosis import Diagnosis, WaitNode, own_diagnoses, wait_graph
@@ -325,8 +324,6 @@ class WorkerProcesses:
 
                 self.hosts = RemoteHosts(plan.hosts, plan, deadline)
                 undo.callback(self.hosts.close)
-            self._rendezvous = RendezvousServer()
-            undo.callback(self._rendezvous.close)
             self.supervisor = Supervisor()
             undo.callback(self.supervisor.close)
             self._closing = undo.pop_all()
@@ -361,10 +358,9 @@ class WorkerProcesses:
             for remote in self.hosts.launch(missing, links.generation, deadline):
                 self._add(remote)
         missing_here = [rank for rank in missing if rank in plan.ranks_of(0)]
-        with self._rendezvous.open_round(missing_here) as sockets:
-            preload = plan.config.preload if plan.config.fork else None
-            for local in launch(sockets, plan.threads, deadline, preload=preload, tick=tick):
-                self._add(local)
+        preload = plan.config.preload if plan.config.fork else None
+        for local in launch(missing_here, plan.threads, deadline, preload=preload, tick=tick):
+            self._add(local)
         for worker in self.workers.values():
             try:
                 worker.start(links.start_of(worker.rank, first_call), deadline)

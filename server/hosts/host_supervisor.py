@@ -26,7 +26,7 @@ from coordinator.remote_boards import decode_heartbeat, encode_heartbeat
 from shm_broadcast import Board, Deadline, GroupTimeoutError, SharedMemoryError, TransportError
 from shm_broadcast.state.stacks import STACK_SIGNAL
 
-from ..control.channel import ChannelClosedError, RendezvousServer
+from ..control.channel import ChannelClosedError
 from ..control.pool_memory import CancellationFlags, create_pool_board
 from ..control.protocol import FromWorker, Ready, Start
 from ..driver.binding import Bound, bound_here, worker_threads
@@ -127,11 +127,9 @@ class HostSupervisor(WorkerEvents):
         self._workers: dict[int, LocalWorker] = {}
         self._since: dict[int, int] = {}
         self._supervisor = Supervisor()
-        self._rendezvous = RendezvousServer()
         self._memory = ExitStack()
         with ExitStack() as undo:
             undo.callback(self._supervisor.close)
-            undo.callback(self._rendezvous.close)
             self._pool = self._join(hosts, instance_id, deadline, undo)
             self._closing = undo.pop_all()
 
@@ -297,8 +295,7 @@ class HostSupervisor(WorkerEvents):
         config, ranks = self._pool.config, self._pool.ranks
         threads = config.threads or worker_threads(len(ranks), self._bound)
         preload = config.preload if config.fork else None
-        with self._rendezvous.open_round(message.missing) as sockets:
-            return launch(sockets, threads, Deadline.after(message.seconds), preload=preload)
+        return launch(message.missing, threads, Deadline.after(message.seconds), preload=preload)
 
     def _give_up(self, ranks: Iterable[int], why: str) -> None:
         """End workers that cannot join a generation, and report the reason for each."""

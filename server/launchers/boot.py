@@ -54,14 +54,14 @@ _KILL_SECONDS = 2.0
 
 def main() -> None:
     """Become the worker that the command line describes; see `launchers.local`."""
-    control, seat, lifeline, stacks, driver = map(int, sys.argv[1:6])
-    package = sys.argv[6]
+    control, lifeline, stacks, driver = map(int, sys.argv[1:5])
+    package = sys.argv[5]
     keeper = os.getpid()
     hear_of_children()
     with telling(control):
         worker = split_off_keeper()
     if worker:
-        for fd in (control, seat, stacks):
+        for fd in (control, stacks):
             os.close(fd)
         keep(worker, lifeline, driver)
     signal.signal(signal.SIGINT, lambda *_: None)
@@ -75,7 +75,7 @@ def main() -> None:
         os._exit(1)
     sys.path[:] = _receive(control)
     import_for_good([f"{package}.worker"])
-    sys.modules[f"{package}.worker"].main(control, seat, stacks)
+    sys.modules[f"{package}.worker"].main(control, stacks)
 
 
 def import_for_good(modules: Iterable[str]) -> None:

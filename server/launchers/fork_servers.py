@@ -362,7 +362,7 @@ class ForkServers:
     ) -> ChildProcess | None:
         """Fork a worker's process, as a child of this one; start a server if needed.
 
-        ``inherited`` are the four descriptors of `boot.main`; ``preload`` modules that the server
+        ``inherited`` are the three descriptors of `boot.main`; ``preload`` modules that the server
         has loaded, beside those of every worker. ``tick`` is called repeatedly, returns the seconds
         until its next call, and may raise. Returns ``None`` if workers cannot be forked; the log
         has the reason.

@@ -11,7 +11,7 @@ and the server write the child's pid into a pipe, in case one of them is killed 
 
 The script is run by its path with the settings on standard input: a JSON object with the driver's
 ``path``, ``package`` and pid ``driver``, the modules to ``preload``, and the numbers ``requests``
-and ``lifeline`` of the two descriptors. Each request carries the four descriptors of a worker
+and ``lifeline`` of the two descriptors. Each request carries the three descriptors of a worker
 (`launchers.local`), the pipe's writing end, the current folder, standard output and error.
 """
 
@@ -41,7 +41,7 @@ _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE_PARENT = 0x8000
 _SCARCE = (errno.EAGAIN, errno.ENOMEM)
 _LARGEST = 1 << 18
-_N_DESCRIPTORS = 8
+_N_DESCRIPTORS = 7
 _TASKS = Path("/proc/self/task")
 _THREAD_SECONDS = 2.0
 """Longest time for which an ended thread is listed."""
@@ -139,11 +139,11 @@ def _serve(
         if not request:
             return []
         if refusal:
-            _report(descriptors[4], {"refusal": refusal})
-        elif not _fork(descriptors[4]):
+            _report(descriptors[3], {"refusal": refusal})
+        elif not _fork(descriptors[3]):
             boot.rename("pool-keeper")
-            _take_over(json.loads(request), *descriptors[4:])
-            return descriptors[:4]
+            _take_over(json.loads(request), *descriptors[3:])
+            return descriptors[:3]
         for fd in descriptors:
             os.close(fd)
 

@@ -4,8 +4,8 @@ In its own session a worker does not receive the terminal's signals (Ctrl-C, han
 does, and ends the workers in order. Between the driver and each worker runs the worker's reaper,
 which kills all descendants when the worker ends.
 
-A worker inherits four descriptors: the control channel, its end of the rendezvous, the lifeline and
-the file for its stack. `launchers.boot` explains their use.
+A worker inherits three descriptors: the control channel, the lifeline and the file for its stack.
+`launchers.boot` explains their use.
 
 The reaper is a child of the driver in both cases: forked by a process that has loaded torch
 (`launchers.fork_servers`), or spawned as a new interpreter.
@@ -120,9 +120,7 @@ class LocalWorker:
     ``pidfd`` is of the reaper, which ends after the worker.
     """
 
-    def __init__(
-        self, rank: int, seat: socket.socket, begin: Callable[[Sequence[int]], ChildProcess]
-    ) -> None:
+    def __init__(self, rank: int, begin: Callable[[Sequence[int]], ChildProcess]) -> None:
         """Start the process by ``begin(descriptors to inherit)``; `start` follows."""
         self.rank = rank
         self.connected = self.detached = False
@@ -142,7 +140,7 @@ class LocalWorker:
             self._lifeline.callback(os.close, lifeline)
             self.stack_file = StackFile()
             ours.callback(self.stack_file.close)
-            inherited = (control.fileno(), seat.fileno(), heartbeat, self.stack_file.fd)
+            inherited = (control.fileno(), heartbeat, self.stack_file.fd)
             self._process = begin(inherited)
             self.pid = self._process.pid
             try:
@@ -226,19 +224,18 @@ class LocalWorker:
 
 
 def launch(
-    seats: Mapping[int, socket.socket],
+    ranks: Sequence[int],
     threads: int,
     deadline: Deadline,
     *,
     preload: Sequence[str] | None = (),
     tick: Callable[[], float] = lambda: math.inf,
 ) -> list[LocalWorker]:
-    """Start one worker process for each seat, in order. End them with `end`.
+    """Start one worker process for each of ``ranks``, in order. End them with `end`.
 
     After an error, also one of ``tick``, all started processes have ended.
 
     Args:
-        seats: the workers' ends of the rendezvous, by rank.
         threads: CPU threads of each worker.
         preload: fork them, where possible, from a process that has also loaded these modules.
             ``None``: spawn them.
@@ -257,16 +254,14 @@ def launch(
 
     workers: list[LocalWorker] = []
     try:
-        for rank, seat in seats.items():
-            workers.append(LocalWorker(rank, seat, begin))
+        workers.extend(LocalWorker(rank, begin) for rank in ranks)
     except BaseException as error:
         end(workers, 0.0, 0.0)
         for worker in workers:
             worker.close()
         if isinstance(error, GroupTimeoutError):
-            late = list(seats)
-            reason = f"not ready after {deadline.timeout:g} s (late: {', '.join(map(str, late))})"
-            raise WorkerStartError(late[len(workers)], reason) from error
+            reason = f"not ready after {deadline.timeout:g} s (late: {', '.join(map(str, ranks))})"
+            raise WorkerStartError(ranks[len(workers)], reason) from error
         raise
     return workers
 

@@ -17,9 +17,10 @@ import pytest
 from torch.distributed import FileStore, HashStore, PrefixStore, Store
 
 import coordinator
-from coordinator import store_client
+from coordinator import rendezvous
 from coordinator.launcher import Launch, own_address
-from coordinator.rendezvous import connect_store, host_store, meet
+from coordinator.rendezvous import meet
+from coordinator.stores import connect_store, host_store
 from shm_broadcast import CoordinatorError, GroupTimeoutError
 from tests.patience import STALL_SECONDS
 from tests.ranks import run_ranks
@@ -224,7 +225,7 @@ def test_why_the_one_that_hosts_the_store_gives_up_is_told_to_the_others() -> No
 def say_who_hosts(rank: int, n: int, port: int) -> str:
     """Rank 0 hosts the store, and the others read it late."""
     if rank != 0:
-        store_client.backoff = lambda: itertools.repeat(0.3)
+        rendezvous.backoff = lambda: itertools.repeat(0.3)
     with pytest.raises(ValueError, match="world: host is yes on ranks") as caught:
         meet(Launch(rank, n, rank, "127.0.0.1", port), terms={"host": "no" if rank else "yes"})
     return str(caught.value)

@@ -14,9 +14,8 @@ import msgspec
 import pytest
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
-from coordinator import store_client
-from coordinator.curve_store import StoreServer
-from coordinator.rendezvous import LEFT_ROUND, Rendezvous, _digest, authenticated
+from coordinator import rendezvous
+from coordinator.rendezvous import Rendezvous, _digest, authenticated
 from shm_broadcast import (
     Board,
     Deadline,
@@ -75,7 +74,7 @@ def test_the_source_of_a_broadcast_gives_something() -> None:
 
 
 def test_whoever_looks_on_sees_who_has_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_client, "_SHOW_SECONDS", 0.0)
+    monkeypatch.setattr(rendezvous, "_SHOW_SECONDS", 0.0)
     store = HashStore()
 
     def come(rank: int) -> list[bytes]:
@@ -120,7 +119,7 @@ class Asked:
         return getattr(self._store, name)
 
     def check(self, keys: list[str]) -> bool:
-        self.n_checks += not keys[0].endswith("/ended")
+        self.n_checks += not keys[0].endswith("/all")
         return self._store.check(keys)
 
 
@@ -235,7 +234,7 @@ def test_a_member_that_came_to_another_group_is_said_to_have(
 def test_the_log_says_for_whom_a_set_up_waits_long_before_its_time_is_over(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_client, "_TELL_SECONDS", 0.2)
+    monkeypatch.setattr(rendezvous, "_LOG_SECONDS", 0.2)
     world = Rendezvous(HashStore(), 0, 4, "world", Deadline.after(60))
     replace(world, rank=1).sub("pp", (1, 3))
 
@@ -309,130 +308,29 @@ def test_members_that_give_up_in_turns_meet_in_the_end() -> None:
     all_meet(store, visit)
 
 
-@pytest.mark.parametrize("killed", [1, 2])
-def test_who_comes_late_meets_those_that_take_the_place_of_killed_ones(killed: int) -> None:
-    """Who is killed while it waits gives nothing up; what it has put is not taken for another's."""
-    store = HashStore()
-    for _ in range(killed):
-        left = Rendezvous(store, 0, 2, "world", Deadline.after(30)).begin_round("world")
-        left._publish("hosts", b"of a killed one")
-    again = Rendezvous(store, 0, 2, "world", Deadline.after(30)).begin_round("world")
-    with ThreadPoolExecutor(1) as threads:
-        late = threads.submit(visit, store, 1, 30)
-        assert again.all_gather("hosts", b"0") == late.result(60) == [b"0", b"1"]
-    all_meet(store, visit)
-
-
 def enter(store: Store, rank: int, n: int = 3, seconds: float = 30) -> list[bytes]:
-    exchange = Rendezvous(store, rank, n, "world", Deadline.after(seconds))
-    return exchange.all_gather_round("world", "terms", b"%d" % rank)[1]
+    exchange = Rendezvous(store, rank, n, "world", Deadline.after(seconds)).begin_round("world")
+    return exchange.all_gather("terms", b"%d" % rank)
 
 
-@pytest.mark.parametrize("had_put", [False, True])
-def test_those_that_wait_meet_one_that_takes_the_place_of_a_killed_one(had_put: bool) -> None:
-    """They are in the killed one's visit, and follow it into its next one."""
-    store = HashStore()
-    killed = Rendezvous(store, 2, 3, "world", Deadline.after(30)).begin_round("world")
-    if had_put:
-        killed._publish("terms", b"of a killed one")
-    with ThreadPoolExecutor(3) as threads:
-        early = threads.submit(enter, store, 0)
-        until(lambda: store.check(["group-coordinator/world/1/terms/0"]))
-        again = threads.submit(enter, store, 2)
-        # If all were there before, the others would go on with what the killed one has put.
-        until(lambda: store.check([f"group-coordinator/world/1/{LEFT_ROUND}"]))
-        late = threads.submit(enter, store, 1)
-        for each in (early, again, late):
-            assert each.result(60) == [b"0", b"1", b"2"]
-
-
-def test_those_that_wait_follow_one_that_tries_again() -> None:
+def test_those_that_waited_for_one_that_timed_out_meet_when_they_try_again() -> None:
     store = HashStore()
     with ThreadPoolExecutor(3) as threads:
         patient = threads.submit(enter, store, 0)
         with pytest.raises(GroupTimeoutError, match="rank 1"):
             enter(store, 2, seconds=0.05)
-        others = [threads.submit(enter, store, rank) for rank in (2, 1)]
-        for each in (patient, *others):
+        with pytest.raises(GroupAbortedError, match="rank 2 reported: GroupTimeoutError"):
+            patient.result(60)
+        for each in [threads.submit(enter, store, rank) for rank in (2, 1, 0)]:
             assert each.result(60) == [b"0", b"1", b"2"]
-
-
-def test_whether_all_had_come_before_one_went_on_is_the_same_for_all() -> None:
-    """Whoever looks late, after a member has gone on to another set-up in the same place."""
-    store = HashStore()
-    inside = [
-        Rendezvous(store, rank, 2, "world", Deadline.after(30)).begin_round("world")
-        for rank in (0, 1)
-    ]
-    for rank, each in enumerate(inside):
-        each._publish("terms", b"%d" % rank)
-    Rendezvous(store, 1, 2, "world", Deadline.after(30)).begin_round("world")
-    assert [each._put_by_all("terms") for each in inside] == [[b"0", b"1"]] * 2
-
-
-def test_the_last_to_come_to_a_visit_that_others_have_left_follows_them() -> None:
-    store = HashStore()
-    deadline = Deadline.after(30)
-    first, last = (
-        Rendezvous(store, rank, 2, "world", deadline).begin_round("world") for rank in (0, 1)
-    )
-    first._publish("terms", b"0")
-    first.store.set(LEFT_ROUND, "")
-    assert first._put_by_all("terms") is None
-    last._publish("terms", b"1")
-    assert first._put_by_all("terms") is last._put_by_all("terms") is None
-
-
-def test_the_last_to_come_may_be_killed_before_it_says_that_all_are_there() -> None:
-    store = HashStore()
-    killed = Rendezvous(store, 1, 2, "world", Deadline.after(30)).begin_round("world")
-    killed._put("terms/1", b"2 of a killed one")
-    with ThreadPoolExecutor(2) as threads:
-        waiting = threads.submit(enter, store, 0, 2)
-        until(lambda: store.check(["group-coordinator/world/1/terms/0"]))
-        again = threads.submit(enter, store, 1, 2)
-        assert waiting.result(60) == again.result(60) == [b"0", b"1"]
 
 
 def set_up(store: Store, rank: int, n: int = 3) -> Rendezvous:
     """One member's part in a set-up, up to its second step."""
     exchange = Rendezvous(store, rank, n, "world", Deadline.after(30), called=(4, 6, 9)[:n])
-    return exchange.all_gather_round("world", "terms", b"%d" % rank)[0]
-
-
-@pytest.mark.parametrize("step", ["gather", "count", "broadcast"])
-def test_who_waits_for_a_killed_one_is_told_once_it_has_begun_anew(step: str) -> None:
-    """In whichever step, and also if it had put what it is to put."""
-    store = HashStore()
-
-    def wait(exchange: Rendezvous) -> int:
-        gather, broadcast = partial(exchange.all_gather, "hosts"), partial(exchange.broadcast, "at")
-        with pytest.raises(GroupAbortedError, match="rank 9 restarted this set-up") as caught:
-            broadcast(None, 2) if step == "broadcast" else gather()
-        return caught.value.failure.culprit
-
-    with ThreadPoolExecutor(3) as threads:
-        inside = list(threads.map(partial(set_up, store), range(3)))
-        if step == "count":
-            inside[2]._put("hosts/2", b"3 of a killed one")
-        waiting = [threads.submit(wait, each) for each in inside[:2]]
-        again = threads.submit(set_up, store, 2)
-        assert [each.result(60) for each in waiting] == [9, 9]
-        others = [threads.submit(set_up, store, rank) for rank in range(2)]
-        for each in (again, *others):
-            each.result(60)
-
-
-def test_one_that_is_killed_twice_is_left_by_those_that_waited_for_the_first() -> None:
-    """The second time before it could tell that it has begun anew."""
-    store = HashStore()
-    with ThreadPoolExecutor(4) as threads:
-        waiting = threads.submit(enter, store, 0)
-        until(lambda: store.check(["group-coordinator/world/1/terms/0"]))
-        assert [store.add("group-coordinator/world/visits/2", 1) for _ in range(2)] == [1, 2]
-        others = [threads.submit(enter, store, rank) for rank in (2, 1)]
-        for each in (waiting, *others):
-            assert each.result(60) == [b"0", b"1", b"2"]
+    inside = exchange.begin_round("world")
+    inside.all_gather("terms", b"%d" % rank)
+    return inside
 
 
 def test_who_has_set_its_group_up_may_come_again_while_others_wait_for_each_other() -> None:
@@ -445,7 +343,7 @@ def test_who_has_set_its_group_up_may_come_again_while_others_wait_for_each_othe
         until(lambda: inside[0].store.check(["hosts/0"]))
         again = threads.submit(set_up, store, 2)
         until(lambda: store.check([f"group-coordinator/world{_digest((4, 6, 9))}/2/terms/2"]))
-        assert not inside[0].store.check([store_client.ABORTED_KEY])
+        assert not inside[0].store.check([rendezvous.ABORTED_KEY])
         assert inside[1].all_gather("hosts", b"1") == waiting.result(60) == [b"0", b"1", b"2"]
         others = [threads.submit(set_up, store, rank) for rank in range(2)]
         for each in (again, *others):
@@ -490,8 +388,8 @@ def test_the_first_that_gives_up_is_the_one_that_all_are_told_of() -> None:
 
 def test_what_is_no_reason_of_a_member_is_a_typed_error() -> None:
     exchange = Rendezvous(HashStore(), 0, 2, "world", Deadline.after(30)).begin_round("world")
-    exchange.store.set(store_client.ABORTED_KEY, "rubbish")
-    with pytest.raises(TransportError, match="'given up' in the store must be of type Failure"):
+    exchange.store.set(rendezvous.ABORTED_KEY, "rubbish")
+    with pytest.raises(TransportError, match="'aborted' in the store must be of type Failure"):
         exchange.all_gather("hosts")
 
 
@@ -526,20 +424,8 @@ def authenticate(store: Store, rank: int, seconds: float, n: int = 2) -> list[by
 
 
 def test_who_comes_late_meets_those_that_try_again_with_a_secret() -> None:
-    """What the first try has left in the open store, an address, leads nowhere by then."""
+    """The first try has left its part of the key in the store."""
     store = HashStore()
     with pytest.raises(GroupTimeoutError, match="rank 1"):
         authenticate(store, 0, 0.3)
     all_meet(store, authenticate)
-
-
-def test_an_address_at_which_nobody_answers_is_given_up() -> None:
-    """Member 0 was killed, member 1 has asked there in vain, and member 2 need not."""
-    store = HashStore()
-    host = StoreServer(range(3), "127.0.0.1", SECRET)
-    host.close(0.0)
-    killed = Rendezvous(store, 0, 3, "world", Deadline.after(30)).begin_round("world")
-    killed.broadcast("address of the authenticated store", msgspec.msgpack.encode(host.at))
-    with pytest.raises(GroupTimeoutError):
-        authenticate(store, 1, 0.3, 3)
-    all_meet(store, partial(authenticate, n=3), 3)

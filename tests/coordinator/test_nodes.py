@@ -8,8 +8,9 @@ import pytest
 from torch.distributed import HashStore
 
 import coordinator.hosts
+from coordinator import host_store
 from coordinator.hosts import Heartbeat, HostTopology, find_nodes
-from coordinator.rendezvous import Rendezvous, host_store
+from coordinator.rendezvous import Rendezvous
 from shm_broadcast import Board, Deadline, PeerProtocolError, SharedMemoryError
 from shm_broadcast.executor import ProgressEngine
 from tests.coordinator.test_exchange import members

@@ -9,7 +9,6 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import coordinator
@@ -111,22 +110,6 @@ def test_an_altered_value_in_the_store_is_a_typed_error_with_its_key(
     assert re.search(rf"with rank 0: .*'{key}'.* must be {expected}", said), said
 
 
-def one_is_replaced(process: int, _: int, store: Store) -> float:
-    """Process 2 is killed where it was to meet the others; process 3 takes its place as rank 2."""
-    rank = min(process, 2)
-    if process == 2:
-        Rendezvous._gather = die
-    if process == 3:
-        wait = [f"group-coordinator/world/0/1/rendezvous/{rank}" for rank in (0, 1)]
-        until(lambda: store.check([*wait, "group-coordinator/world/0/visits/2"]))
-    with coordinator.init(3, rank=rank, store=store, timeout=LIMIT) as groups:
-        return groups.world.all_reduce(torch.tensor(rank + 1.0)).item()
-
-
-def test_those_that_wait_meet_one_that_takes_the_place_of_a_killed_one() -> None:
-    assert run_ranks(4, one_is_replaced, SharedStore(), may_die=[2]) == [6.0, 6.0, None, 6.0]
-
-
 def at_swap(what: str, do: Callable[..., object]) -> None:
     """Have this rank do something else where it would take part in a swap of a group's set-up."""
     gather, broadcast = Rendezvous.all_gather, Rendezvous.broadcast
@@ -147,49 +130,6 @@ def isolate(rank: int, how: str) -> None:
         hosts._boot_id = lambda: b"of rank %d" % rank
     if how == "containers":
         hosts._try_to_attach = lambda *_: None
-
-
-def one_is_replaced_on_the_way(
-    process: int, _: int, store: Store, step: str, isolated: str, secret: bytes | None
-) -> float:
-    """Process 2 is killed when all have come, and process 3 takes its place as rank 2."""
-    rank = min(process, 2)
-    isolate(rank, isolated)
-    if process == 2:
-        at_swap(step, lambda: (store.set("is killed", ""), die()))
-
-    def meet() -> float:
-        with coordinator.init(3, rank=rank, store=store, timeout=LIMIT, secret=secret) as groups:
-            return groups.world.all_reduce(torch.tensor(rank + 1.0)).item()
-
-    if process == 3:
-        until(lambda: store.check(["is killed"]))
-    elif process != 2:
-        with pytest.raises((GroupAbortedError, PeerLostError)) as caught:
-            meet()
-        seen: Any = caught.value
-        assert (seen.rank if isinstance(seen, PeerLostError) else seen.failure.culprit) == 2
-    return meet()
-
-
-@pytest.mark.parametrize(
-    ("step", "isolated", "secret"),
-    [
-        *((f"world {step}", "", None) for step in ("host", "boards", "decided", "board")),
-        *((f"world {step}", "hosts", None) for step in ("board", "hosts", "heartbeat")),
-        *((f"undecided {step}", "containers", None) for step in ("host", "boards", "decided")),
-        ("world address of the authenticated store", "", SECRET),
-        ("world host", "", SECRET),
-    ],
-)
-def test_those_that_wait_for_one_that_is_killed_on_the_way_meet_the_new_one_next(
-    step: str, isolated: str, secret: bytes | None
-) -> None:
-    """Nobody waits out its time, whichever step the killed one has not come to."""
-    ranks = run_ranks(
-        4, one_is_replaced_on_the_way, SharedStore(), step, isolated, secret, may_die=[2]
-    )
-    assert ranks == [6.0, 6.0, None, 6.0]
 
 
 def one_fails(rank: int, n: int, store: Store, step: str, isolated: str) -> None:

@@ -32,6 +32,7 @@ _STOPPED_ELSEWHERE = (
     "tests/server/test_pool_three_hosts.py"
     "::test_a_stopped_worker_on_another_host_is_named_and_nobody_else"
 )
+_SEALED = "tests/coordinator/test_sealed_store.py"
 _OTHER_HOSTS = "tests/shm_broadcast/test_other_hosts.py::test_a_process_of_another_host"
 _LARGE = "tests/device_comm/test_shm_large.py"
 _EXCHANGE = "tests/coordinator/test_exchange.py"
@@ -278,7 +279,7 @@ MUTANTS = (
     ),
     Mutant(
         "N2 the binder picks an address of its own",
-        "coordinator/rendezvous.py",
+        "coordinator/stores.py",
         "if error.errno != errno.EADDRNOTAVAIL:",
         "if error.errno:",
         ("tests/coordinator/test_bootstrap.py::test_an_address_that_is_translated_on_the_way",),
@@ -580,13 +581,32 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "S3 with a secret, members tell each other nothing in an open store",
+        "S3 with a secret, members seal what they write into an open store",
         "coordinator/rendezvous.py",
-        "if secret is None or isinstance(base, ProxyStore):",
+        "if secret is None or isinstance(behind_prefixes(exchange.store), SealedStore):",
         "if secret is None or exchange.size > 1:",
-        (
-            "tests/coordinator/test_curve_store.py::test_the_first_store_holds_one_address_and_nothing_else",
-        ),
+        (f"{_SEALED}::test_the_first_values_are_open_and_all_others_sealed",),
+    ),
+    Mutant(
+        "S3 a value of another process is refused",
+        "coordinator/stores.py",
+        "if not hmac.compare_digest(mac, sealed[_SALT_BYTES:begin]):",
+        "if len(mac) != len(sealed[_SALT_BYTES:begin]):",
+        (f"{_SEALED}::test_a_value_of_another_process_is_a_typed_error",),
+    ),
+    Mutant(
+        "S3 a sealed value belongs to its key",
+        "coordinator/stores.py",
+        "(salt, len(named), named, value)",
+        '(salt, 0, b"", value)',
+        (f"{_SEALED}::test_a_value_of_another_process_is_a_typed_error[of another key]",),
+    ),
+    Mutant(
+        "S3 each member contributes to the key",
+        "coordinator/rendezvous.py",
+        'sealed = SealedStore(exchange.store, secret, b"".join(nonces))',
+        "sealed = SealedStore(exchange.store, secret)",
+        (f"{_SEALED}::test_a_value_of_an_earlier_job_is_refused",),
     ),
     Mutant(
         "S4 a pool on one host opens no socket with an address",
@@ -756,37 +776,6 @@ MUTANTS = (
         "                self._workers[rank].end(why)",
         "                pass",
         ("tests/server/test_pool_hosts.py::test_a_killed_supervisor_is_named_and_its_workers_end",),
-    ),
-    Mutant(
-        "E1 those that wait follow a member into its next visit",
-        "coordinator/rendezvous.py",
-        '            before.set(LEFT_ROUND, "")\n',
-        "",
-        (f"{_EXCHANGE}::test_those_that_wait_meet_one_that_takes_the_place_of_a_killed_one",),
-    ),
-    Mutant(
-        "E1 a visit that was left never ends with all there",
-        "coordinator/rendezvous.py",
-        "ended = self._end(what, _NOT_ALL)",
-        'ended = self.store.get(f"{what}/ended") if self.store.check([f"{what}/ended"]) else b""',
-        (f"{_EXCHANGE}::test_the_last_to_come_to_a_visit_that_others_have_left_follows_them",),
-    ),
-    Mutant(
-        "E1 who waits for a member that begins anew is told",
-        "coordinator/rendezvous.py",
-        "self._mark(before, Failure(own_rank, PeerLostError.__name__, why, own_rank))",
-        "pass",
-        (f"{_EXCHANGE}::test_who_waits_for_a_killed_one_is_told_once_it_has_begun_anew",),
-    ),
-    Mutant(
-        "E1 but not if that one had set its group up",
-        "coordinator/rendezvous.py",
-        "if before.check([_set_up_by(self.rank)]) or before.check([LEFT_ROUND]):",
-        "if before.check([LEFT_ROUND]):",
-        (
-            f"{_EXCHANGE}"
-            "::test_who_has_set_its_group_up_may_come_again_while_others_wait_for_each_other",
-        ),
     ),
     Mutant(
         "E1 who fails in a set-up tells why",

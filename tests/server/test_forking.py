@@ -108,7 +108,7 @@ def test_what_is_the_drivers_is_the_next_workers(
 ) -> None:
     before = ask("inherited", either)[1]
     assert before["variables"]["PYTEST_CURRENT_TEST"] == os.environ["PYTEST_CURRENT_TEST"]
-    assert (before["read"], before["argument"], before["blocked"]) == ("", 7, set())
+    assert (before["read"], before["argument"], before["blocked"]) == ("", 6, set())
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setenv("A_WORD", "said")
     monkeypatch.setenv("PYTEST_CURRENT_TEST", "another")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import socket
 import time
@@ -17,6 +18,7 @@ import psutil
 import pytest
 import zmq
 
+from coordinator import connect_store
 from server.errors import (
     CallTimeoutError,
     HostError,
@@ -568,10 +570,49 @@ def attack(pool: WorkerPool, port: int) -> list[bytes]:
     return answers
 
 
+class Bomb:
+    """An object that leaves a file behind where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def has_its_store_overwritten(pool: WorkerPool, bomb: Path) -> tuple[int, list[str], list[float]]:
+    """A stranger on the network writes to all keys of the ranks' store."""
+    ports = [
+        connection.laddr.port
+        for connection in psutil.Process().net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN and not speaks_zmq(connection.laddr)
+    ]
+    hosts = pool._plan.hosts
+    assert hosts is not None
+    stranger = connect_store(hosts.master_addr, ports[0], PATIENCE_SECONDS)
+    keys = [key.removeprefix("/") for key in stranger.list_keys()]  # type: ignore[attr-defined]
+    for key in keys:
+        stranger.set(key, pickle.dumps(Bomb(bomb)))  # type: ignore[arg-type]
+    return len(ports), keys, pool.collective_rpc("total", args=(1.0,))
+
+
+def test_what_a_stranger_writes_to_the_store_of_the_ranks_is_not_used(tmp_path: Path) -> None:
+    bomb = tmp_path / "bomb"
+    with two_hosts("IPv4") as hosts:
+        (ports, keys, totals), end = run_ranks(
+            2, over_hosts, str(tmp_path), hosts, has_its_store_overwritten, (bomb,)
+        )
+    assert ports == 1
+    assert any("beat/" in key for key in keys)
+    assert totals == [2.0, 2.0]
+    assert not bomb.exists()
+    assert end[0] == "dismissed"
+
+
 def test_a_stranger_gets_nothing_at_any_port_and_the_pool_goes_on(tmp_path: Path) -> None:
     with two_hosts("IPv4") as hosts:
         (ports, answers, totals), end = run_ranks(2, over_hosts, str(tmp_path), hosts, is_attacked)
-    assert ports == 3  # the link, the calls' queue, the ranks' store
+    assert ports == 2  # the link, the calls' queue
     assert answers == []
     assert totals == [2.0, 2.0]
     assert end[0] == "dismissed"

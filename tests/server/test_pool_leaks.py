@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import gc
 import os
@@ -26,7 +25,6 @@ from benchmarks.memory import shared_bytes
 from server.calls.dispatcher import Dispatcher
 from server.calls.ledger import CallTracker
 from server.config import PoolConfig
-from server.control.channel import RendezvousServer
 from server.driver.worker_processes import WorkerProcesses
 from server.errors import CallTimeoutError, PoolClosedError, ProcessLimitError, WorkerLostError
 from server.launchers.fork_servers import FORK_SERVERS
@@ -280,8 +278,7 @@ def test_a_launch_that_fails_midway_leaves_nothing(
 def test_a_worker_closed_by_many_threads_closes_each_descriptor_once() -> None:
     """A descriptor closed twice may be somebody else's by then."""
     for _ in range(20):
-        with contextlib.closing(RendezvousServer()) as meeting, meeting.open_round([0]) as seats:
-            (worker,) = launch(seats, 1, NEVER)
+        (worker,) = launch([0], 1, NEVER)
         end([worker], 0.0, 0.0)
         gate = threading.Barrier(8)
 

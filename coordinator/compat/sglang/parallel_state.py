@@ -35,7 +35,7 @@ from coordinator.group import GraphCaptureContext, capture_on_side_stream
 from coordinator.groups import ParallelGroups, Topology
 from coordinator.messages.wire import Kind
 from coordinator.rank_grid import RankGrid
-from coordinator.rendezvous import DEFAULT_TIMEOUT
+from coordinator.stores import DEFAULT_TIMEOUT
 from device_comm import Work
 from device_comm.verbs.checks import check_out
 from shm_broadcast import Deadline

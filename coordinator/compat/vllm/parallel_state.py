@@ -31,7 +31,7 @@ from coordinator.group import GraphCaptureContext, capture_on_side_stream
 from coordinator.groups import ParallelGroups, Topology
 from coordinator.member import Member
 from coordinator.rank_grid import RankGrid
-from coordinator.rendezvous import DEFAULT_TIMEOUT
+from coordinator.stores import DEFAULT_TIMEOUT
 from device_comm import Work
 from shm_broadcast import Deadline, GroupTimeoutError
 
