@@ -8,7 +8,7 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
-from server.launchers.boot import end_with
+from server.launchers.boot import kill_at_close
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def _be(serve: Callable[..., None], lifeline: Connection, *arguments: Any) -> None:
     # Some peers' ranks spin without end for one that is gone, and run no Python meanwhile.
-    end_with(lifeline.fileno(), os.getpid())
+    kill_at_close(lifeline.fileno(), os.getpid())
     serve(*arguments)
 
 

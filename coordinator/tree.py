@@ -1,10 +1,20 @@
-"""Convert nested dicts, lists and tuples to a flat list of leaves and a description, and back."""
+"""Convert nested dicts, lists and tuples to leaves and a description, or a tensor dict, and back.
+
+The tensor dict of a tree:
+
+    "tree"    the nesting, as plain data; itself if named tuples or keys are not plain
+    "0" …     the leaves, in order
+"""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
+
+from coordinator.messages.wire import decode_plain, encode_plain
+from shm_broadcast import MessageDecodeError
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +61,25 @@ def places(structure: Structure, root: str) -> Iterator[str]:
         yield from places(child, f"{root}[{key!r}]")
 
 
+def to_dict(tree: Any) -> dict[str, Any]:
+    """Return the tensor dict of a tree."""
+    leaves, structure = flatten(tree)
+    numbered = {str(number): leaf for number, leaf in enumerate(leaves)}
+    return {"tree": _describe(structure), **numbered}
+
+
+def by_place(tree: Any) -> dict[str, Any]:
+    """Return the leaves of a tree, by their places in it."""
+    leaves, structure = flatten(tree)
+    return dict(zip(places(structure, "tree"), leaves, strict=True))
+
+
+def from_dict(values: dict[str, Any]) -> Any:
+    """Return the tree of a tensor dict, or raise MessageDecodeError."""
+    leaves = [values[str(number)] for number in range(len(values) - 1)]
+    return unflatten(_restore(values["tree"]), leaves)
+
+
 def _flatten(tree: Any, leaves: list[Any]) -> Structure:
     kind = type(tree)
     if kind is dict:
@@ -70,3 +99,62 @@ def _unflatten(structure: Structure, leaves: Iterator[Any]) -> Any:
     if structure.kind in (list, tuple):
         return structure.kind(children)
     return structure.kind(*children)
+
+
+def _describe(structure: Structure) -> bytes | Structure:
+    return _cached_encode(structure) if _has_text_keys(structure) else _encode(structure)
+
+
+def _has_text_keys(structure: Structure) -> bool:
+    """Return whether equal keys are identical, unlike 1 and True: such structures are cached."""
+    return structure is None or (
+        _TEXT.issuperset(map(type, structure.keys)) and all(map(_has_text_keys, structure.children))
+    )
+
+
+_TEXT = frozenset({str})
+
+
+def _encode(structure: Structure) -> bytes | Structure:
+    try:
+        return encode_plain(_to_plain(structure))
+    except TypeError:
+        return structure
+
+
+_cached_encode = lru_cache(maxsize=256)(_encode)
+
+
+def _restore(described: bytes | Structure) -> Structure:
+    if isinstance(described, bytes):
+        return _decode(described)
+    if described is None or isinstance(described, Node):
+        return described
+    raise MessageDecodeError(f"the nesting of a message is a {type(described).__name__}")
+
+
+@lru_cache(maxsize=256)
+def _decode(data: bytes) -> Structure:
+    try:
+        return _from_plain(decode_plain(data))
+    except (TypeError, ValueError, KeyError) as error:
+        raise MessageDecodeError(f"cannot restore the nesting of a message: {error}") from error
+
+
+_KINDS: dict[str, type] = {"dict": dict, "list": list, "tuple": tuple}
+
+
+def _to_plain(structure: Structure) -> Any:
+    if structure is None:
+        return None
+    if structure.kind not in _KINDS.values():
+        raise TypeError(f"a {structure.kind.__name__}")
+    children = [_to_plain(child) for child in structure.children]
+    return structure.kind.__name__, structure.keys, children
+
+
+def _from_plain(value: Any) -> Structure:
+    if value is None:
+        return None
+    kind, keys, children = value
+    return Node(_KINDS[kind], tuple(keys), tuple(_from_plain(child) for child in children))

@@ -37,6 +37,7 @@ from shm_broadcast.deadline import Deadline
 
 if TYPE_CHECKING:
     from coordinator.context import GroupContext
+    from coordinator.messages.incoming import Communicators
     from coordinator.messages.messenger import Make
 
 
@@ -356,8 +357,8 @@ class GroupVerbs(Member, Collectives, RootedCollectives):
         """
         if self.world_size == 1:
             return self._messenger.broadcast_object(None, 0, timeout)  # type: ignore[no-any-return]
-        src, peers = self._previous(src), all_gather_group._messenger if all_gather_group else None
-        return self._messenger.recv(Kind.TENSOR_DICT, src, timeout, peers=peers)
+        src, peers = self._previous(src), _routes(all_gather_group)
+        return self._messenger.recv(Kind.TENSOR_DICT, src, timeout, peers=peers)  # type: ignore[no-any-return]
 
     def irecv_tensor_dict(
         self,
@@ -372,7 +373,7 @@ class GroupVerbs(Member, Collectives, RootedCollectives):
         """
         if self.world_size == 1:
             return Work(self._messenger.broadcast_object(None, 0, timeout))
-        src, peers = self._previous(src), all_gather_group._messenger if all_gather_group else None
+        src, peers = self._previous(src), _routes(all_gather_group)
         return self._messenger.irecv(Kind.TENSOR_DICT, src, timeout, peers=peers)
 
     @overload
@@ -549,3 +550,7 @@ class GroupVerbs(Member, Collectives, RootedCollectives):
     def _reduce_by_nodes(self, x: Tensor, *, async_op: bool = False, **how: Any) -> Any:
         result = self.hierarchy.all_reduce(x, **how)
         return Work(result) if async_op else result
+
+
+def _routes(group: GroupVerbs | None) -> Communicators | None:
+    return None if group is None else group._messenger.routes

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from .errors import WorkerStartError as WorkerStartError
     from .hosts.host_supervisor import serve_host as serve_host
     from .hosts.place import Hosts as Hosts
-    from .launchers.ray_actors import RayCluster as RayCluster
+    from .launchers.ray_cluster import RayCluster as RayCluster
     from .pool import WorkerPool as WorkerPool
     from .replicas import Replicas as Replicas
     from .worker import WorkerContext as WorkerContext
@@ -53,7 +53,7 @@ _HOMES: Final = {
     ),
     ".hosts.host_supervisor": "serve_host",
     ".hosts.place": "Hosts",
-    ".launchers.ray_actors": "RayCluster",
+    ".launchers.ray_cluster": "RayCluster",
     ".pool": "WorkerPool",
     ".replicas": "Replicas",
     ".worker": "WorkerContext",

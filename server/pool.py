@@ -57,7 +57,7 @@ from .launchers.fork_servers import FORK_SERVERS, worker_environment
 
 if TYPE_CHECKING:
     from .driver.crew import PoolDriver
-    from .launchers.ray_actors import RayCluster
+    from .launchers.ray_cluster import RayCluster
 
 _EXIT_SECONDS = 2.0
 """Time for workers to exit when the interpreter exits, or a ``with`` block raises."""
@@ -117,7 +117,7 @@ class WorkerPool:
                 workers, in rank order. ``"torchrun"``: likewise, with torchrun's environment.
                 ``"ray"``: Ray starts all workers; this process runs none.
             hosts: the hosts, or the Ray cluster. ``None``: from the launcher's environment; see
-                `hosts.place.Hosts`, `launchers.ray_actors.RayCluster`.
+                `hosts.place.Hosts`, `launchers.ray_cluster.RayCluster`.
             start_timeout: seconds for all workers to be ready; ``None``: no limit.
             on_progress: called with ``(rank, done, total, what)`` when a worker reports progress:
                 in this thread until the workers are ready, afterwards in the supervisor thread,

@@ -30,7 +30,7 @@ Board: abort word, then slots per member
          | member slot 0   (128 bytes)     |
          | member slot 1 ...               |
          | failure slot 0  (512 bytes) ... |
-         | status slot 0  (1088 bytes) ... |
+         | status slot 0  (2048 bytes) ... |
          | history 0   (entries * 64),     |
          |   its totals ...                |
          | fingerprints 0 (32 * 64 bytes)  |   only with histories
@@ -54,21 +54,8 @@ Board: abort word, then slots per member
      8   | kind, 56 bytes | message, 448 bytes (UTF-8, NUL-padded)
 
     Status slot, written by the member for inspection only
-     0   | stacks u32     | -              |   1 + the descriptor that it writes its stacks to, or 0
-     8   | place, 56 bytes: its ranks in its groups, as "tp 0, pp 1"
-     64  | wait 0 (128 bytes), 1, 2, 3     |   waits of its threads
-     576 | membership 0 (32 bytes) ... 15  |   the groups that it is in
-
-    Wait, once it has lasted for a tenth of a second
-     0   | since, monotonic ns u64         |   0: the entry is free
-     8   | members u32    | -              |   how many it waits for
-     16  | operation, 48 bytes             |
-     64  | the first 32 of them, u16 each  |
-
-    Membership
-     0   | size u16 | rank u16 | first i32 |   of the group: size, own rank, global rank of rank 0
-     8   | name, 23 bytes      | open u8   |   size 0: the entry is free; open: how many such groups
-         |                                 |   are open, 0 after the member closed them
+     0   | bytes u32      | CRC-32 u32     |   of the record
+     8   | record: `PublishedStatus`, MessagePack
 
     History: the last operations of a member, written by it only; number k, counted as its sequence,
     is entry (k - 1) % entries
@@ -148,6 +135,10 @@ acquire before it reuses the bytes. So nothing unread is overwritten.
 3. Notify: store, full fence, load ``waiters``; if not zero, add to the eventcount and wake. Wait:
 add to ``waiters`` (full fence), load the eventcount, check the condition, sleep if the eventcount
 still holds that value. So no wake-up is lost.
+4. Inspection. A member stores an entry of its history between two sequences: with a release fence
+before the entry, a release store of ``sequence`` after it; a reader copies entries between two
+loads of ``sequence``, with full fences. A total's ``ended`` is stored with release after the rest,
+and loaded with acquire before it. A status has a checksum, and needs no order.
 
 Tested on x86-64; on aarch64 emulated only. Every order above is explicit, none relies on TSO.
 ``models/doorbell_ring.pml`` checks rules 1-3 with store buffers.
@@ -159,7 +150,7 @@ from typing import Final
 
 LINE: Final = 64
 MAGIC: Final = 0x47435348
-VERSION: Final = 7
+VERSION: Final = 8
 
 SEGMENT_MAGIC: Final = 0
 SEGMENT_VERSION: Final = 4
@@ -207,22 +198,7 @@ FAILURE_KIND_BYTES: Final = 56
 FAILURE_MESSAGE: Final = 64
 FAILURE_MESSAGE_BYTES: Final = 448
 
-STATUS_STRIDE: Final = 1088
-STATUS_STACKS: Final = 0
-STATUS_PLACE: Final = 8
-STATUS_PLACE_BYTES: Final = 56
-STATUS_WAITS: Final = 64
-WAITS: Final = 4
-WAIT_STRIDE: Final = 128
-WAIT_SINCE: Final = 0
-WAIT_COUNT: Final = 8
-WAIT_OPERATION: Final = 16
-WAIT_MEMBERS: Final = 64
-WAIT_NAMED: Final = 32
-STATUS_MEMBERSHIPS: Final = 576
-MEMBERSHIPS: Final = 16
-MEMBERSHIP_STRIDE: Final = 32
-MEMBERSHIP_FORMAT: Final = "<HHi23sB"
+STATUS_STRIDE: Final = 2048
 
 HISTORY_ENTRIES: Final = 2048
 ENTRY_STRIDE: Final = 64

@@ -23,7 +23,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from coordinator.daemon_threads import submit_in_thread
-from server.launchers import forking
+from server.launchers import boot
 from tests.patience import PATIENCE_SECONDS
 from tests.ranks import CONTEXT
 from tests.warm_forks import warm_fork_servers
@@ -116,7 +116,7 @@ def _run(
     for name, number, end in (("stdout", 1, stdout), ("stderr", 2, stderr)):
         os.dup2(end.fileno(), number)
         end.close()
-        forking._reopen(name, number)
+        boot.reopen(name, number)
     warm_fork_servers()
     warnings.simplefilter("error")
     status = 0

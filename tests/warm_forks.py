@@ -1,7 +1,7 @@
 """Fork servers that load nothing, for the pools of tests.
 
 A pool's fork server loads torch, which takes a second of a core, and tests start hundreds of them.
-Here they are forked from a process that has loaded it, a nest, and run `server.launchers.forking`
+Here they are forked from a process that has loaded it, a nest, and run `server.launchers.boot`
 as they do otherwise. For a rank of a test and for a program (`tests.programs`), which have loaded
 all of it already, the nest is a copy of themselves; pytest starts one for itself. Where a fork
 server would be in other circumstances than the nest, it is started as usual.
@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import server.worker  # noqa: F401 - what fork servers load
-from server.launchers import boot, fork_servers, forking
-from server.launchers.fork_servers import ProcessEnvironment, python_command, worker_environment
+from server.launchers import boot, fork_servers
+from server.launchers.fork_servers import python_command, server_key, worker_environment
 from tests.patience import PATIENCE_SECONDS
 
 if TYPE_CHECKING:
@@ -81,19 +81,30 @@ def start_nest() -> None:
     theirs.close()
     for end in (nest.wait, nest.kill, ours.close):  # the last one first
         atexit.register(end)
-    its = ProcessEnvironment.now(environment, ())
+    its = _circumstances(environment)
 
     def serves(environment: Mapping[str, str]) -> bool:
         few = environment["OMP_NUM_THREADS"] in {"1", str(threads)}
         wanted = {**environment, "OMP_NUM_THREADS": str(threads)}
-        return few and nest.poll() is None and ProcessEnvironment.now(wanted, ()) == its
+        return few and nest.poll() is None and _circumstances(wanted) == its
 
     _fork_from(ours, serves)
 
 
+def _circumstances(environment: Mapping[str, str]) -> tuple[Any, ...]:
+    """What a process of this thread would inherit, as far as it matters to tests."""
+    thread = Path("/proc/thread-self")
+    return (
+        server_key(environment, ()),
+        (thread / "limits").read_text(),
+        (thread / "cgroup").read_text(),
+        *(place.readlink() for place in sorted((thread / "ns").iterdir())),
+    )
+
+
 def be_nest(asked: int, parent: int) -> None:
     """What the process does that `start_nest` starts."""
-    refusal = forking._load(boot, "server", ["tests.huge_pages"])
+    refusal = boot.load_workers_modules("server", ["tests.huge_pages"])
     assert not refusal, refusal
     with socket.socket(fileno=asked) as requests:
         _nest(requests, parent)
@@ -110,18 +121,22 @@ def _fork_from(nest: socket.socket, serves: Callable[[Mapping[str, str]], bool])
     start_cold = fork_servers.start_process
 
     def start(
-        told: int, inherited: Sequence[int], environment: Mapping[str, str]
+        settings: Mapping[str, Any],
+        inherited: Sequence[int],
+        environment: Mapping[str, str],
+        output: int | None = None,
     ) -> _Forked | subprocess.Popen[bytes]:
-        if os.getpid() != parent or not serves(environment):
-            return start_cold(told, inherited, environment)
-        asked = json.dumps([list(inherited), dict(environment)]).encode()
+        if "preload" not in settings or os.getpid() != parent or not serves(environment):
+            return start_cold(settings, inherited, environment, output)
+        about_driver = fork_servers.about_driver()
+        asked = json.dumps([{**settings, **about_driver}, inherited, dict(environment)]).encode()
         with asking, suppress(OSError):
-            socket.send_fds(nest, [asked], [told, *inherited])
+            socket.send_fds(nest, [asked], inherited)
             answer = nest.recv(64)
             if answer:
                 return _Forked(int(answer))
         nest.close()  # what it may answer yet is nobody's
-        return start_cold(told, inherited, environment)
+        return start_cold(settings, inherited, environment, output)
 
     fork_servers.start_process = start
 
@@ -156,7 +171,7 @@ def _nest(asked: socket.socket, parent: int) -> None:
         request, descriptors, _, _ = socket.recv_fds(asked, _LARGEST, 8)
         if not request:
             return
-        pid = forking._clone()
+        pid = boot.clone_sibling()
         if pid == 0:
             try:
                 _become(descriptors, *json.loads(request))
@@ -167,11 +182,15 @@ def _nest(asked: socket.socket, parent: int) -> None:
             os.close(each)
 
 
-def _become(descriptors: list[int], inherited: list[int], environment: dict[str, Any]) -> None:
+def _become(
+    descriptors: list[int],
+    settings: dict[str, Any],
+    inherited: list[int],
+    environment: dict[str, Any],
+) -> None:
     """Be as a process that was started with these descriptors and variables, and serve."""
     os.setsid()
-    _take([0, *inherited], descriptors)
-    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - for the life of the process
+    _take(inherited, descriptors)
     os.environ.clear()
     os.environ.update(environment)
     warnings.resetwarnings()
@@ -180,8 +199,8 @@ def _become(descriptors: list[int], inherited: list[int], environment: dict[str,
     threads = int(environment.get("OMP_NUM_THREADS", os.cpu_count() or 1))
     if threads != torch.get_num_threads():  # to set it starts threads, but for one
         torch.set_num_threads(threads)
-    sys.argv[:] = [str(forking.__file__)]
-    forking.main()
+    sys.argv[:] = [str(boot.__file__), json.dumps(settings)]
+    boot.main()
     os._exit(0)
 
 

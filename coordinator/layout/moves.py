@@ -12,16 +12,14 @@ A term is one rank's summand of a reduction (`Partial`); a shard is one rank's s
     reduce            identity              a term's gradient is that of the sum; AVG: / ranks
     reduce_scatter    gather                likewise
     as_term           identity              AVG: * ranks
-    assemble          cut                   as gather
-    cut               assemble              as split
+    assemble          a copy of the part    as gather
     copy              all-reduce            replicated input; its gradient arrives as terms
 
 The backward of gather slices the gradient without summing: every rank has the whole gradient. If
 the ranks have terms of the gradient instead, `copy` sums them.
 
 No function changes its input. In a group of one they return it. For every function: Collective:
-yes, every member (`split`, `cut`, `as_term` and `copy` communicate in backward only, or not at
-all).
+yes, every member (`split`, `as_term` and `copy` communicate in backward only, or not at all).
 """
 
 from __future__ import annotations
@@ -220,10 +218,10 @@ def assemble(
             view.copy_(part.view(view.shape))
         return whole
 
-    return moved(x, forward, lambda grad: cut(grad, boxes, group))
+    return moved(x, forward, lambda grad: _cut(grad, boxes, group))
 
 
-def cut(x: Tensor, boxes: Sequence[tuple[slice, ...]], group: GroupCoordinator) -> Tensor:
+def _cut(x: Tensor, boxes: Sequence[tuple[slice, ...]], group: GroupCoordinator) -> Tensor:
     """Return a copy of this rank's part of the whole tensor ``x``: the reverse of `assemble`."""
 
     def forward(x: Tensor) -> Tensor:

@@ -17,11 +17,13 @@ posted all of its own.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from threading import RLock
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -29,7 +31,7 @@ from torch import Tensor
 from coordinator.messages.tensor_dict import Header, TensorMeta, from_payload, unpack
 from coordinator.messages.wire import Kind, Message, MessageCodec
 from device_comm import AllPending, Pending, Work
-from device_comm.call_number import naming_call
+from device_comm.call_number import call_number, naming_call
 from device_comm.verbs.checks import Timeout
 from shm_broadcast import (
     CoordinatorError,
@@ -41,7 +43,6 @@ from shm_broadcast import (
 from shm_broadcast._native import Turn
 
 if TYPE_CHECKING:
-    from coordinator.messages.messenger import Messenger
     from device_comm import Communicator
 
 
@@ -120,17 +121,6 @@ class Incoming:
         pending: its arrival; None: not begun, or on a thread that waits for it.
     """
 
-    __slots__ = (
-        "error",
-        "frame",
-        "header",
-        "on_device",
-        "payload",
-        "pending",
-        "receive",
-        "tensors",
-    )
-
     def __init__(self, receive: Receive) -> None:
         self.frame = Message()
         self.payload: memoryview | None = None
@@ -141,14 +131,7 @@ class Incoming:
         self.receive: Receive | None = receive
         self.pending: Pending | None = None
 
-    def steps(
-        self,
-        wire: MessageCodec,
-        src: int,
-        dst: int,
-        routes: Communicators,
-        inbox: Inbox,
-    ) -> Iterator[Sequence[Tensor]]:
+    def steps(self, inbox: Inbox, src: int) -> Iterator[Sequence[Tensor]]:
         """Yield the CPU tensors to receive into, in order: the frame, the rest, a dict's tensors.
 
         `Receive.result` raises errors that concern this message only. An error here aborts the
@@ -159,18 +142,18 @@ class Incoming:
             MessageSealError: the data is not the sender's next message.
             MessageDecodeError: the header is invalid, or a tensor does not fit into memory.
         """
-        frame = self.frame
+        frame, wire = self.frame, inbox.wire
         try:
             yield (frame.first,)
             frame.read()
             inbox.match(self)
             if (rest := frame.rest()) is not None:
                 yield (rest,)
-            payload = wire.open(frame.kind, frame.payload, src, dst, frame.tag)
+            payload = wire.open(frame.kind, frame.payload, src, inbox.dst, frame.tag)
             if frame.kind in _DICTS:
                 self.header, self.tensors = from_payload(payload)
                 inbox.count(self)
-                if on_cpu := allocate(self, self.header, routes):
+                if on_cpu := allocate(self, self.header, inbox.routes):
                     yield on_cpu
             else:
                 self.payload, self.receive = payload, None
@@ -190,7 +173,8 @@ _DICTS = frozenset({Kind.TENSOR_DICT, Kind.BROADCAST_TENSOR_DICT, Kind.TREE})
 
 def allocate(incoming: Incoming, header: Header, routes: Communicators) -> Sequence[Tensor]:
     """Allocate the missing tensors of a dict; return those on the CPU."""
-    on_cpu, on_device = [], []
+    on_cpu: list[Tensor] = []
+    on_device: list[Tensor] = []
     for key, meta in header.tensors.items():
         if key not in incoming.tensors:
             incoming.tensors[key] = room = _room(key, meta, routes)
@@ -217,20 +201,20 @@ class Receive:
 
     def __init__(
         self,
-        messenger: Messenger,
+        inbox: Inbox,
         kind: Kind,
         src: int,
         tag: int = 0,
-        peers: Messenger | None = None,
+        peers: Communicators | None = None,
     ) -> None:
         """Receive the next message of rank ``src`` with that tag; ``peers`` receive its slices."""
         self.src = src
         self.tag = tag
         self.incoming: Incoming | None = None
         self.has_arrived = False
-        self._messenger = messenger
+        self._inbox = inbox
         self._kind = kind
-        self._call = messenger.wire.call()
+        self._call = inbox.wire.call()
         self._peers = peers
         self._is_cut = True  # until the header has arrived, it may be
         self._number = 0
@@ -252,7 +236,7 @@ class Receive:
         try:
             self.check(incoming.frame)
         except DivergenceError as error:
-            self._messenger.cpu.abort(error)
+            self._inbox.routes.cpu.abort(error)
             raise
         self.incoming = incoming
         if incoming.header is not None:
@@ -267,7 +251,7 @@ class Receive:
             if meta.slices:
                 self._is_cut = True
         if self._is_cut and self._peers is not None:
-            self._number = self._messenger.count_cut(self._peers, self.src, self.tag)
+            self._number = self._inbox.number(self._peers.cpu, self.tag)
 
     def ready(self) -> bool:
         """Return whether `wait` would return or raise at once. Never blocks."""
@@ -290,10 +274,10 @@ class Receive:
         self.has_arrived = True
 
     def _arriving(self) -> tuple[Incoming, Pending]:
-        incoming = self.incoming or self._messenger.begin(self)
+        incoming = self.incoming or self._inbox.begin(self)
         while incoming.pending is None:
-            self._messenger.cpu.abort("a receive was interrupted before it had begun")
-            self._messenger.cpu.check()
+            self._inbox.routes.cpu.abort("a receive was interrupted before it had begun")
+            self._inbox.routes.cpu.check()
         return incoming, incoming.pending
 
     def result(self, timeout: Timeout) -> Any:
@@ -304,7 +288,7 @@ class Receive:
             MessageRefusedError: the sender cannot send it.
             MessageDecodeError: it cannot be restored here.
         """
-        incoming, wire = self.incoming, self._messenger.wire
+        incoming, wire = self.incoming, self._inbox.wire
         if incoming is None or not self.has_arrived:
             raise RuntimeError("the message has not arrived yet")
         if incoming.error is not None:
@@ -347,7 +331,7 @@ class Receive:
         try:
             _require_the_same(self._number, peers.cpu, timeout)
             whole = {
-                key: peers.routes.of(meta.device).all_gather(tensors[key], dim=0, timeout=timeout)
+                key: peers.of(meta.device).all_gather(tensors[key], dim=0, timeout=timeout)
                 for key, meta in cut.items()
             }
             tensors.update(whole)
@@ -374,18 +358,23 @@ class Inbox:
     """The receives from one rank, and its unexpected messages.
 
     Attributes:
+        dst: this rank, or `wire.EVERYONE`.
         turn: held by the thread that receives from the rank.
         open: the posted receives that no frame has matched yet, in order.
         last: the last receive that posts device tensors in order; None: there is none.
         lock: frames may arrive on other threads. Re-entrant: a signal handler may receive.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, routes: Communicators, wire: MessageCodec, dst: int) -> None:
+        self.routes = routes
+        self.wire = wire
+        self.dst = dst
         self.turn = Turn()
         self.open: list[Receive] = []
         self.last: OrderedReceive | None = None
         self.lock = RLock()
         self._unexpected: list[Incoming] = []
+        self._n_cut: WeakKeyDictionary[Communicator, Counter[int]] = WeakKeyDictionary()
 
     def post(self, receive: Receive) -> None:
         """Give the receive its message, if that was unexpected; else make it an open one."""
@@ -408,6 +397,30 @@ class Inbox:
         with self.lock, suppress(ValueError):
             self.open.remove(receive)
 
+    def begin(self, receive: Receive) -> Incoming:
+        """Begin to receive another message for ``receive``, which has none on its way."""
+        (cpu, device), src = self.routes, receive.src
+        with self.lock:
+            if receive.incoming is not None:
+                return receive.incoming
+            incoming = receive.incoming = Incoming(receive)
+        begin = partial(cpu.irecv_series, partial(next, incoming.steps(self, src), ()), src)
+        if call_number():
+            cpu.begun.count_received(src)
+        if device is cpu:
+            incoming.pending = begin()
+        else:
+            incoming.pending = self.in_turn(
+                begin, lambda: [device.irecv(out=part, src=src) for part in incoming.on_device]
+            )
+        return incoming
+
+    def number(self, peers: Communicator, tag: int) -> int:
+        """Return the number of a sliced dict among those with its tag for ``peers``."""
+        counts = self._n_cut.setdefault(peers, Counter())
+        counts[tag] += 1
+        return counts[tag]
+
     def in_turn(
         self, begin: Callable[[], Work[None]] | None, ask: Callable[[], Sequence[Work[Any]]]
     ) -> OrderedReceive:
@@ -421,7 +434,8 @@ class Inbox:
 
     def match(self, incoming: Incoming) -> None:
         """Give a message, whose frame has arrived, to the first open receive with its tag."""
-        frame, owner = incoming.frame, incoming.receive
+        frame = incoming.frame
+        owner: Any = incoming.receive  # one of `open`
         if self.open[0] is owner and owner.tag == frame.tag:  # other threads only append
             self.open.pop(0).check(frame)
             return
@@ -436,11 +450,10 @@ class Inbox:
                 self.keep(incoming)
                 return
             self.open.remove(receive)
-            if receive is not owner:
-                if receive.incoming is not None:
-                    receive.incoming.receive = owner
-                owner.incoming = receive.incoming
-                receive.incoming, incoming.receive = incoming, receive
+            if receive.incoming is not None:
+                receive.incoming.receive = owner
+            owner.incoming = receive.incoming
+            receive.incoming, incoming.receive = incoming, receive
         receive.check(frame)
 
     def count(self, incoming: Incoming) -> None:

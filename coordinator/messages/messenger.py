@@ -23,13 +23,11 @@ receive gets which message.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -89,8 +87,8 @@ class Messenger:
         self._timeout = cpu.timeout
         self._outgoing = Sender(self.routes, numbered=wire.numbers)
         self._others = [rank for rank in range(cpu.world_size) if rank != cpu.rank]
-        self._inboxes = {rank: Inbox() for rank in (*self._others, EVERYONE)}
-        self._n_cut: WeakKeyDictionary[Communicator, Counter[Any]] = WeakKeyDictionary()
+        self._inboxes = {rank: Inbox(self.routes, wire, cpu.rank) for rank in self._others}
+        self._broadcasts = Inbox(self.routes, wire, EVERYONE)
 
     def flush(self, linger: float) -> None:
         """Wait for messages in flight, at most ``linger`` seconds."""
@@ -167,7 +165,7 @@ class Messenger:
         timeout: Timeout,
         *,
         tag: int = 0,
-        peers: Messenger | None = None,
+        peers: Communicators | None = None,
     ) -> Any:
         """Return the value of the next message of ``src`` with that tag.
 
@@ -175,7 +173,7 @@ class Messenger:
         """
         deadline = self._deadline(timeout)
         inbox = self._inbox(src)
-        receive = Receive(self, kind, src, tag, peers)
+        receive = Receive(inbox, kind, src, tag, peers)
         try:
             while not receive.has_arrived:
                 with inbox.turn as acquired:
@@ -201,47 +199,23 @@ class Messenger:
         timeout: Timeout,
         *,
         tag: int = 0,
-        peers: Messenger | None = None,
+        peers: Communicators | None = None,
     ) -> Work[Any]:
         """Begin to receive the next message of ``src`` with that tag."""
         receive, allowed = self.post(kind, src, tag, peers), self._allowed(timeout)
         return Work(None, receive, lambda: receive.result(allowed), allowed)
 
-    def post(self, kind: Kind, src: int, tag: int = 0, peers: Messenger | None = None) -> Receive:
+    def post(
+        self, kind: Kind, src: int, tag: int = 0, peers: Communicators | None = None
+    ) -> Receive:
         """Begin to receive a message, behind earlier receives. Never blocks."""
         inbox = self._inbox(src)
-        receive = Receive(self, kind, src, tag, peers)
+        receive = Receive(inbox, kind, src, tag, peers)
         with inbox.turn as acquired:
             self._require_alone(acquired, src)
             inbox.post(receive)
-            self.begin(receive)
+            inbox.begin(receive)
         return receive
-
-    def begin(self, receive: Receive) -> Incoming:
-        """Begin to receive another message for ``receive``, which has none on its way."""
-        (cpu, device), src = self.routes, receive.src
-        inbox = self._inboxes[src]
-        with inbox.lock:
-            if receive.incoming is not None:
-                return receive.incoming
-            incoming = receive.incoming = Incoming(receive)
-        steps = incoming.steps(self.wire, src, cpu.rank, self.routes, inbox)
-        begin = partial(cpu.irecv_series, partial(next, steps, ()), src)
-        if call_number():
-            cpu.begun.count_received(src)
-        if device is cpu:
-            incoming.pending = begin()
-        else:
-            incoming.pending = inbox.in_turn(
-                begin, lambda: [device.irecv(out=part, src=src) for part in incoming.on_device]
-            )
-        return incoming
-
-    def count_cut(self, peers: Messenger, src: int, tag: int) -> int:
-        """Return the number of a sliced dict among those of ``src`` for ``peers``."""
-        counts = self._n_cut.setdefault(peers.cpu, Counter())
-        counts[src, tag] += 1
-        return counts[src, tag]
 
     def _receive(self, inbox: Inbox, receive: Receive, deadline: Deadline) -> None:
         """Receive one message, which may be unexpected."""
@@ -254,16 +228,16 @@ class Messenger:
             inbox.last.has_asked(deadline)
         if call_number():
             self.cpu.begun.count_received(receive.src)
-        self._fill(inbox, receive, self.cpu.rank, partial(self._recv_parts, receive.src, deadline))
+        self._fill(inbox, receive, partial(self._recv_parts, receive.src, deadline))
 
     def _fill(
-        self, inbox: Inbox, receive: Receive, dst: int, fill: Callable[[Sequence[Tensor]], None]
+        self, inbox: Inbox, receive: Receive, fill: Callable[[Sequence[Tensor]], None]
     ) -> None:
         """Receive one message on this thread; abort if only a part of it has arrived."""
         incoming = receive.incoming = Incoming(receive)
         try:
             inbox.open.append(receive)
-            for tensors in incoming.steps(self.wire, receive.src, dst, self.routes, inbox):
+            for tensors in incoming.steps(inbox, receive.src):
                 fill(tensors)
             if incoming.on_device:
                 fill(incoming.on_device)
@@ -340,9 +314,8 @@ class Messenger:
         if async_op:
             return self.irecv(kind, src, timeout)
         deadline = self._deadline(timeout)
-        receive = Receive(self, kind, src)
-        fill = partial(self._broadcast_parts, src, deadline)
-        self._fill(self._inboxes[EVERYONE], receive, EVERYONE, fill)
+        receive = Receive(self._broadcasts, kind, src)
+        self._fill(self._broadcasts, receive, partial(self._broadcast_parts, src, deadline))
         return receive.result(deadline)
 
     def _broadcast(

@@ -220,6 +220,7 @@ static void comm_dealloc(PyObject *object) {
     PyMem_Free((void *)self->steps.parts);
     PyMem_Free(self->steps.scratch);
     PyMem_Free(self->sizes);
+    PyMem_Free(self->sources);
     Py_XDECREF(self->tensor_type);
     Py_XDECREF(self->is_neg);
     Py_XDECREF(self->reduce_op_type);
@@ -297,8 +298,10 @@ static int make_room(Comm *self) {
     s->plan.takes = PyMem_Calloc(s->n, sizeof *s->plan.takes);
     s->parts = PyMem_Calloc(s->n, sizeof *s->parts);
     s->scratch = PyMem_Calloc(1, SCRATCH_BYTES);
+    self->sources = PyMem_Malloc(2 * ARRANGED_BYTES);
     bool all = s->eventcounts && s->plan.awaits && s->plan.gives && s->plan.takes && s->parts &&
-               s->scratch && self->sizes;
+               s->scratch && self->sizes && self->sources;
+    if (self->sources) self->results = self->sources + ARRANGED_BYTES;
     if (self->sizes) {
         self->sent = self->sizes + s->n * s->n;
         self->received = self->sent + s->n;

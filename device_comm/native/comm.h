@@ -18,6 +18,16 @@ extern _Thread_local uint32_t the_call;
 /* Operations besides collectives, which have the numbers of their verbs. */
 enum { OPERATION_SEND = VERBS, OPERATION_RECV, OPERATIONS };
 
+/* Tensors up to this size are rearranged on the fast path, if a dimension other than the first is
+ * split or concatenated. */
+#define ARRANGED_BYTES 65536
+
+/* Where the pieces of a result go once it is complete; output NULL: they are there. */
+typedef struct {
+    char *output;
+    uint64_t size, pieces, outer;
+} arranged;
+
 typedef struct {
     PyObject_HEAD
     Py_buffer group, board; /* keep the memory below alive */
@@ -29,6 +39,8 @@ typedef struct {
     uint64_t blocked;       /* sequence number on the board of the current fast-path call */
     steps steps;
     collective call;        /* of `begin` */
+    char *sources, *results; /* ARRANGED_BYTES each: a rearranged source; a result before that */
+    arranged arranged;      /* of the current fast-path call */
     uint64_t *sizes;        /* table that the ranks exchange: rank r's row, by rank */
     uint64_t *sent, *received, *row; /* this rank's source and output sizes; its row */
     bool exchanging;        /* the plan exchanges sizes; the data follows */

@@ -171,11 +171,34 @@ static PyObject *make(Comm *self, const collective *c, PyObject *x, PyObject *ou
     return out != Py_None ? Py_NewRef(out) : tensor_new(self->reader, wanted, &result->data);
 }
 
+/* Copies `pieces` along a dimension, with `outer` rows before it: from one piece after the other to
+ * one row after the other, or back. */
+static void arrange(char *to, const char *from, uint64_t size, uint64_t pieces, uint64_t outer,
+                    bool to_rows) {
+    uint64_t row = size / (pieces * outer), at = 0;
+    for (uint64_t piece = 0; piece < pieces; piece++)
+        for (uint64_t before = 0; before < outer; before++, at += row) {
+            uint64_t placed = (before * pieces + piece) * row;
+            if (to_rows)
+                memcpy(to + placed, from + at, row);
+            else
+                memcpy(to + at, from + placed, row);
+        }
+}
+
+/* Moves the pieces of a complete result to their places. */
+static void place(const Comm *self) {
+    const arranged *a = &self->arranged;
+    if (a->output != NULL)
+        arrange(a->output, self->results, a->size, a->pieces, a->outer, true);
+}
+
 /* Runs the plan. Steals `result`; returns it, or Ellipsis if blocked and not in the background. */
 static PyObject *run(Comm *self, PyObject *source, PyObject *result, const collective *c,
                      bool background) {
     uint64_t bytes = c->source.size > c->output.size ? c->source.size : c->output.size;
     if (comm_run(self, bytes, background ? comm_begin_spin(bytes) : SPIN_NS) == STEPS_DONE) {
+        place(self);
         if (self->history)
             gc_leave(self->history, self->blocked, OUTCOME_DONE, 0, 0, gc_pace_now(&self->pace));
         return result;
@@ -208,14 +231,17 @@ call(PyObject *object, int verb, PyObject *const *args, Py_ssize_t given) {
     PyObject *out = args[out_at], *model = takes_input ? args[0] : out;
     tensor x, result;
     int op = NO_OP, dim = 0;
+    uint64_t outer = 1, pieces = s->n;
     if ((!takes_input && args[0] != Py_None) || (!has_result && out != Py_None) ||
         !describe(self, model, &x) || (reduces && !read_op(self, args[op_at], &x, &op)))
         Py_RETURN_NOTIMPLEMENTED;
     shape whole = {.like = &x, .dim = -1}, wanted = whole;
     if (cuts) {
-        dim = takes_input ? tensor_leading_dim(args[dim_at], &x) : tensor_dim(args[dim_at], &x);
+        dim = tensor_dim(args[dim_at], &x);
         if (dim < 0) Py_RETURN_NOTIMPLEMENTED;
+        for (int i = 0; takes_input && i < dim; i++) outer *= (uint64_t)x.shape[i];
         uint64_t rows = (uint64_t)x.shape[dim];
+        if (verb == VERB_ALL_TO_ALL) pieces = rows;
         if (verb == VERB_ALL_GATHER || (verb == VERB_GATHER && at_root)) {
             wanted = (shape){.like = &x, .dim = dim, .rows = rows * s->n};
         } else if (verb != VERB_GATHER && takes_input) {
@@ -231,16 +257,27 @@ call(PyObject *object, int verb, PyObject *const *args, Py_ssize_t given) {
     collective c = {.verb = verb, .root = root, .itemsize = x.itemsize};
     if (puts) c.source = (span){x.data, tensor_bytes(&x)};
     if (has_result) c.output.size = shape_bytes(wanted);
+    bool collects = verb == VERB_ALL_GATHER || verb == VERB_GATHER;
+    bool cut = outer > 1 && !collects;
+    bool joined = outer > 1 && has_result && (collects || verb == VERB_ALL_TO_ALL);
+    if ((cut && c.source.size > ARRANGED_BYTES) || (joined && c.output.size > ARRANGED_BYTES))
+        Py_RETURN_NOTIMPLEMENTED;
+    if (cut) {
+        arrange(self->sources, x.data, c.source.size, pieces, outer, false);
+        c.source.address = self->sources;
+    }
     sign(self, verb, verb == VERB_SCATTER ? wanted : whole, op, rooted ? root : (size_t)dim);
     plan_sources(s, &c);
     PyObject *filled = Py_None;
+    self->arranged.output = NULL;
     if (!has_result) {
         start(self, &c);
         Py_INCREF(filled);
     } else {
         filled = make(self, &c, model, out, wanted, &result);
         if (filled == NULL) return NULL;
-        c.output.address = result.data;
+        c.output.address = joined ? self->results : result.data;
+        self->arranged = (arranged){joined ? result.data : NULL, c.output.size, pieces, outer};
         plan_results(s, &c);
     }
     return run(self, model, filled, &c, background);
@@ -267,6 +304,7 @@ PyObject *direct_barrier(PyObject *object, PyObject *const *Py_UNUSED(args), Py_
     if (!callable(self, n - background, 0)) Py_RETURN_NOTIMPLEMENTED;
     sign(self, VERB_BARRIER, (shape){0}, NO_OP, 0);
     plan_sources(&self->steps, &c);
+    self->arranged.output = NULL;
     start(self, &c);
     return run(self, Py_None, Py_NewRef(Py_None), &c, background);
 }
@@ -274,6 +312,7 @@ PyObject *direct_barrier(PyObject *object, PyObject *const *Py_UNUSED(args), Py_
 PyObject *direct_finish(PyObject *object, PyObject *Py_UNUSED(ignored)) {
     Comm *self = (Comm *)object;
     PyObject *result = self->result;
+    place(self);
     self->result = NULL;
     Py_CLEAR(self->source);
     if (!self->background) stamp_state(self, STATE_IDLE);

@@ -171,13 +171,6 @@ int tensor_dim(PyObject *object, const tensor *x) {
     return overflow || dim < 0 || dim >= x->ndim ? -1 : (int)dim;
 }
 
-int tensor_leading_dim(PyObject *object, const tensor *x) {
-    int dim = tensor_dim(object, x);
-    for (int i = 0; i < dim; i++)
-        if (x->shape[i] != 1) return -1;
-    return dim;
-}
-
 shape shape_of(const tensor *x) { return (shape){.like = x, .dim = -1}; }
 
 uint64_t shape_size(shape s, int dim) {

@@ -50,9 +50,6 @@ bool tensor_overlaps(const tensor *a, const tensor *b);
 /* Reads a dimension, counted from the front; returns -1 if `object` is not one. */
 int tensor_dim(PyObject *object, const tensor *x);
 
-/* As `tensor_dim`; also returns -1 if parts along the dimension are not contiguous. */
-int tensor_leading_dim(PyObject *object, const tensor *x);
-
 shape shape_of(const tensor *x);
 uint64_t shape_size(shape s, int dim);
 uint64_t shape_bytes(shape s);

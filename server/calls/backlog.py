@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shm_broadcast import Deadline
-
-from ..control.attentive_clock import PauseAwareClock
+from shm_broadcast.deadline import PauseAwareClock
 
 if TYPE_CHECKING:
     from .pending_call import PendingCall

@@ -25,7 +25,7 @@ from ..config import (
 from ..driver.binding import assign, bound_here, count_gpus, share_of_a_host
 from ..hosts.host_supervisor import serve_host
 from ..hosts.place import Hosts
-from ..launchers.ray_actors import RayCluster
+from ..launchers.ray_cluster import RayCluster
 from ..pool import WorkerPool
 from ..replicas import Replicas
 from ..service import listener, logs

@@ -18,7 +18,7 @@ from ..hosts.place import Hosts, hosts_of
 from .binding import assign, bound_here, checked_device, count_gpus, share_of_a_host, worker_threads
 
 if TYPE_CHECKING:
-    from ..launchers.ray_actors import RayCluster
+    from ..launchers.ray_cluster import RayCluster
 
 _MOST_WORKERS: Final = 4096
 """Limits the memory for boards and queues that a wrong number may take."""
@@ -158,7 +158,7 @@ def _hosts(
 ) -> Hosts | None:
     if launcher != "ray" and (hosts is None or isinstance(hosts, Hosts)):
         return hosts_of(launcher, hosts)
-    from ..launchers.ray_actors import RayCluster  # noqa: PLC0415 - few use Ray
+    from ..launchers.ray_cluster import RayCluster  # noqa: PLC0415 - few use Ray
 
     if launcher != "ray":
         if isinstance(hosts, RayCluster):

@@ -13,8 +13,8 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from shm_broadcast import Deadline, Failure, GroupTimeoutError, QueueHandle
+from shm_broadcast.deadline import PauseAwareClock
 
-from ..control.attentive_clock import PauseAwareClock
 from ..control.protocol import Failed, FromWorker, Ready, WorkProgress, rebuild
 from ..errors import WorkerStartError
 from ..inspection.diagnosis import Diagnosis, WaitNode, own_diagnoses, wait_graph

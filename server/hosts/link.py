@@ -34,6 +34,7 @@ import zmq
 from coordinator.launcher import own_address, who_listens
 from shm_broadcast import __version__
 from shm_broadcast.codec import UNDECODABLE
+from shm_broadcast.deadline import PauseAwareClock
 from shm_broadcast.eventcount import WakeFd
 from shm_broadcast.net.endpoint import Connection, RemoteEnd, bind_socket
 from shm_broadcast.net.keys import (
@@ -45,7 +46,6 @@ from shm_broadcast.net.keys import (
 )
 
 from ..config import PoolConfig
-from ..control.attentive_clock import PauseAwareClock
 from ..control.protocol import (
     FromWorker,
     Resume,

@@ -27,14 +27,7 @@ from shm_broadcast.atomics import read_text
 from shm_broadcast.errors import DRIVER_RANK, Failure, MemberStatus
 from shm_broadcast.process import START_TIMES, ProcessId, stat_fields
 from shm_broadcast.segment import SEALS
-from shm_broadcast.state.status import (
-    Membership,
-    Wait,
-    read_groups,
-    read_place,
-    read_stacks_descriptor,
-    read_waits,
-)
+from shm_broadcast.state.status import Membership, PublishedStatus, Wait, read_status
 from shm_broadcast.state.table import Members, first_failure
 
 CONDITIONS: Final = {
@@ -413,6 +406,9 @@ def _board(
     def runs(process: ProcessId) -> bool:
         return (process.pid, process.start_time) in here
 
+    def read(at: int, size: int) -> bytes:
+        return bytes(copy.memory[at : at + size])
+
     name = read_text(copy, layout.BOARD_NAME, layout.BOARD_NAME_BYTES)
     members = Members(copy, ranks, name, runs)
 
@@ -421,15 +417,17 @@ def _board(
         start = words.load64(layout.member_slot(member) + layout.MEMBER_START_TIME)
         process = here.get((status.pid, start))
         joined = process is not None and status.state in ("idle", "busy")
+        published = read_status(read, member, n_members)
+        current = published if joined else PublishedStatus()
         return MemberSnapshot(
             status=status if process is None else replace(status, pid=process.pid),
-            place=read_place(copy, member, n_members),
+            place=published.place,
             condition=process.condition if process is not None else "",
             memory=process.memory if process is not None else 0,
-            waits=read_waits(copy, member, n_members) if joined else (),
-            stacks=read_stacks_descriptor(copy, member, n_members) if joined else None,
+            waits=current.waits,
+            stacks=current.stacks,
             cores=process.cores if process is not None else "",
-            groups=read_groups(copy, member, n_members) if joined else (),
+            groups=current.groups,
         )
 
     return BoardSnapshot(

@@ -1,10 +1,10 @@
 """Start fork servers, request workers from them, and end them, from the driver.
 
-A fork server (`forking`) is a process of this driver that has loaded the modules of every worker.
-It serves only drivers with the `ProcessEnvironment` in which it was started; `_KEPT` servers stay.
-Most parts of the environment are inherited at the start and cannot be changed later, or are read
-while libraries load (OpenMP's variables, Python's). Only the folder, the output and
-`IDLE_VARIABLES` are sent with each request.
+A fork server (`boot`) is a process of this driver that has loaded the modules of every worker. It
+serves only drivers with the state in which it was started (`server_key`); `_KEPT` servers stay.
+That state is inherited at the start and cannot be changed later, or is read while libraries load
+(OpenMP's variables, Python's). Only the folder, the output and `IDLE_VARIABLES` are sent with each
+request. Limits, control groups and namespaces stay those of the server's start.
 
 Workers do not depend on their server: if it is killed, they continue, and the next request starts
 another one. No other process can send requests: a socket pair has no address.
@@ -12,45 +12,50 @@ another one. No other process can send requests: a socket pair has no address.
 
 from __future__ import annotations
 
-import atexit
 import json
 import logging
 import math
 import os
-import resource
 import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+from typing import Any, BinaryIO
 
 from shm_broadcast import Deadline, GroupTimeoutError
 
+Tick = Callable[[], float]
 IDLE_VARIABLES = frozenset({"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"})
 """Variables that change while a driver runs, and that no library reads while it loads."""
-_STATUS = frozenset(
-    (
-        *("Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs"),
-        *("Umask", "SigBlk", "SigIgn", "Seccomp", "Seccomp_filters"),
-        *("Cpus_allowed", "Mems_allowed"),
-    )
+_INHERITED_STATUS = (
+    *("Uid", "Gid", "Groups", "Cap", "NoNewPrivs", "Seccomp"),
+    *("Umask", "SigBlk", "SigIgn", "Cpus_allowed", "Mems_allowed"),
 )
-"""The fields of proc_pid_status(5) that a new process inherits."""
-_THREAD = Path("/proc/thread-self")
-_LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
-
-
+"""Beginnings of the lines of proc_pid_status(5) that a new process inherits."""
 _BRIEF_SPIN = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
 """OpenMP threads spin briefly, and then sleep.
 
 By default they spin for long, which blocks other processes on the same cores, such as the driver:
 embedding took 4 times the processor time. Without a spin, wake-ups take a fifth of a forward pass.
 """
+_log = logging.getLogger(__name__)
+_KEPT = 2
+"""Most servers. Pools of one and of several workers have different numbers of threads."""
+_ATTEMPTS = 2
+"""Most requests for a worker, if servers are killed; then it is spawned."""
+_END_SECONDS = 4.0
+"""Longest time of a killed process to end."""
+_TICK_SECONDS = 0.2
+_LARGEST_REPLY = 1 << 16
+_UNKNOWN = "its exit status is not known: the driver ignores SIGCHLD, or has waited for any child"
+_BOOT = Path(__file__).with_name("boot.py")
+_PACKAGE = __name__.partition(".")[0]
 
 
 def worker_environment(threads: int) -> dict[str, str]:
@@ -90,82 +95,48 @@ def python_command(script: Path) -> list[str]:
     return [sys.executable, *options, "-P", str(script)]
 
 
-class ProcessEnvironment(NamedTuple):
-    """The state that a new process inherits from the calling thread; the key of a server.
+def about_driver() -> dict[str, Any]:
+    """Return the settings of `boot` that are the same for all processes."""
+    return {"driver": os.getpid(), "package": _PACKAGE, "path": list(map(str, sys.path))}
 
-    Attributes:
-        driver: the driver's pid; a process forked from it needs its own servers.
-        folder: the current folder's device and inode, if ``path`` is relative to it.
-        environment: all variables but `IDLE_VARIABLES`.
-        status: identity, signals, cores, umask.
-        places: its control groups, and its OOM score adjustment.
-        namespaces: the device and inode of its root folder, and its namespaces.
-        preload: the modules that it has loaded, beside those of every worker.
+
+def start_process(
+    settings: Mapping[str, Any],
+    inherited: Sequence[int],
+    environment: Mapping[str, str],
+    output: int | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start a process that runs `boot` with ``settings``; ``output`` is as for Popen."""
+    return subprocess.Popen(
+        # By Python's JSON: a folder's name may not be valid UTF-8.
+        [*python_command(_BOOT), json.dumps({**settings, **about_driver()})],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        env=dict(environment),
+        cwd=working_folder(),
+        pass_fds=inherited,
+        start_new_session=True,
+    )
+
+
+def server_key(environment: Mapping[str, str], preload: Sequence[str]) -> Hashable:
+    """Return the state that a server has from its start, as the calling thread would pass it on.
+
+    A process that was forked from the driver needs its own servers.
     """
-
-    driver: int
-    executable: str
-    path: tuple[str, ...]
-    folder: tuple[int, int] | None
-    environment: frozenset[tuple[str, str]]
-    status: tuple[str, ...]
-    limits: tuple[tuple[int, int], ...]
-    priority: int
-    places: tuple[str, ...]
-    namespaces: tuple[tuple[int, int], ...]
-    preload: tuple[str, ...]
-
-    @classmethod
-    def now(cls, environment: Mapping[str, str], preload: Sequence[str]) -> ProcessEnvironment:
-        """Return that of a process that this thread would start with ``environment``."""
-        path = tuple(map(str, sys.path))
-        relative = not all(map(os.path.isabs, path))
-        return cls(
-            driver=os.getpid(),
-            executable=sys.executable,
-            path=path,
-            folder=_identity(Path(working_folder())) if relative else None,
-            environment=frozenset(
-                (name, value) for name, value in environment.items() if name not in IDLE_VARIABLES
-            ),
-            status=tuple(_status()),
-            limits=tuple(map(resource.getrlimit, _LIMITS)),
-            priority=os.getpriority(os.PRIO_PROCESS, 0),
-            places=tuple((_THREAD / name).read_text() for name in ("cgroup", "oom_score_adj")),
-            namespaces=tuple(map(_identity, (_THREAD / "root", *(_THREAD / "ns").iterdir()))),
-            preload=tuple(preload),
-        )
-
-
-def _status() -> Iterator[str]:
-    for line in (_THREAD / "status").read_text().splitlines():
-        if line.partition(":")[0] in _STATUS:
-            yield line
-
-
-def _identity(path: Path) -> tuple[int, int]:
-    status = path.stat()
-    return status.st_dev, status.st_ino
-
-
-if TYPE_CHECKING:
-    Tick = Callable[[], float]
-
-_log = logging.getLogger(__name__)
-_KEPT = 2
-"""Most idle servers. Pools of one and of several workers have different numbers of threads."""
-_ATTEMPTS = 2
-"""Most requests for a worker, if servers are killed; then it is spawned."""
-_END_SECONDS = 4.0
-"""Longest time of a killed process to end."""
-_TICK_SECONDS = 0.2
-_UNKNOWN = "its exit status is not known: the driver ignores SIGCHLD, or has waited for any child"
-_SCRIPT = Path(__file__).with_name("forking.py")
-_PACKAGE = __name__.partition(".")[0]
-
-
-def _no_tick() -> float:
-    return math.inf
+    path = tuple(map(str, sys.path))
+    relative = not all(map(os.path.isabs, path))
+    status = Path("/proc/thread-self/status").read_text().splitlines()
+    return (
+        os.getpid(),
+        sys.executable,
+        path,
+        os.path.abspath(working_folder()) if relative else None,  # noqa: PTH100
+        frozenset(environment.items() - {(name, environment.get(name)) for name in IDLE_VARIABLES}),
+        tuple(line for line in status if line.startswith(_INHERITED_STATUS)),
+        tuple(preload),
+    )
 
 
 class ChildProcess:
@@ -200,39 +171,30 @@ class _ServerLostError(Exception):
 
 
 class _ForkServer:
-    """One server.
+    """One server; it is killed with the last reference to it, or at exit.
 
     Attributes:
-        users: the number of threads with a request; guarded by the registry.
         refusal: the reason why it cannot fork workers; ``""``: it can, or has not replied.
+        close: kills it; idempotent.
     """
 
     def __init__(self, environment: Mapping[str, str], preload: Sequence[str]) -> None:
-        self.users = 0
         self.refusal = ""
         with ExitStack() as ours, ExitStack() as theirs:
-            self._requests, asked = socket.socketpair(type=socket.SOCK_SEQPACKET)
-            theirs.callback(asked.close)
-            ours.callback(self._requests.close)
-            heartbeat, lifeline = os.pipe()
-            theirs.callback(os.close, heartbeat)
-            self._lifeline = ours.enter_context(ExitStack())
-            self._lifeline.callback(os.close, lifeline)
-            inherited = asked.fileno(), heartbeat
-            settings = {
-                "path": list(map(str, sys.path)),
-                "package": _PACKAGE,
-                "preload": list(preload),
-                "driver": os.getpid(),
-                "requests": inherited[0],
-                "lifeline": inherited[1],
-            }
-            file = theirs.enter_context(open(os.memfd_create("fork-server"), "w+"))  # noqa: PTH123
-            json.dump(settings, file)
-            file.seek(0)
-            self._process = start_process(file.fileno(), inherited, environment)
+            self._requests, requests = socket.socketpair(type=socket.SOCK_SEQPACKET)
+            ours.enter_context(self._requests)
+            theirs.enter_context(requests)
+            self._requests.setblocking(False)
+            their_end, lifeline = os.pipe()
+            theirs.callback(os.close, their_end)
+            self._lifeline = ours.enter_context(open(lifeline, "wb", 0))  # noqa: PTH123
+            inherited = requests.fileno(), their_end
+            settings = {"requests": inherited[0], "lifeline": their_end, "preload": list(preload)}
+            self._process = start_process(settings, inherited, environment, subprocess.DEVNULL)
             self._ours = ours.pop_all()
-        self._requests.setblocking(False)
+        self.close = weakref.finalize(
+            self, _close_server, self._process, self._lifeline, self._ours
+        )
 
     def usable(self) -> bool:
         """Return whether a request makes sense: its process runs, or it has refused."""
@@ -248,18 +210,18 @@ class _ForkServer:
         """Fork, or return ``None`` if it refuses; raise `_ServerLostError` if it has ended."""
         if self.refusal:
             return None
-        with ExitStack() as undo:
-            reader, writer = os.pipe()
-            undo.callback(os.close, reader)
+        reader, writer = os.pipe()
+        try:
             try:
-                try:
-                    self._send_request(environment, inherited, writer, deadline, tick)
-                finally:
-                    os.close(writer)
-                reply = _reply(reader, deadline, tick)
-            except BaseException:
-                self._end_with_child(reader)
-                raise
+                self._send_request(environment, inherited, writer, deadline, tick)
+            finally:
+                os.close(writer)
+            reply = _reply(reader, deadline, tick)
+        except BaseException:
+            self._end_with_child(reader)
+            raise
+        finally:
+            os.close(reader)
         match reply:
             case {"pid": pid}:
                 return ChildProcess(pid)
@@ -272,13 +234,9 @@ class _ForkServer:
                 return None
         raise self._lost()
 
-    def close(self) -> None:
-        """End its process; idempotent."""
-        self._end()
-        self._ours.close()
-
     def forget(self) -> None:
         """Close the inherited descriptors in a forked child; the server is the parent's."""
+        self.close.detach()
         self._ours.close()
         self._process.returncode = 0  # the parent waits for it
 
@@ -312,7 +270,7 @@ class _ForkServer:
 
     def _end_with_child(self, reader: int) -> None:
         """End the server, so that it forks no more, and its last child."""
-        self._end()
+        _kill_server(self._process, self._lifeline)
         with suppress(GroupTimeoutError):
             match _reply(reader, Deadline.after(_END_SECONDS)):
                 case {"pid": pid}:
@@ -320,29 +278,19 @@ class _ForkServer:
                     child.kill()
                     child.wait()
 
-    def _end(self) -> None:
-        try:
-            self._process.kill()
-        except PermissionError:  # this process has changed its user since
-            self._lifeline.close()  # so the kernel kills it
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_SECONDS)
+
+def _kill_server(process: subprocess.Popen[bytes], lifeline: BinaryIO) -> None:
+    try:
+        process.kill()
+    except PermissionError:  # this process has changed its user since
+        lifeline.close()  # so the kernel kills it
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_END_SECONDS)
 
 
-def start_process(
-    told: int, inherited: Sequence[int], environment: Mapping[str, str]
-) -> subprocess.Popen[bytes]:
-    """Start a server's process; ``told`` is the descriptor of its settings."""
-    return subprocess.Popen(
-        python_command(_SCRIPT),
-        stdin=told,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=dict(environment),
-        cwd=working_folder(),
-        pass_fds=inherited,
-        start_new_session=True,
-    )
+def _close_server(process: subprocess.Popen[bytes], lifeline: BinaryIO, ours: ExitStack) -> None:
+    _kill_server(process, lifeline)
+    ours.close()
 
 
 class ForkServers:
@@ -350,7 +298,7 @@ class ForkServers:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._servers: dict[ProcessEnvironment, _ForkServer] = {}  # least recently used first
+        self._servers: dict[Hashable, _ForkServer] = {}  # least recently used first
 
     def fork(
         self,
@@ -362,34 +310,30 @@ class ForkServers:
     ) -> ChildProcess | None:
         """Fork a worker's process, as a child of this one; start a server if needed.
 
-        ``inherited`` are the three descriptors of `boot.main`; ``preload`` modules that the server
-        has loaded, beside those of every worker. ``tick`` is called repeatedly, returns the seconds
-        until its next call, and may raise. Returns ``None`` if workers cannot be forked; the log
-        has the reason.
+        ``inherited`` are the three descriptors of `boot.run_worker`; ``preload`` modules that the
+        server has loaded, beside those of every worker. ``tick`` is called repeatedly, returns the
+        seconds until its next call, and may raise. Returns ``None`` if workers cannot be forked;
+        the log has the reason.
 
         Raises:
             GroupTimeoutError: the server did not reply in time. It was ended, as for errors of
                 ``tick``.
             OSError: no process can be started.
         """
-        key = ProcessEnvironment.now(environment, preload)
-        lost = _ServerLostError()
+        how = ""
         for _ in range(_ATTEMPTS):
-            with self._borrowed(key, environment) as server:
-                try:
-                    return server.fork(environment, inherited, deadline, tick)
-                except _ServerLostError as error:
-                    lost = error
-        _log.warning("a worker is spawned, not forked: fork servers have ended: %s", lost)
+            server = self._server(environment, preload)
+            try:
+                return server.fork(environment, inherited, deadline, tick)
+            except _ServerLostError as error:
+                how = str(error)
+        _log.warning("a worker is spawned, not forked: fork servers have ended: %s", how)
         return None
 
     def prepare(self, environment: Mapping[str, str], preload: Sequence[str]) -> None:
         """Start the server for a later `fork`, which then reports any error; it loads meanwhile."""
-        with (
-            suppress(OSError),
-            self._borrowed(ProcessEnvironment.now(environment, preload), environment),
-        ):
-            pass
+        with suppress(OSError):
+            self._server(environment, preload)
 
     def close(self) -> None:
         """End all servers; workers that they have forked continue."""
@@ -403,31 +347,16 @@ class ForkServers:
         while self._servers:
             self._servers.popitem()[1].forget()
 
-    @contextmanager
-    def _borrowed(
-        self, key: ProcessEnvironment, environment: Mapping[str, str]
-    ) -> Iterator[_ForkServer]:
+    def _server(self, environment: Mapping[str, str], preload: Sequence[str]) -> _ForkServer:
+        key = server_key(environment, preload)
         with self._lock:
             server = self._servers.pop(key, None)
             if server is None or not server.usable():
-                if server is not None and not server.users:
-                    server.close()
-                self._make_room()
-                server = _ForkServer(environment, key.preload)
+                for oldest in [*self._servers][: len(self._servers) - _KEPT + 1]:
+                    del self._servers[oldest]
+                server = _ForkServer(environment, preload)
             self._servers[key] = server
-            server.users += 1
-        try:
-            yield server
-        finally:
-            with self._lock:
-                server.users -= 1
-                if not server.users and self._servers.get(key) is not server:
-                    server.close()
-
-    def _make_room(self) -> None:
-        idle = [key for key, server in self._servers.items() if not server.users]
-        for key in idle[: max(len(self._servers) - _KEPT + 1, 0)]:
-            self._servers.pop(key).close()
+            return server
 
 
 def _end_text(code: int) -> str:
@@ -441,32 +370,20 @@ def _end_text(code: int) -> str:
 
 def _output(number: int, undo: ExitStack) -> int:
     """Return a copy of standard output or error, or of /dev/null if that is closed."""
-    file = sys.__stdout__ if number == 1 else sys.__stderr__
     try:
-        copy = os.dup(number if _is_open(file) else -1)
+        # Another file that was opened as ``number`` since is not inheritable.
+        copy = os.dup(number if os.get_inheritable(number) else -1)
     except OSError:
         copy = os.open(os.devnull, os.O_WRONLY)
     undo.callback(os.close, copy)
     return copy
 
 
-def _is_open(file: TextIO | None) -> bool:
-    try:
-        return file is not None and not file.closed
-    except ValueError:  # detached by `LabelledText`, as in a worker
-        return True
-
-
-def _reply(reader: int, deadline: Deadline, tick: Tick = _no_tick) -> dict[str, Any] | None:
-    """Return the first message of the server or the child; ``None`` if both have ended."""
-    data = b""
-    while b"\n" not in data:
-        _wait(reader, select.POLLIN, deadline, tick)
-        more = os.read(reader, 1024)
-        if not more:
-            return None
-        data += more
-    reply: dict[str, Any] = json.loads(data.partition(b"\n")[0])
+def _reply(reader: int, deadline: Deadline, tick: Tick = lambda: math.inf) -> dict[str, Any]:
+    """Return the first message of the server or the child; an empty one if both have ended."""
+    _wait(reader, select.POLLIN, deadline, tick)
+    first, _, _ = os.read(reader, _LARGEST_REPLY).partition(b"\n")
+    reply: dict[str, Any] = json.loads(first or b"{}")
     return reply
 
 
@@ -480,5 +397,4 @@ def _wait(fd: int, event: int, deadline: Deadline, tick: Tick) -> None:
 
 FORK_SERVERS = ForkServers()
 """The servers of this process."""
-atexit.register(FORK_SERVERS.close)
 os.register_at_fork(after_in_child=FORK_SERVERS.forget)

@@ -13,21 +13,16 @@ The reaper is a child of the driver in both cases: forked by a process that has 
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import select
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Protocol
-
-import msgspec
 
 from shm_broadcast import Deadline, GroupTimeoutError
 from shm_broadcast.cpu import memory_kills
@@ -39,13 +34,7 @@ from ..control.channel import Channel, ChannelClosedError
 from ..control.protocol import FromWorker, Resume, Start
 from ..errors import WorkerStartError
 from .boot import END_SIGNAL
-from .fork_servers import (
-    FORK_SERVERS,
-    ChildProcess,
-    python_command,
-    worker_environment,
-    working_folder,
-)
+from .fork_servers import FORK_SERVERS, ChildProcess, Tick, start_process, worker_environment
 
 
 class WorkerChannel(Protocol):
@@ -109,8 +98,6 @@ _ENDING_SECONDS = 0.5
 """Longest time from the close of descriptors to a regular exit; sandboxes may hide an exit."""
 _REAPER_SECONDS = 4.0
 """Longest time of a reaper to kill its worker's descendants."""
-_BOOT = Path(__file__).with_name("boot.py")
-_PACKAGE = __name__.partition(".")[0]
 
 
 class LocalWorker:
@@ -124,23 +111,21 @@ class LocalWorker:
         """Start the process by ``begin(descriptors to inherit)``; `start` follows."""
         self.rank = rank
         self.connected = self.detached = False
-        self._path_sent = False
         self._exec_text = ""
         self._memory_kills_before = memory_kills()
         self._closed = False
         self._closing = threading.RLock()  # a signal handler may close it, too
         with ExitStack() as ours, ExitStack() as theirs:
             connection, control = socket.socketpair()
-            theirs.callback(control.close)
+            theirs.enter_context(control)
             self.channel = Channel(connection, FromWorker)
             ours.callback(self.channel.close)
-            heartbeat, lifeline = os.pipe()
-            theirs.callback(os.close, heartbeat)
-            self._lifeline = ours.enter_context(ExitStack())
-            self._lifeline.callback(os.close, lifeline)
+            their_end, lifeline = os.pipe()
+            theirs.callback(os.close, their_end)
+            self._lifeline = ours.enter_context(open(lifeline, "wb", 0))  # noqa: PTH123
             self.stack_file = StackFile()
             ours.callback(self.stack_file.close)
-            inherited = (control.fileno(), heartbeat, self.stack_file.fd)
+            inherited = (control.fileno(), their_end, self.stack_file.fd)
             self._process = begin(inherited)
             self.pid = self._process.pid
             try:
@@ -154,21 +139,13 @@ class LocalWorker:
             self._ours = ours.pop_all()
 
     def start(self, start: Start, deadline: Deadline) -> None:
-        """Send the start message, before the first one also the driver's ``sys.path``.
+        """Send the start message; raise GroupTimeoutError if the worker does not read.
 
-        Does nothing if the process has ended. Raises GroupTimeoutError if it does not read.
+        Does nothing if the process has ended.
         """
-        try:
-            self.detached = False
-            if not self._path_sent:
-                self._path_sent = True
-                # By Python's JSON: a folder's name may not be valid UTF-8.
-                self.channel.send(
-                    msgspec.Raw(json.dumps(list(map(str, sys.path))).encode()), deadline
-                )
+        self.detached = False
+        with suppress(ChannelClosedError):
             self.channel.send(start, deadline)
-        except ChannelClosedError:
-            return
 
     def ended(self, timeout: float = 0.0) -> bool:
         """Wait until the process and its reaper have ended; False after ``timeout`` seconds."""
@@ -229,7 +206,7 @@ def launch(
     deadline: Deadline,
     *,
     preload: Sequence[str] | None = (),
-    tick: Callable[[], float] = lambda: math.inf,
+    tick: Tick = lambda: math.inf,
 ) -> list[LocalWorker]:
     """Start one worker process for each of ``ranks``, in order. End them with `end`.
 
@@ -267,14 +244,7 @@ def launch(
 
 
 def _spawn(environment: Mapping[str, str], inherited: Sequence[int]) -> ChildProcess:
-    spawned = subprocess.Popen(
-        [*python_command(_BOOT), *map(str, (*inherited, os.getpid(), _PACKAGE))],
-        stdin=subprocess.DEVNULL,
-        env=dict(environment),
-        cwd=working_folder(),
-        pass_fds=inherited,
-        start_new_session=True,
-    )
+    spawned = start_process({"inherited": inherited}, inherited, environment)
     spawned.returncode = 0  # `ChildProcess` waits for it
     return ChildProcess(spawned.pid)
 

@@ -67,6 +67,8 @@ static inline void gc_count(char *history, const gc_entry *entry) {
 static inline void gc_enter(char *history, gc_entry about, uint64_t sequence) {
     gc_entry *entry = gc_entry_of(history, sequence);
     if (entry == NULL) return;
+    /* A reader that sees a part of this entry sees the member's last sequence, too. */
+    atomic_thread_fence(memory_order_release);
     bool reused = sequence > HISTORY_ENTRIES && entry->sequence == sequence - HISTORY_ENTRIES;
     if (reused && entry->end == 0) {
         entry->outcome = OUTCOME_DONE;

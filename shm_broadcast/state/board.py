@@ -42,7 +42,7 @@ from shm_broadcast.process import IN_FORKED_CHILD, call_in_forked_children
 from shm_broadcast.segment import Segment, SegmentHandle
 from shm_broadcast.state.flight_recorder import forget_totals
 from shm_broadcast.state.stacks import write_stacks_when_asked
-from shm_broadcast.state.status import PublishedStatus
+from shm_broadcast.state.status import StatusPublisher
 from shm_broadcast.state.table import (
     RemoteMembers,
     Slots,
@@ -171,10 +171,10 @@ class Waiter(Slots):
             GroupClosedError: another thread closed the board here.
         """
 
-        checked, began, entry = -math.inf, 0, 0
+        checked, began = -math.inf, 0
 
         def check() -> None:
-            nonlocal checked, began, entry
+            nonlocal checked, began
             self._check_for(operation, peers)
             if watch is not None:
                 watch(operation)
@@ -187,10 +187,7 @@ class Waiter(Slots):
                 began = time.monotonic_ns()
             elif self._published is not None:
                 late = [peer for peer in (shown or peers)() if peer != self.member]
-                if late and not entry:
-                    entry = self._published.begin_wait()
-                if entry:
-                    self._published.publish_wait(entry, operation, began, late)
+                self._published.publish_wait(check, operation, began, late)
             self.require(operation, peers, ready)
 
         eventcount = self._eventcounts[self._require_member(operation)]
@@ -203,8 +200,8 @@ class Waiter(Slots):
                 between_slices=check,
             )
         finally:
-            if entry and self._published is not None:
-                self._published.end_wait(entry)
+            if began and self._published is not None:
+                self._published.publish_wait(check, operation, began, ())
         if not in_time:
             late = tuple(self.member_status(peer) for peer in peers())
             more = "; ".join(filter(None, (detail(), self._members.remote.problems())))
@@ -315,7 +312,7 @@ class Board(Waiter):
             name: precedes each operation in messages; may be ``""``.
             ranks: each member's rank in messages, `DRIVER_RANK` for a member without one; by
                 default its number.
-            histories: whether to keep the last operations and the totals of each member, in 139 KiB
+            histories: whether to keep the last operations and the totals of each member, in 142 KiB
                 each.
 
         Raises:
@@ -434,10 +431,8 @@ class Board(Waiter):
             forget_failure(self._segment, self.n_members, member)
             forget_totals(self._segment, member, self.n_members)
             self.fingerprints.forget(member)
-            self._published = PublishedStatus(self._segment, member, self.n_members)
             stacks = write_stacks_when_asked()
-            if stacks is not None:
-                self._published.publish_stacks(stacks)
+            self._published = StatusPublisher(self._segment, member, self.n_members, stacks)
             self._members.publish(member)
         except ValueError:  # another process has the slot
             raise

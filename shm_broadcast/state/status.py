@@ -1,23 +1,33 @@
 """A member's published status, for inspection: its place, groups, waits, and stack file.
 
 No member reads it. It does not slow operations: a thread that is about to sleep publishes a wait
-that has lasted for a while. `shm_broadcast.layout` has its layout.
+that has lasted for a while. The status is one record with a checksum, so a reader needs no order of
+memory accesses: it detects a record that is being written.
 """
 
 from __future__ import annotations
 
 import struct
 import time
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final
+from zlib import crc32
+
+import msgspec
 
 from shm_broadcast import layout
-from shm_broadcast.atomics import SharedBytes, read_text, text_of, write_text
+from shm_broadcast.atomics import SharedBytes, text_of
 
-_MEMBERS: Final = struct.Struct(f"<{layout.WAIT_NAMED}H")
-_MEMBERSHIP: Final = struct.Struct(layout.MEMBERSHIP_FORMAT)
+PLACE_BYTES: Final = 56
+"""The limit of a place."""
+MAX_GROUPS: Final = 16
+MAX_WAITS: Final = 4
+MAX_NAMED: Final = 32
+"""How many of the members that a wait is for are published."""
+
+_HEADER: Final = struct.Struct("<II")
+_ATTEMPTS: Final = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,111 +51,99 @@ class Membership:
     closed: bool = field(default=False, compare=False)
 
 
+@dataclass(frozen=True, slots=True)
 class PublishedStatus:
-    """The status slot of one member, written by its process only. Any thread may use it."""
+    """What a member publishes."""
 
-    def __init__(self, memory: SharedBytes, member: int, n_members: int) -> None:
-        """Clear the status of the slot's last owner."""
+    place: str = ""  # its ranks in its groups: "tp 0, pp 1"
+    groups: tuple[Membership, ...] = ()  # closed ones included
+    waits: tuple[Wait, ...] = ()  # of its threads, the longest first
+    stacks: int | None = None  # the descriptor of its stack file
+
+
+_encode: Final = msgspec.msgpack.Encoder().encode
+_decode: Final = msgspec.msgpack.Decoder(PublishedStatus).decode
+
+
+class StatusPublisher:
+    """Publishes the status of one member. Any thread of its process may use it."""
+
+    def __init__(
+        self, memory: SharedBytes, member: int, n_members: int, stacks: int | None
+    ) -> None:
+        """Replace the status of the slot's last owner; ``stacks`` as in `PublishedStatus`."""
         self._memory = memory
         self._slot = layout.status_slot(member, n_members)
-        memory.words.write(self._slot, bytes(layout.STATUS_STRIDE))
-        waits = self._slot + layout.STATUS_WAITS
-        # Each operation of a deque is atomic: threads need no lock.
-        self._free = deque(waits + index * layout.WAIT_STRIDE for index in range(layout.WAITS))
-
-    def publish_stacks(self, descriptor: int) -> None:
-        """Publish the descriptor of this process's stack file."""
-        self._memory.words.store32(self._slot + layout.STATUS_STACKS, descriptor + 1)
+        self._stacks = stacks
+        self._place = ""
+        self._groups: dict[Membership, int] = {}  # and how many of each are open
+        self._waits: dict[Hashable, Wait] = {}
+        self._publish()
 
     def publish_place(self, group: str, rank: int) -> None:
-        """Add that this member is ``rank`` in ``group``."""
-        at = self._slot + layout.STATUS_PLACE
-        before, own = read_text(self._memory, at, layout.STATUS_PLACE_BYTES), f"{group} {rank}"
-        place = f"{before}, {own}" if before else own
-        if own not in before.split(", ") and len(place.encode()) <= layout.STATUS_PLACE_BYTES:
-            write_text(self._memory, at, place, layout.STATUS_PLACE_BYTES)
+        """Add that this member is ``rank`` in ``group``, if there is room for it."""
+        places = [*filter(None, self._place.split(", ")), f"{group} {rank}"]
+        place = ", ".join(dict.fromkeys(places))
+        if len(place.encode()) <= PLACE_BYTES:
+            self._place = place
+            self._publish()
 
     def publish_group(self, name: str, rank: int, size: int, first: int, more: int) -> None:
         """Count this member's group as opened (``more`` 1) or closed (-1).
 
         There are 16 entries; closed groups make room.
         """
-        group = _MEMBERSHIP.pack(size, rank, first, name.encode(), 0)[:-1]
-        begin, stride = self._slot + layout.STATUS_MEMBERSHIPS, layout.MEMBERSHIP_STRIDE
-        entries = {
-            at: bytes(self._memory.memory[at : at + stride])
-            for at in range(begin, begin + layout.MEMBERSHIPS * stride, stride)
-        }
-        places = [at for at, entry in entries.items() if entry[:-1] == group]
-        if not places and more > 0:  # an unused entry, or else a closed group's
-            unused = [at for at, entry in entries.items() if not entry[-1]]
-            places = sorted(unused, key=lambda at: any(entries[at]))
-        if places:
-            n_open = min(max(entries[places[0]][-1] + more, 0), 255)
-            self._memory.words.write(places[0], group + bytes([n_open]))
+        group = Membership(_cut(name, layout.ENTRY_GROUP_BYTES), rank, size, first)
+        if group not in self._groups:
+            closed = [each for each, n_open in self._groups.items() if not n_open]
+            full = len(self._groups) == MAX_GROUPS
+            if more < 0 or (full and not closed):
+                return
+            if full:
+                del self._groups[closed[0]]
+        self._groups[group] = max(self._groups.get(group, 0) + more, 0)
+        self._publish()
 
-    def begin_wait(self) -> int:
-        """Return an entry for `publish_wait`, until `end_wait`; 0 if all are in use."""
-        try:
-            return self._free.pop()
-        except IndexError:
-            return 0
+    def publish_wait(
+        self, wait: Hashable, operation: str, since: int, members: Sequence[int]
+    ) -> None:
+        """Publish ``wait`` since ``since`` (monotonic ns) for ``members``; for none, remove it."""
+        if members:
+            name = _cut(operation, layout.OPERATION_BYTES)
+            self._waits[wait] = Wait(name, since / 1e9, tuple(members[:MAX_NAMED]), len(members))
+            self._publish()
+        elif self._waits.pop(wait, None) is not None:
+            self._publish()
 
-    def publish_wait(self, entry: int, operation: str, since: int, members: Sequence[int]) -> None:
-        """Publish a wait since ``since`` (monotonic ns) for ``members``.
-
-        Call `end_wait` for ``entry`` even if this raises.
-        """
-        memory, words, named = self._memory, self._memory.words, members[: layout.WAIT_NAMED]
-        words.write(
-            entry + layout.WAIT_MEMBERS,
-            _MEMBERS.pack(*named, *[0] * (_MEMBERS.size // 2 - len(named))),
-        )
-        words.store32(entry + layout.WAIT_COUNT, len(members))
-        write_text(memory, entry + layout.WAIT_OPERATION, operation, layout.OPERATION_BYTES)
-        words.store64(entry + layout.WAIT_SINCE, since)
-
-    def end_wait(self, entry: int) -> None:
-        """Remove a published wait, and free its entry."""
-        self._memory.words.store64(entry + layout.WAIT_SINCE, 0)
-        self._free.append(entry)
+    def _publish(self) -> None:
+        changed = self._changed = object()
+        while True:
+            counts = tuple(self._groups.items())
+            groups = tuple(replace(group, closed=not n_open) for group, n_open in counts)
+            waits = tuple(self._waits.values())[:MAX_WAITS]
+            data = _encode(PublishedStatus(self._place, groups, waits, self._stacks))
+            self._memory.words.write(self._slot, _HEADER.pack(len(data), crc32(data)) + data)
+            if self._changed is changed:
+                return
+            changed = self._changed  # by another thread, whose record this one may have replaced
 
 
-def read_place(memory: SharedBytes, member: int, n_members: int) -> str:
-    """Return the published place, such as ``"tp 0, pp 1"``."""
-    at = layout.status_slot(member, n_members) + layout.STATUS_PLACE
-    return read_text(memory, at, layout.STATUS_PLACE_BYTES)
+def read_status(read: Callable[[int, int], bytes], member: int, n_members: int) -> PublishedStatus:
+    """Return a member's published status; an empty one if its process was killed writing it.
+
+    ``read`` returns the board's bytes, given their offset and number.
+    """
+    for _ in range(_ATTEMPTS):
+        data = read(layout.status_slot(member, n_members), layout.STATUS_STRIDE)
+        size, checksum = _HEADER.unpack_from(data)
+        record = data[_HEADER.size :][:size]
+        if size and crc32(record) == checksum:
+            status, now = _decode(record), time.monotonic()
+            waits = [replace(each, seconds=max(now - each.seconds, 0)) for each in status.waits]
+            waits.sort(key=lambda wait: -wait.seconds)
+            return replace(status, waits=tuple(waits))
+    return PublishedStatus()
 
 
-def read_groups(memory: SharedBytes, member: int, n_members: int) -> tuple[Membership, ...]:
-    """Return the published groups."""
-    begin, groups = layout.status_slot(member, n_members) + layout.STATUS_MEMBERSHIPS, []
-    for entry in range(layout.MEMBERSHIPS):
-        size, rank, first, name, n_open = _MEMBERSHIP.unpack_from(
-            memory.memory, begin + entry * layout.MEMBERSHIP_STRIDE
-        )
-        if size:
-            groups.append(Membership(text_of(name), rank, size, first, not n_open))
-    return tuple(groups)
-
-
-def read_stacks_descriptor(memory: SharedBytes, member: int, n_members: int) -> int | None:
-    """Return the published descriptor of the stack file, or None."""
-    at = layout.status_slot(member, n_members) + layout.STATUS_STACKS
-    return memory.words.load32(at) - 1 if memory.words.load32(at) else None
-
-
-def read_waits(memory: SharedBytes, member: int, n_members: int) -> tuple[Wait, ...]:
-    """Return the published waits of a member, the longest first."""
-    words, waits = memory.words, []
-    begin = layout.status_slot(member, n_members) + layout.STATUS_WAITS
-    for entry in range(begin, begin + layout.WAITS * layout.WAIT_STRIDE, layout.WAIT_STRIDE):
-        since = words.load64(entry + layout.WAIT_SINCE)
-        if since:
-            count = words.load32(entry + layout.WAIT_COUNT)
-            named = _MEMBERS.unpack_from(memory.memory, entry + layout.WAIT_MEMBERS)[:count]
-            operation = read_text(memory, entry + layout.WAIT_OPERATION, layout.OPERATION_BYTES)
-            seconds = max(time.monotonic_ns() - since, 0) / 1e9
-            members = tuple(each for each in named if each < n_members)
-            waits.append(Wait(operation, seconds, members, count))
-    return tuple(sorted(waits, key=lambda wait: -wait.seconds))
+def _cut(text: str, size: int) -> str:
+    return text_of(text.encode(errors="replace")[:size])

@@ -28,7 +28,7 @@ from shm_broadcast.state.flight_recorder import (
     read_history,
     read_totals,
 )
-from shm_broadcast.state.status import PublishedStatus
+from shm_broadcast.state.status import StatusPublisher
 
 _SEEN_WITHIN: Final = 0.5
 """Seconds until a member's own host has detected its end; a connection to it breaks earlier."""
@@ -325,7 +325,7 @@ class Slots:
             segment, lambda each: members.remote.fingerprints(each), member, n_members
         )
         self._slot = 0 if member is None else layout.member_slot(member)
-        self._published: PublishedStatus | None = None
+        self._published: StatusPublisher | None = None
         self.history = 0
         if member is not None and self.words.load32(layout.BOARD_HISTORY):
             self.history = layout.history_slot(member, n_members)
@@ -413,20 +413,12 @@ class Slots:
         Yields a function to call with the awaited members, again when they change; an empty set
         hides the wait.
         """
-        since, entry, published = time.monotonic_ns(), 0, self._published
+        since, published = time.monotonic_ns(), self._published
 
         def update(members: Iterable[int]) -> None:
-            nonlocal entry
-            late = [each for each in members if each != self.member]
-            if published is None:
-                return
-            if late:
-                entry = entry or published.begin_wait()
-            if entry and late:
-                published.publish_wait(entry, operation, since, late)
-            elif entry:
-                ended, entry = entry, 0
-                published.end_wait(ended)
+            if published is not None:
+                late = [each for each in members if each != self.member]
+                published.publish_wait(update, operation, since, late)
 
         try:
             yield update

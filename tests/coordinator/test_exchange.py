@@ -27,8 +27,8 @@ from shm_broadcast import (
     PeerProtocolError,
     TransportError,
 )
-from shm_broadcast.state.status import read_waits
 from tests.patience import STALL_SECONDS, until
+from tests.shm_broadcast.members import status_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -83,7 +83,7 @@ def test_whoever_looks_on_sees_who_has_not_come(monkeypatch: pytest.MonkeyPatch)
         return replace(exchange, seen_on=here).all_gather("members")
 
     def seen() -> list[tuple[str, tuple[int, ...]]]:
-        return [(each.operation, each.members) for each in read_waits(board._segment, 5, 6)]
+        return [(each.operation, each.members) for each in status_of(board, 5).waits]
 
     with Board.create(6, 5) as board, ThreadPoolExecutor(3) as threads:
         calls = [threads.submit(come, 0)]

@@ -12,20 +12,19 @@ from coordinator.messages.wire import Kind
 from device_comm import Work
 from shm_broadcast import DivergenceError
 
-MESSENGER: Any = SimpleNamespace(
-    wire=SimpleNamespace(call=int), cpu=SimpleNamespace(abort=lambda _: None)
-)
+WIRE: Any = SimpleNamespace(call=int)
+ROUTES: Any = SimpleNamespace(cpu=SimpleNamespace(abort=lambda _: None))
 
 
 class Peer:
     """One rank's messages, which arrive in the order of `arrives`, and the receives from it."""
 
     def __init__(self) -> None:
-        self.inbox = Inbox()
+        self.inbox = Inbox(ROUTES, WIRE, 0)
         self.on_their_way: list[Incoming] = []
 
     def post(self, tag: int = 0) -> Receive:
-        receive = Receive(MESSENGER, Kind.OBJECT, 1, tag)
+        receive = Receive(self.inbox, Kind.OBJECT, 1, tag)
         self.inbox.post(receive)
         if receive.incoming is None:
             self.begin(receive)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from coordinator.pipeline.pipeline_end import from_dict, to_dict
+from coordinator.tree import from_dict, to_dict
 
 
 def through(tree: Any) -> Any:

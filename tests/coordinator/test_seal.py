@@ -25,7 +25,7 @@ from coordinator.messages.wire import (
     encode_plain,
     negotiate_codec,
 )
-from coordinator.pipeline.pipeline_end import PipelineEnd
+from coordinator.pipeline import Stage
 from coordinator.secret import SecretError
 from shm_broadcast import (
     GroupAbortedError,
@@ -205,7 +205,7 @@ def refused_before_it_is_counted(rank: int, n: int, store: Store) -> None:
             lambda: group.recv_object(rank),
             lambda: group.irecv_object(n),
             lambda: group.broadcast_object(1, 1, timeout=-1),
-            lambda: PipelineEnd(group).exchange(send_next=torch.ones(1), timeout=-1),
+            lambda: Stage(group).exchange(send_next=torch.ones(1), timeout=-1),
         ]
         for call in wrong:
             with pytest.raises(ValueError, match=r"timeout|rank"):
@@ -241,7 +241,7 @@ def plainly(group: GroupCoordinator, me: int, other: int) -> None:
     found = group.recv_tensor_dict(other)
     assert found.pop("x").tolist() == [1, 1, 1]
     assert found == {1: [1, (2,)], "dtype": torch.int8, (2,): None}
-    end = PipelineEnd(group)
+    end = Stage(group)
     tree = {"h": torch.ones(2), "more": [(torch.zeros(1), "text")]}
     got = end.exchange(send_next=tree, recv_prev=True).from_prev
     assert got["h"].tolist() == [1, 1]
@@ -259,7 +259,7 @@ def pickled(group: GroupCoordinator, me: int, other: int) -> None:
         assert group.recv_tensor_dict(other) == {"v": value}
     group.isend_object(torch.arange(2000), other)
     assert group.recv_object(other).sum() == 1999 * 1000
-    got = PipelineEnd(group).exchange(send_next=Pair(torch.ones(1), {3}), recv_prev=True)
+    got = Stage(group).exchange(send_next=Pair(torch.ones(1), {3}), recv_prev=True)
     assert got.from_prev == Pair(torch.ones(1), {3})
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, get_overloads
 import pytest
 
 import coordinator
-from coordinator.pipeline.stage import Stage
+from coordinator.pipeline import Stage
 from device_comm import Communicator
 from tests.commands import run_to_end
 from tests.packages import ROOT, source_wheel
@@ -27,8 +27,7 @@ PACKAGES = ("coordinator", "device_comm", "group_coordinator", "shm_broadcast")
 USER = """
 import torch
 import coordinator
-from coordinator.pipeline.pipeline_end import PipelineEnd
-from coordinator.pipeline.stage import Stage
+from coordinator.pipeline import Stage
 from device_comm import Communicator
 from shm_broadcast import MessageQueue
 

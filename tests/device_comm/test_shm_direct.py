@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import time
@@ -114,6 +115,44 @@ def test_short_and_long_ways_meet(late: int, store_path: str) -> None:
     run_ranks(N, short_and_long, store_path, NEW_BOARD, late)
 
 
+def along(rank: int, n: int, path: str, board: BoardHandle, slow: int, late: int) -> None:
+    """All but rank ``slow`` go the short way; dimensions are split and joined after others."""
+    with make_comm(rank, board, path, fast_path=rank != slow) as comm:
+        if rank != slow:
+            only_short(comm)
+        for shape, dim in [((2, 6), -1), ((3, 12, 2), 1), ((2, 3, 6), 2), ((5, 3, 1), 1)]:
+            xs = [torch.arange(math.prod(shape)).view(shape) + 1000 * each for each in range(n)]
+            x, total, root = xs[rank], torch.stack(xs).sum(0), rank == ROOT
+            mine = [each.chunk(n, dim)[rank] for each in xs]
+            out = torch.empty_like(mine[ROOT])
+            for background in (False, True):
+                if rank == late:
+                    time.sleep(0.003)
+
+                def answer(verb: Callable[..., Any], *args: Any, **form: Any) -> Any:
+                    if background:  # noqa: B023 - called in this turn only
+                        return verb(*args, async_op=True, **form).wait()
+                    return verb(*args, **form)
+
+                same(answer(comm.all_gather, x, dim), torch.cat(xs, dim))
+                same(answer(comm.reduce_scatter, x, dim), total.chunk(n, dim)[rank])
+                same(answer(comm.all_to_all, x, dim), torch.cat(mine, dim))
+                joined = answer(comm.gather, x, ROOT, dim)
+                assert joined is None if not root else torch.equal(joined, torch.cat(xs, dim))
+                given = {} if root else {"out": out}
+                same(answer(comm.scatter, x if root else None, ROOT, dim, **given), mine[ROOT])
+                into = torch.empty_like(torch.cat(xs, dim))
+                assert answer(comm.all_gather, x, dim, out=into) is into
+                same(into, torch.cat(xs, dim))
+
+
+@pytest.mark.parametrize(("slow", "late"), [(3, 0), (0, 1), (1, 0), (2, 2)])
+def test_any_dimension_is_split_and_joined_the_short_way(
+    slow: int, late: int, store_path: str
+) -> None:
+    run_ranks(N, along, store_path, NEW_BOARD, slow, late)
+
+
 def in_the_background(rank: int, n: int, path: str, board: BoardHandle) -> None:
     """Rank 1 begins the short way, and does nothing until rank 0 has come, and all is done."""
     with make_comm(rank, board, path) as comm:
@@ -132,7 +171,7 @@ def in_the_background(rank: int, n: int, path: str, board: BoardHandle) -> None:
         sent = comm.isend(x, other)
         until(lambda: works[0].is_completed() and works[1].is_completed())
         if rank == 1:
-            recorded = comm.watch.recorded(1)
+            recorded = shm_of(comm).board.recorded(1)
             assert [(each.verb, each.outcome) for each in recorded[-3:]] == [
                 *(("recv", "done"), ("all_reduce", "done"), ("send", "done"))
             ]
@@ -160,7 +199,7 @@ def background_peer_lost(rank: int, n: int, path: str, board: BoardHandle) -> No
     for _ in range(2):
         with pytest.raises(PeerLostError, match="rank 1"):
             work.wait()
-    assert comm.watch.recorded(0)[-1].outcome == "peer lost"
+    assert shm_of(comm).board.recorded(0)[-1].outcome == "peer lost"
     with pytest.raises(GroupAbortedError, match="rank 1"):
         comm.barrier()
 

@@ -625,8 +625,8 @@ MUTANTS = (
     Mutant(
         "O1 a wait is taken back, however it ends",
         "shm_broadcast/state/board.py",
-        "            if entry and self._published is not None:",
-        "            if entry and self._closed and self._published is not None:",
+        "            if began and self._published is not None:",
+        "            if began and self._closed and self._published is not None:",
         (
             "tests/server/test_snapshot.py::test_a_wait_that_fails_is_taken_back",
             "tests/server/test_snapshot.py::test_a_wait_is_said_while_it_lasts",

@@ -93,7 +93,7 @@ def over_hosts(
 def living_children() -> list[str]:
     """Workers that this process has started and has not ended, and their keepers."""
     found = psutil.Process().children(recursive=True)
-    return [str(each) for each in found if each.name() in {"pool-keeper", "pool-worker"}]
+    return [str(each) for each in found if each.name() in {"pool-reaper", "pool-worker"}]
 
 
 def is_gone(pid: int) -> bool:

@@ -21,7 +21,7 @@ import torch
 import coordinator
 from coordinator import host_store
 from server.config import PoolConfig
-from server.launchers import forking
+from server.launchers import boot
 from server.pool import WorkerPool
 from shm_broadcast import CoordinatorError
 from tests.commands import run_to_end
@@ -75,7 +75,7 @@ def wait_in_the_kernel() -> None:
     """As for a disk: this process goes on when a child ends that was made as by vfork(2)."""
     libc = ctypes.PyDLL(None)  # keeps the GIL, so that the child has it
     sys.setswitchinterval(600)  # nor does the child wait for a thread to take it, having none
-    clone = forking._CLONE[os.uname().machine]
+    clone = boot._CLONE[os.uname().machine]
     if libc.syscall(clone, _CLONE_VFORK | signal.SIGCHLD, 0, 0, 0, 0) == 0:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         linger()

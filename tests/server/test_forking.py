@@ -90,8 +90,8 @@ def test_pools_share_a_server_which_has_nothing_that_a_fork_would_break(
     assert servers() == [server]
     assert server.num_threads() == 1
     kinds = sorted(str(fd.readlink()) for fd in Path(f"/proc/{server.pid}/fd").iterdir())
-    assert kinds[:4] == ["/dev/null"] * 3 + ["anon_inode:[pidfd]"]
-    assert [kind.partition(":")[0] for kind in kinds[4:]] == ["pipe", "socket"]
+    assert kinds[:3] == ["/dev/null"] * 3
+    assert [kind.partition(":")[0] for kind in kinds[3:]] == ["pipe", "socket"]
     assert os.getsid(server.pid) == server.pid
 
 
@@ -108,7 +108,7 @@ def test_what_is_the_drivers_is_the_next_workers(
 ) -> None:
     before = ask("inherited", either)[1]
     assert before["variables"]["PYTEST_CURRENT_TEST"] == os.environ["PYTEST_CURRENT_TEST"]
-    assert (before["read"], before["argument"], before["blocked"]) == ("", 6, set())
+    assert (before["read"], before["argument"], before["blocked"]) == ("", 1, set())
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setenv("A_WORD", "said")
     monkeypatch.setenv("PYTEST_CURRENT_TEST", "another")
@@ -339,13 +339,13 @@ def at_start(monkeypatch: pytest.MonkeyPatch, folder: Path, code: str) -> Iterat
         ),
         (
             "import sys\n"
-            "if 'forking.py' in ' '.join(sys.orig_argv):\n"
+            "if 'preload' in ' '.join(sys.orig_argv):\n"
             "    sys.modules['coordinator.groups'] = None\n",
             "importing workers' modules failed: ModuleNotFoundError",
         ),
         (
             "import sys\n"
-            "if 'forking.py' in ' '.join(sys.orig_argv):\n"
+            "if 'preload' in ' '.join(sys.orig_argv):\n"
             "    import torch\n"
             "    torch.cuda._is_in_bad_fork = lambda: True\n",
             "importing workers' modules has used CUDA",
@@ -371,9 +371,7 @@ def test_workers_are_spawned_where_they_cannot_be_forked_and_the_log_says_why(
 def test_the_log_says_how_fork_servers_have_ended(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    code = (
-        "import sys\nif 'forking.py' in ' '.join(sys.orig_argv):\n    import os\n    os._exit(3)\n"
-    )
+    code = "import sys\nif 'preload' in ' '.join(sys.orig_argv):\n    import os\n    os._exit(3)\n"
     with at_start(monkeypatch, tmp_path, code):
         assert [rank for rank, _ in ask("where", tp=1)] == [0]
     assert [record.getMessage() for record in caplog.records] == [

@@ -17,6 +17,7 @@ from server.driver.limits import open_files
 from server.errors import DescriptorLimitError, RestartLimitError
 from server.hosts.host_supervisor import serve_host
 from server.hosts.place import Hosts
+from server.launchers.fork_servers import FORK_SERVERS
 from server.pool import WorkerPool
 from tests.commands import run_to_end
 from tests.patience import PATIENCE_SECONDS, until
@@ -57,6 +58,7 @@ def in_vain(_: int, __: int) -> list[tuple[int, int]]:
     # A file for stacks, and what fork servers take: of two limits, one each.
     assert open_files() <= began + 1 + 2 * 2
     at_most(needed)
+    FORK_SERVERS.close()  # servers keep the limits of their start
     with WorkerPool(Worker, tp=2) as pool:
         assert pool.call("total", 1.0) == 2.0
     return found

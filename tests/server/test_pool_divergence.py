@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import coordinator
-from coordinator.pipeline.pipeline_end import PipelineEnd
+from coordinator.pipeline import Stage
 from server.config import PoolConfig
 from server.errors import CallDivergedError, WorkerError
 from server.pool import WorkerPool
@@ -39,7 +39,7 @@ class Forgetful:
         self.rank = context.groups.world.rank
         self.groups = _over_torch(self.rank, port, sizes) if port else context.groups
         self.queue = self.groups.tp.create_mq_broadcaster() if not port and sizes[0] > 1 else None
-        self.end = PipelineEnd(self.groups.pp) if sizes[1] > 1 else None
+        self.end = Stage(self.groups.pp) if sizes[1] > 1 else None
 
     def hold(self, gate: Gate) -> None:
         gate.pass_through(self.rank)

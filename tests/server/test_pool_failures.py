@@ -62,7 +62,7 @@ def workers_left() -> list[int]:
 
 def may_be_worker(child: psutil.Process) -> bool:
     try:
-        return child.name() in ("pool-keeper", "pool-worker")
+        return child.name() in ("pool-reaper", "pool-worker")
     except psutil.ZombieProcess:
         return True
     except psutil.NoSuchProcess:

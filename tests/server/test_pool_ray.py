@@ -13,7 +13,7 @@ import pytest
 from benchmarks.http_served import Served
 from server.config import PoolConfig
 from server.errors import HostError, WorkerLostError, WorkerStartError
-from server.launchers.ray_actors import RayCluster
+from server.launchers.ray_cluster import RayCluster
 from server.pool import WorkerPool
 from server.workers.minilm import packaged_model
 from tests.patience import PATIENCE_SECONDS, until
@@ -69,7 +69,7 @@ def test_a_stage_runs_on_each_node_and_a_lost_node_is_a_lost_worker(cluster: Any
     )
 
 
-def test_a_killed_worker_and_a_killed_actor_are_replaced(cluster: Any) -> None:
+def test_a_killed_worker_and_a_killed_task_are_replaced(cluster: Any) -> None:
     del cluster
     with pool_of(Restored, restart="worker") as pool:
         before = pids_of(pool)
@@ -77,7 +77,7 @@ def test_a_killed_worker_and_a_killed_actor_are_replaced(cluster: Any) -> None:
         until(lambda: pool.generation == 2)
         assert pool.call("total", 1.0) == 4.0
         assert pool.collective_rpc("holds")[:3] == [["made in 1", "restored in 2"]] * 3
-        os.kill(actor_of(pool.collective_rpc("where")[0][1]), signal.SIGKILL)
+        os.kill(task_of(pool.collective_rpc("where")[0][1]), signal.SIGKILL)
         until(lambda: pool.generation == 3)
         assert pool.call("total", 1.0) == 4.0
         assert pool.collective_rpc("holds")[2][-1] == "restored in 3"
@@ -96,8 +96,8 @@ def test_minilm_is_served_by_two_nodes(cluster: Any, monkeypatch: pytest.MonkeyP
     np.testing.assert_allclose(np.array(found, np.float32), expected, rtol=0, atol=1e-5)
 
 
-def actor_of(worker: int) -> int:
-    """The process that has started a worker: its keeper's parent."""
+def task_of(worker: int) -> int:
+    """The process that has started a worker: its reaper's parent."""
     return psutil.Process(worker).parent().parent().pid
 
 

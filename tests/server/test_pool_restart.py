@@ -370,7 +370,7 @@ def test_a_pool_can_be_shut_down_while_a_worker_does_not_start(tp: int) -> None:
     assert hangs.wait(PATIENCE_SECONDS)
     shut_down_soon(pool)
     assert isinstance(waiting.exception(0), PoolClosedError)
-    left = [child for child in psutil.Process().children() if child.name() == "pool-keeper"]
+    left = [child for child in psutil.Process().children() if child.name() == "pool-reaper"]
     assert left == []
 
 

@@ -21,6 +21,7 @@ from server.errors import (
     WorkerStartError,
 )
 from server.launchers import local
+from server.launchers.fork_servers import FORK_SERVERS
 from server.pool import WorkerPool
 from server.replicas import Replicas
 from shm_broadcast.cpu import memory_kills
@@ -43,6 +44,7 @@ def start(_: int, __: int, number: int, names: Sequence[str], fork: bool) -> tup
     with pytest.raises(OSError) as caught:  # noqa: PT011 - the tests look at it
         WorkerPool(Worker, tp=2, config=PoolConfig(fork=fork))
     assert threading.active_count() == threads
+    FORK_SERVERS.close()
     left = [each.name() for each in psutil.Process().children() if each not in children]
     return type(caught.value), caught.value.errno, str(caught.value), left
 

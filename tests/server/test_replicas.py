@@ -253,7 +253,7 @@ def test_one_replica_that_cannot_start_ends_all() -> None:
     with pytest.raises(WorkerStartError, match="no luck in 1"):
         Replicas(Unlucky, dp=2, tp=2, worker_kwargs=unlucky)
     children = psutil.Process().children()
-    assert [child for child in children if child.name() == "pool-keeper"] == []
+    assert [child for child in children if child.name() == "pool-reaper"] == []
 
 
 ENDS_WHILE_REPLICAS_START = """

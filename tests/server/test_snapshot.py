@@ -24,10 +24,20 @@ from shm_broadcast.state.stacks import (
     read_stacks,
     write_stacks_when_asked,
 )
-from shm_broadcast.state.status import PublishedStatus, Wait, read_place, read_waits
+from shm_broadcast.state.status import (
+    MAX_GROUPS,
+    MAX_NAMED,
+    MAX_WAITS,
+    PLACE_BYTES,
+    PublishedStatus,
+    StatusPublisher,
+    Wait,
+    read_status,
+)
 from tests.commands import run_code, waiting
 from tests.forked import in_a_child
 from tests.patience import PATIENCE_SECONDS, until
+from tests.shm_broadcast.members import status_of
 from tests.shm_broadcast.queues import Running
 
 if TYPE_CHECKING:
@@ -50,14 +60,14 @@ def test_a_wait_is_said_while_it_lasts() -> None:
         waiting = Running(
             lambda: board.wait(ended.is_set, Deadline.after(60), "verb", lambda: (0, 2, 1))
         )
-        until(lambda: read_waits(board._segment, 0, 3))
-        (wait,) = read_waits(board._segment, 0, 3)
+        until(lambda: status_of(board, 0).waits)
+        (wait,) = status_of(board, 0).waits
         assert (wait.operation, wait.members, wait.count) == ("verb", (2, 1), 2)
         assert 0 < wait.seconds < 60
         ended.set()
         board.notify_self()
         waiting.result()
-        assert read_waits(board._segment, 0, 3) == ()
+        assert status_of(board, 0).waits == ()
 
 
 def test_a_wait_that_fails_is_taken_back() -> None:
@@ -65,30 +75,30 @@ def test_a_wait_that_fails_is_taken_back() -> None:
         seen: list[tuple[Wait, ...]] = []
 
         def never() -> bool:
-            seen.append(read_waits(board._segment, 0, 2))
+            seen.append(status_of(board, 0).waits)
             return False
 
         with pytest.raises(GroupTimeoutError):
             board.wait(never, Deadline.after(1), "verb", lambda: (1,))
         assert any(seen)
-        assert read_waits(board._segment, 0, 2) == ()
+        assert status_of(board, 0).waits == ()
 
 
 def test_a_wait_that_is_interrupted_while_it_is_said_is_taken_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    say = PublishedStatus.publish_wait
+    say = StatusPublisher.publish_wait
 
     def interrupted(*args: Any) -> None:
         say(*args)
         raise KeyboardInterrupt
 
     with Board.create(2, 0) as board:
-        monkeypatch.setattr(PublishedStatus, "publish_wait", interrupted)
-        for _ in range(layout.WAITS + 1):
+        monkeypatch.setattr(StatusPublisher, "publish_wait", interrupted)
+        for _ in range(MAX_WAITS + 1):
             with pytest.raises(KeyboardInterrupt):
                 board.wait(bool, Deadline.after(60), "verb", lambda: (1,))
-            assert read_waits(board._segment, 0, 2) == ()
+            assert status_of(board, 0).waits == ()
 
 
 def test_more_threads_wait_than_can_be_said() -> None:
@@ -96,38 +106,26 @@ def test_more_threads_wait_than_can_be_said() -> None:
         ended = threading.Event()
         threads = [
             Running(lambda: board.wait(ended.is_set, Deadline.after(60), "verb", lambda: (1,)))
-            for _ in range(layout.WAITS + 2)
+            for _ in range(MAX_WAITS + 2)
         ]
-        until(lambda: len(read_waits(board._segment, 0, 2)) == layout.WAITS)
+        until(lambda: len(status_of(board, 0).waits) == MAX_WAITS)
         ended.set()
         board.notify_self()
         for each in threads:
             each.result()
-        assert read_waits(board._segment, 0, 2) == ()
-
-
-def test_threads_that_begin_to_wait_at_once_may_find_the_last_entry_gone() -> None:
-    class TakenJustNow(list[int]):
-        def __bool__(self) -> bool:
-            return True  # as another thread has seen it, too
-
-    with Board.create(2, 0) as board:
-        assert board._published is not None
-        kept, board._published._free = board._published._free, TakenJustNow()
-        assert board._published.begin_wait() == 0
-        board._published._free = kept
+        assert status_of(board, 0).waits == ()
 
 
 def test_a_wait_that_is_none_on_the_board_is_shown() -> None:
     with Board.create(4, 1) as board, suppress(KeyboardInterrupt):
         with board.published_wait("the start") as show:
-            assert read_waits(board._segment, 1, 4) == ()
+            assert status_of(board, 1).waits == ()
             for late in ((0, 1, 3), (3,), (1,), (0,)):
                 show(late)
-                seen = [each.members for each in read_waits(board._segment, 1, 4)]
+                seen = [each.members for each in status_of(board, 1).waits]
                 assert seen == [each for each in [tuple({*late} - {1})] if each]
             raise KeyboardInterrupt
-        assert read_waits(board._segment, 1, 4) == ()
+        assert status_of(board, 1).waits == ()
 
 
 def test_who_only_looks_on_shows_no_wait() -> None:
@@ -138,12 +136,11 @@ def test_who_only_looks_on_shows_no_wait() -> None:
 def test_a_wait_for_many_names_the_first() -> None:
     with Board.create(100, 0) as board:
         assert board._published is not None
-        entry = board._published.begin_wait()
-        board._published.publish_wait(entry, "verb", 1, range(1, 100))
-        (wait,) = read_waits(board._segment, 0, 100)
-        assert (wait.members, wait.count) == (tuple(range(1, 1 + layout.WAIT_NAMED)), 99)
-        board._published.publish_wait(entry, "verb", 1, [7])
-        (wait,) = read_waits(board._segment, 0, 100)
+        board._published.publish_wait("a wait", "verb", 1, range(1, 100))
+        (wait,) = status_of(board, 0).waits
+        assert (wait.members, wait.count) == (tuple(range(1, 1 + MAX_NAMED)), 99)
+        board._published.publish_wait("a wait", "verb", 1, [7])
+        (wait,) = status_of(board, 0).waits
         assert (wait.members, wait.count) == ((7,), 1)
 
 
@@ -154,13 +151,13 @@ def test_a_successor_does_not_say_what_its_predecessor_said() -> None:
             other = Board.attach(board.handle(), 1)
             other.publish_place("tp", 1)
             assert other._published is not None
-            other._published.publish_wait(other._published.begin_wait(), "verb", 1, [0])
+            other._published.publish_wait("a wait", "verb", 1, [0])
             os.kill(os.getpid(), signal.SIGKILL)
         os.waitpid(pid, 0)
-        assert read_waits(board._segment, 1, 2)
+        assert status_of(board, 1).waits
         successor = Board.attach(board.handle(), 1)
-        assert read_waits(board._segment, 1, 2) == ()
-        assert read_place(board._segment, 1, 2) == ""
+        assert status_of(board, 1).waits == ()
+        assert status_of(board, 1).place == ""
         successor.close()
 
 
@@ -168,9 +165,36 @@ def test_a_place_is_what_fits() -> None:
     with Board.create(1, 0) as board:
         board.publish_place("tp", 3)
         board.publish_place("tp", 3)
-        board.publish_place("g" * layout.STATUS_PLACE_BYTES, 1)
+        board.publish_place("g" * PLACE_BYTES, 1)
         board.publish_place("pp", 1)
-        assert read_place(board._segment, 0, 1) == "tp 3, pp 1"
+        assert status_of(board, 0).place == "tp 3, pp 1"
+
+
+def test_a_status_that_is_being_written_is_not_read() -> None:
+    with Board.create(1, 0) as board:
+        board.publish_place("tp", 3)
+        slot = layout.status_slot(0, 1)
+        written = bytes(board.memory[slot : slot + layout.STATUS_STRIDE])
+        board.publish_place("pp", 1)
+        half = bytes(board.memory[slot : slot + 12]) + written[12:]
+        reads = iter([half, half, written])
+        assert read_status(lambda _, __: next(reads), 0, 1).place == "tp 3"
+        assert read_status(lambda _, __: half, 0, 1) == PublishedStatus()
+
+
+def test_the_longest_status_has_room() -> None:
+    with Board.create(4096, 4095) as board:
+        published = board._published
+        assert published is not None
+        board.publish_place("\N{SNOWMAN}" * 16, 4095)
+        for number in range(MAX_GROUPS):
+            name = f"{number:02}" + "\N{SNOWMAN}" * 99
+            published.publish_group(name, 4095, 4096, -(1 << 31) + number, 1)
+        for number in range(MAX_WAITS + 1):
+            members = range(4000, 4096)
+            published.publish_wait(number, "\N{SNOWMAN}" * 99, 1 << 62, members)
+        status = status_of(board, 4095)
+        assert (len(status.groups), len(status.waits)) == (MAX_GROUPS, MAX_WAITS)
 
 
 # --- stacks ----------------------------------------------------------------------------------

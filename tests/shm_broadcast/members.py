@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shm_broadcast import Board, MessageQueue
 from shm_broadcast.queue.handle import SMALLEST_CAPACITY
+from shm_broadcast.state.status import PublishedStatus, read_status
 from tests.shm_broadcast.remote_peers import get, put
 
 if TYPE_CHECKING:
@@ -17,6 +18,12 @@ if TYPE_CHECKING:
 
 LIMIT = 30.0
 """Seconds that anything in these tests may take at most."""
+
+
+def status_of(board: Board, member: int) -> PublishedStatus:
+    """What ``member`` of ``board`` publishes for inspection."""
+    memory = board.memory
+    return read_status(lambda at, size: bytes(memory[at : at + size]), member, board.n_members)
 
 
 @contextmanager

@@ -236,7 +236,7 @@ def test_a_dead_member_s_slot_can_be_taken_over() -> None:
 
 
 @pytest.mark.parametrize(
-    "place", ["board.PublishedStatus", "board.write_stacks_when_asked", "table.Members.publish"]
+    "place", ["board.StatusPublisher", "board.write_stacks_when_asked", "table.Members.publish"]
 )
 def test_a_dead_member_is_dead_though_its_successor_could_not_join(
     place: str, monkeypatch: pytest.MonkeyPatch

@@ -10,9 +10,9 @@ import pytest
 from shm_broadcast import Board, CoordinatorError, Deadline, GroupAbortedError, GroupTimeoutError
 from shm_broadcast.errors import DivergenceError
 from shm_broadcast.executor import ProgressEngine, SerialExecutor
-from shm_broadcast.state.status import read_waits
 from tests.patience import until
 from tests.refused_threads import refusing_threads
+from tests.shm_broadcast.members import status_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -403,7 +403,7 @@ def test_what_runs_in_the_background_is_not_shown(board: Board, progress: Progre
     ticket = lane_of(progress).submit(task, soon, background=True)
     assert ticket is not None
     until(lambda: len(looks) > 6)
-    assert read_waits(board, 0, 2) == ()
+    assert status_of(board, 0).waits == ()
     task.may_end = True
     ticket.wait(soon())
 

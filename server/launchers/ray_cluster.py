@@ -1,16 +1,16 @@
-"""Hosts of a pool as actors of a Ray cluster, one in each bundle of a placement group.
+"""Hosts of a pool as tasks of a Ray cluster, one in each bundle of a placement group.
 
-An actor runs `serve_host`, which starts its workers, so that they share memory. Ray restarts no
-actor: the pool's ``restart=`` starts new ones. Needs the extra ``ray``.
+A task runs `serve_host`, which starts its workers, so that they share memory. Ray retries no task:
+the pool's ``restart=`` starts new ones. Needs the extra ``ray``.
 
-The pool's secret is an argument of the actors: any reader of the cluster's objects, which Ray does
+The pool's secret is an argument of the tasks: any reader of the cluster's objects, which Ray does
 not protect, can read it.
 """
 
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from shm_broadcast import Deadline
@@ -64,9 +64,9 @@ class RayCluster:
         resources = {"CPU": float(per_bundle), **({"GPU": float(per_bundle)} if gpus else {})}
         if group is None:
             group = placement_group([resources] * n_bundles, strategy="SPREAD")
-        actors = _Actors(group, resources, owned=self.placement_group is None)
+        tasks = _HostTasks(group, resources, owned=self.placement_group is None)
         if not group.wait(Deadline.after(timeout).remaining(at_most=1e6)):
-            actors.close()
+            tasks.close()
             room = f"{n_bundles} x {resources}"
             raise HostError(1, f"the Ray cluster had no room for {room} in {timeout:g} s")
         return Hosts(
@@ -77,60 +77,55 @@ class RayCluster:
             secret=secrets.token_bytes(),
             silence_seconds=self.silence_seconds,
             head_works=False,
-            provisioner=actors,
+            provisioner=tasks,
             told_by="Ray's placement group",
         )
 
 
-class _Actors:
-    """The actors of one pool; see `hosts.place.HostProvisioner`."""
+class _HostTasks:
+    """The tasks of one pool; see `hosts.place.HostProvisioner`."""
 
     def __init__(self, group: PlacementGroup, resources: dict[str, float], *, owned: bool) -> None:
         self._group = group
         self._resources = resources
         self._owned = owned
-        self._running: dict[int, tuple[Any, Any]] = {}
+        self._running: dict[int, Any] = {}
 
     def start(self, hosts: Hosts, address: str, port: int) -> None:
-        """Start the actor of host ``hosts.node_rank``, in place of an earlier one."""
+        """Start the task of host ``hosts.node_rank``, in place of an earlier one."""
         import ray  # noqa: PLC0415
         from ray.util.scheduling_strategies import (  # noqa: PLC0415
             PlacementGroupSchedulingStrategy,
         )
 
+        from ..hosts.host_supervisor import serve_host  # noqa: PLC0415 - loads ZeroMQ
+
         self._end(hosts.node_rank)
-        bundle = PlacementGroupSchedulingStrategy(self._group, hosts.node_rank - 1)
-        actor = (
-            ray.remote(HostActor)
-            .options(
-                num_cpus=self._resources["CPU"],
-                num_gpus=self._resources.get("GPU", 0.0),
-                max_restarts=0,
-                scheduling_strategy=bundle,
-            )
-            .remote()
-        )
-        settings = (hosts.secret, hosts.silence_seconds)
-        ending = actor.run.remote(hosts.nnodes, hosts.node_rank, address, port, *settings)
-        self._running[hosts.node_rank] = actor, ending
+        task = ray.remote(
+            num_cpus=self._resources["CPU"],
+            num_gpus=self._resources.get("GPU", 0.0),
+            max_calls=1,  # in a process of its own
+            max_retries=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, hosts.node_rank - 1),
+        )(serve_host)
+        here = replace(hosts, master_addr=address, master_port=port)
+        self._running[hosts.node_rank] = task.remote(here)
 
     def problem(self, node: int) -> str:
-        """Return the reason why a host's actor has ended; ``""`` if it runs."""
+        """Return the reason why a host's task has ended; ``""`` if it runs."""
         import ray  # noqa: PLC0415
 
-        if node not in self._running:
-            return ""
-        _, ending = self._running[node]
-        if not ray.wait([ending], timeout=0)[0]:
+        task = self._running.get(node)
+        if task is None or not ray.wait([task], timeout=0)[0]:
             return ""
         try:
-            ray.get(ending)
-        except Exception as error:  # noqa: BLE001 - any error of Ray or the actor
+            ray.get(task)
+        except Exception as error:  # noqa: BLE001 - any error of Ray or the task
             return str(error).strip().rpartition("\n")[2]
-        return "its actor has ended"
+        return "its task has ended"
 
     def close(self) -> None:
-        """End all actors, and release the bundles that were reserved here."""
+        """End all tasks, and release the bundles that were reserved here."""
         from ray.util.placement_group import remove_placement_group  # noqa: PLC0415
 
         for node in tuple(self._running):
@@ -142,16 +137,4 @@ class _Actors:
         import ray  # noqa: PLC0415
 
         if node in self._running:
-            ray.kill(self._running.pop(node)[0])
-
-
-class HostActor:
-    """The actor on a host."""
-
-    def run(
-        self, nnodes: int, node: int, address: str, port: int, secret: bytes, silence: float
-    ) -> None:
-        """Run the host's workers until the pool is shut down."""
-        from ..hosts.host_supervisor import serve_host  # noqa: PLC0415 - only here
-
-        serve_host(Hosts(nnodes, node, address, port, secret, silence))
+            ray.cancel(self._running.pop(node), force=True)
