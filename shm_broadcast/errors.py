@@ -58,6 +58,7 @@ class MemberStatus:
         host: the name of its host, or the address of a queue's end; ``""`` on this host.
         silence: seconds since the last heartbeat of its host; 0 while heartbeats arrive on time.
         collective: the number (1, 2, ...) of its current collective in the group; 0 if unknown.
+        waits_for: the ranks for which its threads wait, on this host; up to 32 for each thread.
     """
 
     rank: int
@@ -69,6 +70,7 @@ class MemberStatus:
     host: str = ""
     silence: float = 0.0
     collective: int = 0
+    waits_for: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         if self.state == "absent":
@@ -77,6 +79,22 @@ class MemberStatus:
             return f"{name_of(self.rank)} (on another host, {self.host}, not visible from here)"
         ended = {"closed": " has closed its end,", "lost": " is lost,"}.get(self.state, ",")
         return f"{self.who}{ended} {self.last_seen}"
+
+    @property
+    def activity(self) -> str:
+        """Return ``"computing"``, ``"waiting"``, ``"idle"``, or the state of a process that ended.
+
+        A process is waiting if a thread waits for another rank, idle if one waits for the driver's
+        next message, else computing: it waits for no other process. Of a process on another host
+        only ``state`` is known: it is idle between operations.
+        """
+        if self.state not in ("idle", "busy"):
+            return self.state
+        if self.host:
+            return "idle" if self.state == "idle" else "computing"
+        if not self.waits_for:
+            return "computing"
+        return "idle" if {*self.waits_for} == {DRIVER_RANK} else "waiting"
 
     @property
     def who(self) -> str:

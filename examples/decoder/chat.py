@@ -10,6 +10,7 @@ import argparse
 import sys
 
 from group_coordinator import WorkerPool
+from group_coordinator.commands.progress import ProgressBar
 from group_coordinator.workers.decoder import (
     DecoderFolder,
     DecoderText,
@@ -37,10 +38,13 @@ def main() -> None:
     sys.stdin.reconfigure(errors="replace")
     grid = {"tp": options.tp, "pp": options.pp}
     arguments = {"model": str(folder.path), "slots": options.pp}
+    bar, more = ProgressBar(), {"worker_kwargs": arguments, "restart": "worker"}
+    bar.begin()
     with (
-        WorkerPool(DecoderWorker, **grid, worker_kwargs=arguments, restart="worker") as pool,
+        WorkerPool(DecoderWorker, **grid, **more, on_progress=bar) as pool,
         Engine(pool) as engine,
     ):
+        bar.end("Ctrl-C ends an answer, Ctrl-D the chat.")
         chat: list[dict[str, str]] = []
         while (line := ask()) is not None:
             chat.append({"role": "user", "content": line})

@@ -31,8 +31,6 @@ _RIGHT: Final = ("pid", "for", "memory")
 _DROPPED: Final = ("memory", "cores", "place", "pid")
 """Columns that a narrow terminal lacks, in order."""
 
-_STATES: Final = {"closed": "left", "idle": "runs", "busy": "runs"}
-"""Names of `MemberStatus` states, for members that do not wait."""
 
 _CONDITIONS: Final = {"stopped": "stopped", "in the kernel": "kernel"}
 """Names of states of a process that does not run."""
@@ -130,8 +128,8 @@ def _board(title: str, board: BoardSnapshot, width: int) -> list[str]:
 def _rows(board: BoardSnapshot, member: MemberSnapshot) -> list[dict[str, str]]:
     status = member.status
     operation = f"{status.operation} #{status.sequence}" if status.operation else ""
-    state = _STATES.get(status.state, status.state)
-    if state == "runs":
+    state = {"closed": "left"}.get(status.activity, status.activity)
+    if status.state in ("idle", "busy"):
         state = _CONDITIONS.get(member.condition, state)
     row = {
         "who": name_of(status.rank),
@@ -149,7 +147,7 @@ def _rows(board: BoardSnapshot, member: MemberSnapshot) -> list[dict[str, str]]:
     rows = [dict.fromkeys(row, "") for _ in member.waits]
     rows[0] = row
     for each, wait in zip(rows, member.waits, strict=True):
-        each["state"] = "stopped" if state == "stopped" else "waits"
+        each["state"] = state
         each["operation"] = operation if wait.operation == status.operation else wait.operation
         each["for"] = _time(wait.seconds)
         named = [name_of(board.members[m].status.rank) for m in wait.members[:_NAMED]]

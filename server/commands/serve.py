@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,6 +37,7 @@ from ..service.web_server import WebServer
 from ..workers.decoder import DecoderFolder, DecoderText, DecoderWorker, is_decoder, smollm2
 from ..workers.minilm import MiniLMWorker, ModelFolder, SentenceTokenizer, packaged_model
 from .options import ServeOptions, option_name
+from .progress import ProgressBar
 
 _SAME: Final = ("model", "tp", "pp", "device", "dtype")
 """Options that must be the same on all hosts."""
@@ -54,7 +55,7 @@ class ServePlan:
 
     options: ServeOptions
     app: EmbeddingApp | CompletionApp | Hosts
-    pool: dict[str, Any] | None = None
+    pool: dict[str, Any] = field(default_factory=dict)
 
 
 def prepare(options: ServeOptions) -> ServePlan:
@@ -102,6 +103,9 @@ def run(plan: ServePlan) -> int:
     app.on_failure = partial(setattr, server, "should_exit", True)
     with server.handle_signals(), listener.listen(options.host, options.port) as listening:
         print(f"serving {app.model.name} at {listener.url(listening)}", flush=True)
+        bar = plan.pool["on_progress"]
+        bar.begin()
+        service.on_ready = partial(bar.end, "ready; Ctrl-C stops the service")
         server.run(sockets=[listening])
     if service.failure is not None:
         raise service.failure
@@ -177,6 +181,7 @@ def pool_arguments(
     bound_here(options.bind, max(share_of_a_host(n_workers, nnodes), 1))
     arguments: dict[str, Any] = {
         "worker": worker,
+        "on_progress": ProgressBar(),
         "worker_kwargs": {"dtype": options.dtype, **worker_kwargs},
         "config": PoolConfig(
             threads=options.threads, bind=options.bind, preload=(worker.__module__,)

@@ -112,7 +112,7 @@ class WaitNode:
         elif self.closed:
             why = f"it has closed {self.closed}"
         elif self.idle:
-            why = f"it takes no part, and waits for the next message of {self.idle}"
+            why = f"it is idle, and waits for the next message of {self.idle}"
         elif self.members[0].condition == "in the kernel":
             why = "it waits in the kernel, for a disk or another device"
         else:

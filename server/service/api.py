@@ -30,6 +30,7 @@ def workers(grid: RankGrid, statuses: Sequence[MemberStatus]) -> list[dict[str, 
     return [
         {
             **asdict(status),
+            "activity": status.activity,
             "place": grid.coordinates(status.rank),
             "stopped": _is_stopped(status),
         }

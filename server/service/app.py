@@ -25,7 +25,7 @@ import socket
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -351,9 +351,9 @@ class ServiceApp(ABC, Generic[Service]):
         return Response(self.service.metrics.expose(), media_type=CONTENT_TYPE)
 
 
-async def unless_client_leaves(request: Request, answering: Coroutine[Any, Any, T]) -> T:
+async def unless_client_leaves(request: Request, answering: Awaitable[T]) -> T:
     """Await ``answering``; cancel it and raise `ClientDisconnect` if the client disconnects."""
-    answer = asyncio.create_task(answering)
+    answer = asyncio.ensure_future(answering)
     disconnect = asyncio.create_task(_disconnected(request))
     try:
         await asyncio.wait((answer, disconnect), return_when=asyncio.FIRST_COMPLETED)

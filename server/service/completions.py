@@ -9,6 +9,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
@@ -18,7 +19,7 @@ from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from ..config import ServiceLimits
+from ..config import MAX_INPUTS, ServiceLimits
 from ..pool import WorkerPool
 from ..workers.decoder import (
     AnswerReader,
@@ -113,7 +114,7 @@ class _RequestFields(msgspec.Struct):
 class CompletionRequest(_RequestFields, kw_only=True):
     """Body of ``POST /v1/completions``."""
 
-    prompt: str | list[str | int]
+    prompt: str | list[str | int | list[int]]
 
 
 class ChatRequest(_RequestFields, kw_only=True):
@@ -186,13 +187,13 @@ class CompletionParams:
     """Parsed request for a completion or a chat.
 
     Attributes:
-        prompt: text, token ids, or messages of a chat.
+        prompts: texts or token ids, one for each answer; or the messages of a chat.
         max_tokens: maximum tokens of the answer; ``None``: up to the context's end.
         stops: strings that end the answer.
         with_usage: whether a stream ends with token counts.
     """
 
-    prompt: str | list[int] | list[dict[str, str]]
+    prompts: Sequence[str | list[int] | list[dict[str, str]]]
     is_chat: bool
     max_tokens: int | None
     sampling: Sampling
@@ -204,21 +205,25 @@ class CompletionParams:
 def read_completion(body: bytes | bytearray, model: ServedModel) -> CompletionParams:
     """Parse a completion request; raise `ApiError`: 400, or 404 for another model."""
     request = decode_body(_completion, body, "a request for a completion")
-    prompt = request.prompt
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
-        prompt = prompt[0]
-    if isinstance(prompt, list) and not set(map(type, prompt)) <= {int}:
-        message = "prompt must be one text, or the token ids of one"
+    prompts: Any = request.prompt
+    kinds = {*map(type, prompts)}
+    if kinds <= {int} or isinstance(prompts, str):
+        prompts = [prompts]
+    elif len(kinds) > 1:
+        message = "prompt must be a text, the token ids of one, or several of one kind"
+        raise ApiError(400, message, param="prompt")
+    if len(prompts) > MAX_INPUTS:
+        message = f"prompt has {len(prompts)} prompts; a request may have {MAX_INPUTS}"
         raise ApiError(400, message, param="prompt")
     most = _COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
-    return _params(request, prompt, model, most)
+    return _params(request, prompts, model, most)
 
 
 def read_chat(body: bytes | bytearray, model: ServedModel) -> CompletionParams:
     """Parse a chat request; raise `ApiError`: 400, or 404 for another model."""
     request = decode_body(_chat, body, "a request for a chat")
     messages = [each.plain() for each in request.messages]
-    return _params(request, messages, model, request.max_completion_tokens or request.max_tokens)
+    return _params(request, [messages], model, request.max_completion_tokens or request.max_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,37 +235,43 @@ class ResponseWriter:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, text: str, reason: str, usage: Usage) -> Completion:
-        """Return the answer in one piece."""
-        if self.is_chat:
-            choice = CompletionChoice(message=ChatAnswer(text, "assistant"), finish_reason=reason)
-            return self._completion("chat.completion", [choice], usage)
-        choice = CompletionChoice(text=text, finish_reason=reason)
-        return self._completion("text_completion", [choice], usage)
+    def whole(self, answers: Sequence[tuple[str, str]], usage: Usage) -> Completion:
+        """Return all answers, each a text and a finish reason."""
+        choices = [
+            CompletionChoice(
+                index=index,
+                text=UNSET if self.is_chat else text,
+                message=ChatAnswer(text, "assistant") if self.is_chat else UNSET,
+                finish_reason=reason,
+            )
+            for index, (text, reason) in enumerate(answers)
+        ]
+        kind = "chat.completion" if self.is_chat else "text_completion"
+        return self._completion(kind, choices, usage)
 
     def first_chunk(self) -> list[bytes]:
         """Return the events that begin a stream."""
-        return [self._event(self._piece("", role="assistant"))] if self.is_chat else []
+        answer = ChatAnswer("", "assistant")
+        return [self._event(CompletionChoice(delta=answer))] if self.is_chat else []
 
-    def chunk(self, text: str) -> bytes:
-        """Return an event with more text."""
-        return self._event(self._piece(text))
+    def chunk(self, index: int, text: str) -> bytes:
+        """Return an event with more text of an answer."""
+        if self.is_chat:
+            return self._event(CompletionChoice(index=index, delta=ChatAnswer(text)))
+        return self._event(CompletionChoice(index=index, text=text))
 
-    def last_chunk(self, reason: str, usage: Usage | None) -> list[bytes]:
+    def last_chunk(self, index: int, reason: str) -> bytes:
+        """Return the event that ends an answer."""
+        if self.is_chat:
+            choice = CompletionChoice(index=index, delta=ChatAnswer(), finish_reason=reason)
+        else:
+            choice = CompletionChoice(index=index, text="", finish_reason=reason)
+        return self._event(choice)
+
+    def end(self, usage: Usage | None) -> list[bytes]:
         """Return the events that end a stream; ``usage``: if requested."""
         counts = [] if usage is None else [self._event(usage=usage)]
-        last = self._event(self._piece(UNSET if self.is_chat else "", reason))
-        return [last, *counts, b"data: [DONE]\n\n"]
-
-    def _piece(
-        self,
-        text: str | UnsetType,
-        reason: str | None = None,
-        role: Literal["assistant"] | UnsetType = UNSET,
-    ) -> CompletionChoice:
-        if self.is_chat:
-            return CompletionChoice(delta=ChatAnswer(text, role), finish_reason=reason)
-        return CompletionChoice(text=text, finish_reason=reason)
+        return [*counts, b"data: [DONE]\n\n"]
 
     def _event(self, *choices: CompletionChoice, usage: Usage | UnsetType = UNSET) -> bytes:
         kind = "chat.completion.chunk" if self.is_chat else "text_completion"
@@ -278,7 +289,7 @@ def _event(content: object) -> bytes:
 
 
 def _params(
-    request: Any, prompt: Any, model: ServedModel, max_tokens: int | None
+    request: Any, prompts: Sequence[Any], model: ServedModel, max_tokens: int | None
 ) -> CompletionParams:
     model.check_name(request.model)
     for name, values in PLAIN.items():
@@ -286,7 +297,7 @@ def _params(
             raise ApiError(400, f"{name} is not supported; leave it out", param=name)
     options, stop = request.stream_options, request.stop
     return CompletionParams(
-        prompt=prompt,
+        prompts=prompts,
         is_chat=isinstance(request, ChatRequest),
         max_tokens=max_tokens,
         sampling=Sampling(
@@ -380,16 +391,16 @@ class CompletionService(PoolService):
 
 
 class _EventStream(StreamingResponse):
-    """Server-sent events of one answer, whose slot is freed at the end."""
+    """Server-sent events of a response; `slots` are freed at the end."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes], generation: GeneratedSequence) -> None:
+    def __init__(self, events: AsyncIterator[bytes], slots: ExitStack) -> None:
         super().__init__(events, headers={"cache-control": "no-store", "x-accel-buffering": "no"})
-        self._generation = generation
+        self._slots = slots
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._generation:
+        with self._slots:
             await super().__call__(scope, receive, send)
 
 
@@ -405,7 +416,9 @@ class CompletionApp(ServiceApp[CompletionService]):
     def posts(self) -> list[PostRoute]:
         """See `ServiceApp`."""
         text = {"type": "string", "minLength": 1}
-        prompt = {"anyOf": [text, token_ids(self.model, self.model.max_tokens - 1)]}
+        ids = token_ids(self.model, self.model.max_tokens - 1)
+        many = {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS}
+        prompt = {"anyOf": [text, ids, {**many, "items": text}, {**many, "items": ids}]}
         limits, plain, chat = {"prompt": prompt}, (_CompletionBody, Completion), _ChatBody
         return [
             PostRoute("/v1/completions", "complete", self._complete, *plain, limits, True),
@@ -425,39 +438,45 @@ class CompletionApp(ServiceApp[CompletionService]):
     async def _answer(self, request: Request, params: CompletionParams) -> Response:
         self.service.check_ready()
         param = "messages" if params.is_chat else "prompt"
-        try:
-            prompt = await self._tokens(params)
-            generation = self.service.generate(prompt, params.max_tokens, params.sampling)
-        except PromptTooLongError as error:
-            raise ApiError(400, str(error), param=param, code=_TOO_LONG) from error
-        except ValueError as error:
-            raise ApiError(400, str(error), param=param) from error
         writer = ResponseWriter(self.model.name, params.is_chat)
-        answer = _DetokenizedStream(generation, self.service.text.reader(params.stops))
-        request.state.facts["prompt_tokens"] = len(prompt)
-        if params.stream:
-            events = self._streamed(request, params, writer, answer, len(prompt))
-            return _EventStream(events, generation)
-        with generation:
-            text = await unless_client_leaves(request, answer.whole())
-        request.state.facts["tokens"] = answer.tokens
-        self._count_answer(len(prompt) + answer.tokens, answer.reason)
-        return json_answer(writer.whole(text, answer.reason, Usage.of(len(prompt), answer.tokens)))
+        with ExitStack() as slots:
+            answers = []
+            try:
+                for prompt in [await self._tokens(each) for each in params.prompts]:
+                    generation = self.service.generate(prompt, params.max_tokens, params.sampling)
+                    reader = self.service.text.reader(params.stops)
+                    answers.append(_DetokenizedStream(len(prompt), generation, reader))
+                    slots.enter_context(generation)
+            except PromptTooLongError as error:
+                raise ApiError(400, str(error), param=param, code=_TOO_LONG) from error
+            except ValueError as error:
+                raise ApiError(400, str(error), param=param) from error
+            request.state.facts["prompt_tokens"] = sum(each.n_prompt for each in answers)
+            if params.stream:
+                events = self._streamed(request, writer, answers, params.with_usage)
+                return _EventStream(events, slots.pop_all())
+            texts = asyncio.gather(*(answer.whole() for answer in answers))
+            found = await unless_client_leaves(request, texts)
+            reasons = [answer.reason for answer in answers]
+            usage = self._count_answers(request, answers)
+            return json_answer(writer.whole([*zip(found, reasons, strict=True)], usage))
 
-    async def _tokens(self, params: CompletionParams) -> list[int]:
-        """Tokenize the prompt in a thread; raise `ApiError` if it is too long to tokenize."""
-        if params.is_chat:
-            messages = cast("list[dict[str, str]]", params.prompt)
-            length = sum(len(text) for each in messages for text in each.values())
-            self._check_length(length, "messages")
-            if len(messages) > self.model.max_tokens:
-                message = f"the chat has {len(messages)} messages; each takes a token at least"
-                raise ApiError(400, message, param="messages", code=_TOO_LONG)
-            return await asyncio.to_thread(self.service.text.encode_chat, messages)
-        if isinstance(params.prompt, str):
-            self._check_length(len(params.prompt), "prompt")
-            return await asyncio.to_thread(self.service.text.encode, params.prompt)
-        return cast("list[int]", params.prompt)
+    async def _tokens(self, prompt: str | list[int] | list[dict[str, str]]) -> list[int]:
+        """Tokenize a prompt in a thread; raise `ApiError` if it is too long to tokenize."""
+        text = self.service.text
+        if isinstance(prompt, str):
+            self._check_length(len(prompt), "prompt")
+            return await asyncio.to_thread(text.encode, prompt)
+        if not prompt or isinstance(prompt[0], int):
+            return cast("list[int]", prompt)
+        messages = prompt
+        self._check_length(
+            sum(len(part) for each in messages for part in each.values()), "messages"
+        )
+        if len(messages) > self.model.max_tokens:
+            message = f"the chat has {len(messages)} messages; each takes a token at least"
+            raise ApiError(400, message, param="messages", code=_TOO_LONG)
+        return await asyncio.to_thread(text.encode_chat, messages)
 
     def _check_length(self, characters: int, param: str) -> None:
         most = self.service.text.longest * self.model.max_tokens
@@ -468,18 +487,20 @@ class CompletionApp(ServiceApp[CompletionService]):
     async def _streamed(
         self,
         request: Request,
-        params: CompletionParams,
         writer: ResponseWriter,
-        answer: _DetokenizedStream,
-        n_prompt: int,
+        answers: Sequence[_DetokenizedStream],
+        with_usage: bool,
     ) -> AsyncIterator[bytes]:
         try:
             for event in writer.first_chunk():
                 yield event
-            async for text in answer.pieces():
-                yield writer.chunk(text)
-            usage = Usage.of(n_prompt, answer.tokens) if params.with_usage else None
-            for event in writer.last_chunk(answer.reason, usage):
+            async for index, text in _merged(answers):
+                if text is None:
+                    yield writer.last_chunk(index, answers[index].reason)
+                else:
+                    yield writer.chunk(index, text)
+            usage = self._count_answers(request, answers)
+            for event in writer.end(usage if with_usage else None):
                 yield event
             request.state.outcome = 200
             self._count_answer(n_prompt + answer.tokens, answer.reason)
@@ -489,19 +510,24 @@ class CompletionApp(ServiceApp[CompletionService]):
             self.service.metrics.errors.labels(failure.code or failure.kind).inc()
             yield _event(failure.response())
         finally:
-            request.state.facts["tokens"] = answer.tokens
+            request.state.facts["tokens"] = sum(each.tokens for each in answers)
 
-    def _count_answer(self, tokens: int, reason: str) -> None:
-        self.service.metrics.finished(reason)
-        self.service.metrics.inputs.inc()
-        self.service.metrics.tokens.inc(tokens)
+    def _count_answers(self, request: Request, answers: Sequence[_DetokenizedStream]) -> Usage:
+        prompt = sum(each.n_prompt for each in answers)
+        tokens = sum(each.tokens for each in answers)
+        request.state.facts["tokens"] = tokens
+        for each in answers:
+            self.service.metrics.finished(each.reason)
+        self.service.metrics.inputs.inc(len(answers))
+        self.service.metrics.tokens.inc(prompt + tokens)
+        return Usage.of(prompt, tokens)
 
 
 class _DetokenizedStream:
-    """Detokenizes a generated sequence."""
+    """Detokenizes a generated sequence, of a prompt of ``n_prompt`` tokens."""
 
-    def __init__(self, generation: GeneratedSequence, reader: AnswerReader) -> None:
-        self.tokens = 0
+    def __init__(self, n_prompt: int, generation: GeneratedSequence, reader: AnswerReader) -> None:
+        self.n_prompt, self.tokens = n_prompt, 0
         self._generation = generation
         self._reader = reader
 
@@ -523,3 +549,23 @@ class _DetokenizedStream:
 
     async def whole(self) -> str:
         return "".join([text async for text in self.pieces()])
+
+
+async def _merged(
+    answers: Sequence[_DetokenizedStream],
+) -> AsyncIterator[tuple[int, str | None]]:
+    """Yield indices and texts of answers as they arrive; ``None`` ends an answer."""
+    pieces = [answer.pieces() for answer in answers]
+    pending = {asyncio.ensure_future(anext(each, None)): at for at, each in enumerate(pieces)}
+    try:
+        while pending:
+            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for each in done:
+                index, text = pending.pop(each), each.result()
+                if text is not None:
+                    pending[asyncio.ensure_future(anext(pieces[index], None))] = index
+                yield index, text
+    finally:
+        for each in pending:
+            each.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)

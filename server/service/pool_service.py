@@ -28,6 +28,7 @@ from coordinator.daemon_threads import submit_in_thread
 from shm_broadcast import CoordinatorError, MemberStatus
 from shm_broadcast.state.flight_recorder import VerbTotal
 
+from ..calls.ledger import ignore
 from ..errors import CallStuckError, CallTimeoutError, PoolClosedError, with_notes
 from .api import clipped, past_failure, workers
 from .metrics import Activity, Metrics, of_operations, of_service, of_workers
@@ -240,6 +241,9 @@ class PoolService(ABC):
 
     ``make_pool`` starts the pool, in a thread; ``make_metrics`` gets a function that yields the
     metrics of the present state.
+
+    Attributes:
+        on_ready: called in the event loop before the first request is accepted.
     """
 
     def __init__(
@@ -253,6 +257,7 @@ class PoolService(ABC):
         self._pool: InstrumentedPool | None = None
         self._probed = False
         self._stopping = self._stopped = False
+        self.on_ready: Callable[[], object] = ignore
         self._failure: Exception | None = None
         self._running: asyncio.Task[None] | None = None
         self._giving_up: asyncio.Task[None] | None = None
@@ -404,6 +409,7 @@ class PoolService(ABC):
             self._failure = error
         else:
             self._probed = True
+            self.on_ready()
             await instrumented.watch(lambda: self._probe(instrumented))
             await asyncio.sleep(_FAILED_SECONDS)
         on_failure()

@@ -28,7 +28,7 @@ from shm_broadcast.state.flight_recorder import (
     read_history,
     read_totals,
 )
-from shm_broadcast.state.status import StatusPublisher
+from shm_broadcast.state.status import StatusPublisher, read_status
 
 _SEEN_WITHIN: Final = 0.5
 """Seconds until a member's own host has detected its end; a connection to it breaks earlier."""
@@ -260,7 +260,17 @@ class Members:
             sequence=sequence,
             age=max(time.monotonic_ns() - stamped, 0) / 1e9 if stamped else None,
             collective=words.load64(slot + layout.MEMBER_COLLECTIVE) if known else 0,
+            waits_for=tuple(
+                dict.fromkeys(
+                    self._ranks[each]
+                    for wait in read_status(self._read, member, len(self._ranks)).waits
+                    for each in wait.members
+                )
+            ),
         )
+
+    def _read(self, offset: int, size: int) -> bytes:
+        return bytes(self._segment.memory[offset : offset + size])
 
     def after_fork_in_child(self) -> None:
         """Replace the lock in a forked child: a thread of its parent may hold it."""

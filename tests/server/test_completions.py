@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import openai
 import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from server.config import ServiceLimits
 from server.service.api import ServedModel
@@ -135,6 +137,76 @@ def test_a_stream_is_the_same_in_pieces(llama: Path) -> None:
     with_site(llama, test)
 
 
+def test_several_prompts_have_an_answer_each(llama: Path) -> None:
+    texts = ["The sea", "x", "A tide"]
+
+    async def test(here: Site) -> None:
+        prompts = [here.text.encode(text) for text in texts]
+        expected = [here.expected(prompt, 9) for prompt in prompts]
+        for given in (texts, prompts):
+            whole = await here.complete(given, max_tokens=9)
+            assert [choice.index for choice in whole.choices] == [0, 1, 2]
+            assert [choice.text for choice in whole.choices] == expected
+            counts = whole.usage.prompt_tokens, whole.usage.completion_tokens
+            assert counts == (sum(map(len, prompts)), 27)
+        options = {"include_usage": True}
+        stream = await here.complete(texts, max_tokens=9, stream=True, stream_options=options)
+        said, order, ended = ["", "", ""], [], []
+        async for chunk in stream:
+            for choice in chunk.choices:
+                said[choice.index] += choice.text
+                order.append(choice.index)
+                ended += [choice.index] if choice.finish_reason == "length" else []
+        assert (said, sorted(ended)) == (expected, [0, 1, 2])
+        assert order != sorted(order), "the answers were computed one after the other"
+        assert chunk.usage == whole.usage
+
+    with_site(llama, test)
+
+
+def test_an_answer_of_several_that_is_refused_frees_the_slots_of_all(llama: Path) -> None:
+    async def test(here: Site) -> None:
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError, match="has 64 tokens"):
+                await here.complete(["x", "y", "z" * 64], max_tokens=50, stream=stream)
+            await auntil(lambda: here.running == 0)
+        with pytest.raises(openai.RateLimitError):
+            await here.complete(["x"] * 30, max_tokens=50)
+        await auntil(lambda: here.running == 0 and here.service.waiting == 0)
+
+    with_site(llama, test)
+
+
+def test_answers_have_all_that_openais_types_require(llama: Path) -> None:
+    """Its client does not check them: it makes objects of any JSON."""
+
+    async def test(here: Site) -> None:
+        async with httpx.AsyncClient(base_url=here.url) as client:
+
+            async def post(path: str, **body: Any) -> str:
+                answer = await client.post(path, json={"model": "m", "max_tokens": 3, **body})
+                assert answer.status_code == 200
+                return answer.text
+
+            for prompt in ("x", ["x", "y"]):
+                text = await post("/v1/completions", prompt=prompt)
+                Completion.model_validate_json(text, strict=True)
+            text = await post("/v1/chat/completions", messages=CHAT)
+            ChatCompletion.model_validate_json(text, strict=True)
+            usage = {"stream": True, "stream_options": {"include_usage": True}}
+            text = await post("/v1/chat/completions", messages=CHAT, **usage)
+            for line in text.split("\n\n")[:-2]:
+                ChatCompletionChunk.model_validate_json(line.removeprefix("data: "), strict=True)
+            text = await post("/v1/completions", prompt=["x", "y"], **usage)
+            for line in text.split("\n\n")[:-2]:
+                chunk = json.loads(line.removeprefix("data: "))
+                for choice in chunk["choices"]:  # OpenAI's own streams have null, too
+                    choice["finish_reason"] = choice["finish_reason"] or "length"
+                Completion.model_validate_json(json.dumps(chunk), strict=True)
+
+    with_site(llama, test)
+
+
 def test_chats(llama: Path) -> None:
     async def test(here: Site) -> None:
         prompt = here.text.encode_chat(CHAT)
@@ -190,8 +262,10 @@ def test_seeds(llama: Path) -> None:
     [
         ({"prompt": ""}, 400, "the prompt is empty"),
         ({"prompt": []}, 400, "the prompt is empty"),
-        ({"prompt": ["a", "b"]}, 400, "one text, or the token ids of one"),
-        ({"prompt": [1, "a"]}, 400, "one text, or the token ids of one"),
+        ({"prompt": ["a", ""]}, 400, "the prompt is empty"),
+        ({"prompt": ["a", [1]]}, 400, "a text, the token ids of one, or several of one kind"),
+        ({"prompt": [1, "a"]}, 400, "a text, the token ids of one, or several of one kind"),
+        ({"prompt": ["a"] * 2049}, 400, "prompt has 2049 prompts; a request may have 2048"),
         ({"prompt": [257]}, 400, "token id 257 is not in 0 to 256"),
         ({"prompt": "x" * 64}, 400, "has 64 tokens; with its answer at most 64 fit"),
         ({"prompt": "x" * 1_000_000}, 400, "1000000 characters; at most"),

@@ -10,7 +10,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from benchmarks.http_served import Served
-from tests.pages.blocks import ROOT, block_of
+from server.service.completions import PLAIN
+from tests.pages.blocks import ROOT, block_of, read
 from tests.server.test_readme import SHOWN_AT, output
 
 if TYPE_CHECKING:
@@ -23,6 +24,11 @@ def test_the_engine(tmp_path: Path) -> None:
     expected = re.findall(r"print\(.*\)  # (.*)", script.read_text())
     assert len(expected) == 2
     assert output(sys.executable, str(script)).splitlines() == expected
+
+
+def test_the_fields_that_are_refused() -> None:
+    _, _, listed = read("docs/decoder.md").partition("These fields are refused with status 400")
+    assert re.findall(r"`(\w+)`", listed.partition("Other fields")[0]) == [*PLAIN]
 
 
 def test_the_service() -> None:

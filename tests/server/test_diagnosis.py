@@ -228,7 +228,7 @@ def test_who_reads_calls_while_others_wait_for_it_is_to_blame(driver_waits: tupl
         member(0, 1), member(1, 2, verb="dequeue"), member(DRIVER_RANK, *driver_waits, verb="call")
     )
     assert told[0] == (
-        "Rank 1 (pid 101) holds up others: it takes no part, and waits for the next message of "
+        "Rank 1 (pid 101) holds up others: it is idle, and waits for the next message of "
         "the driver; last seen in dequeue #7, 3.0 s ago."
     )
     assert told[1].startswith("  Rank 0 (pid 100) waits for rank 1 in tp all_reduce #7")

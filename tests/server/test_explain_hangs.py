@@ -25,7 +25,7 @@ def test_a_rank_that_sleeps(tmp_path: Path) -> None:
         assert f"  Rank 0 (pid {pids[0]}) waits for rank 1 in tp all_reduce #" in text
         assert f"The stack of rank 1 (pid {pids[1]}), the latest call first:" in text
         assert "in sleeping" in text
-        assert_status_says(pids[2], late, "runs", "waits", "tp all_reduce #", "tp 1")
+        assert_status_says(pids[2], late, "computing", "waiting", "tp all_reduce #", "tp 1")
         table = block_of("docs/debugging.md", "3 processes, 1.5 MiB shared").splitlines()[3:]
         assert without_numbers("\n".join(table)) in without_numbers(shown("status", pids[0]))
         (seen,) = json.loads(shown("status", pids[0], "--json"))["programs"]

@@ -215,7 +215,7 @@ def test_a_late_call_names_who_of_another_pool_holds_it_up() -> None:
         late = other.submit("sum", timeout=0.8).exception()
         assert isinstance(late, CallTimeoutError)
         assert late.blocked_by == ()
-        assert f"(rank 0 of one (pid {pid}) holds up others: it takes no part" in str(late)
+        assert f"(rank 0 of one (pid {pid}) holds up others: it is idle" in str(late)
         one.call("sum", timeout=60)
 
 

@@ -19,7 +19,7 @@ from server.hosts.remote_hosts import RemoteWorker
 from server.inspection.diagnosis import own_diagnoses
 from server.launchers.local import LocalWorker
 from server.pool import WorkerPool
-from shm_broadcast import MessageQueue
+from shm_broadcast import DRIVER_RANK, MessageQueue
 from tests.patience import PATIENCE_SECONDS, until
 from tests.server.workers import Gate, Restored, Worker
 
@@ -54,9 +54,7 @@ def test_a_rank_that_skips_a_collective_is_named_beside_those_that_wait(pool: Wo
     error = late_error(pool, "skip_group", 1)
     assert [each.rank for each in error.waiting_for] == [0]
     assert error.blocked_by == (1,)
-    assert f"(rank 1 (pid {pid}) holds up others: it takes no part, and waits for the next" in str(
-        error
-    )
+    assert f"(rank 1 (pid {pid}) holds up others: it is idle, and waits for the next" in str(error)
 
 
 def test_a_rank_that_is_stopped_is_named_beside_those_that_wait(pool: WorkerPool) -> None:
@@ -81,6 +79,18 @@ def test_a_rank_that_lags_is_told_from_those_that_wait_for_it(pool: WorkerPool) 
     waits, late = (each.pid for each in error.waiting_for)
     for begin in f"Rank 1 (pid {late}) holds up others", f"  Rank 0 (pid {waits}) waits for rank 1":
         assert sum(line.startswith(begin) for line in told) == 1
+
+
+def activities(pool: WorkerPool) -> list[tuple[str, tuple[int, ...]]]:
+    return [(each.activity, each.waits_for) for each in pool.status()]
+
+
+def test_ranks_are_idle_computing_or_waiting_for_others(pool: WorkerPool) -> None:
+    until(lambda: activities(pool) == [("idle", (DRIVER_RANK,))] * 2)
+    hangs = pool.submit("hang_in_group", 1, 3.0)
+    until(lambda: activities(pool) == [("waiting", (1,)), ("computing", ())])
+    assert hangs.result(PATIENCE_SECONDS) == 2.0
+    until(lambda: activities(pool) == [("idle", (DRIVER_RANK,))] * 2)
 
 
 def test_where_nobody_waits_nothing_is_told(pool: WorkerPool) -> None:
@@ -174,7 +184,7 @@ class Meeting(Worker):
     [
         ("sleeps", "0, 1, 2", "it waits for no other process"),
         ("is stopped", "0, 1, 2", "its process is stopped"),
-        ("takes no part", "0, 1", "it takes no part"),
+        ("takes no part", "0, 1", "it is idle"),
     ],
 )
 def test_a_start_names_who_holds_it_up(how: str, late: str, why: str) -> None:

@@ -104,7 +104,7 @@ def is_late(pool: WorkerPool, method: str, *args: Any) -> tuple[str, Any, list[s
     ("call", "why"),
     [
         (("hang_in_group", 1), "it waits for no other process"),
-        (("skip_group", 1), "it takes no part, and waits for the next message of the driver"),
+        (("skip_group", 1), "it is idle, and waits for the next message of the driver"),
     ],
     ids=["sleeps", "has answered"],
 )

@@ -150,7 +150,7 @@ def test_the_spawned_side_knows_the_signal() -> None:
 def member(rank: int, *waits: int, **status: object) -> MemberSnapshot:
     told = {"pid": 100 + rank, "state": "busy", "operation": "tp all_reduce", "sequence": 7}
     return MemberSnapshot(
-        MemberStatus(rank, **(told | {"age": 3.0} | status)),
+        MemberStatus(rank, **(told | {"age": 3.0, "waits_for": waits} | status)),
         f"tp {rank}",
         "sleeping",
         300 << 20,

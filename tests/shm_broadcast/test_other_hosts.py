@@ -71,7 +71,7 @@ def test_the_driver_is_the_one_here_and_no_supervisor_of_another_host() -> None:
     waits = member(1, 101, 2, verb="dequeue")
     b = HostSnapshot("b", "here", board("at b", 2, waits, member(DRIVER_RANK, 98, 0)), ())
     assert verdict(here, b).sentences[0] == (
-        "Rank 1 (pid 101 on b) holds up others: it takes no part, and waits for the next message "
+        "Rank 1 (pid 101 on b) holds up others: it is idle, and waits for the next message "
         "of the driver; last seen in dequeue #7, 3.0 s ago."
     )
 
