@@ -369,6 +369,10 @@ class Rendezvous:
                 time.sleep(self.deadline.remaining(at_most=next(pauses)))
             return [read()]
 
+        def begin() -> list[T]:
+            first()
+            return poll()
+
         def missing() -> tuple[Sequence[int], list[str]]:
             ranks = absent()
             return ranks, self._elsewhere(ranks)
@@ -379,7 +383,7 @@ class Rendezvous:
         pauses, began = backoff(), time.monotonic()
         look_after, log_after = 0.0, _LOG_SECONDS
         with self._reaching(operation), self._shown() as show:
-            values = self._answer(operation, lambda: (first(), poll())[1])
+            values = self._answer(operation, begin)
             while not values:
                 # Members that began together time out together, and all name the absent ranks.
                 patient = self.deadline.remaining(_ANSWERED_SECONDS) >= _ANSWERED_SECONDS

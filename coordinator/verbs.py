@@ -37,7 +37,6 @@ from shm_broadcast.deadline import Deadline
 
 if TYPE_CHECKING:
     from coordinator.context import GroupContext
-    from coordinator.messages.incoming import Communicators
     from coordinator.messages.messenger import Make
 
 
@@ -357,7 +356,7 @@ class GroupVerbs(Member, Collectives, RootedCollectives):
         """
         if self.world_size == 1:
             return self._messenger.broadcast_object(None, 0, timeout)  # type: ignore[no-any-return]
-        src, peers = self._previous(src), _routes(all_gather_group)
+        src, peers = self._previous(src), all_gather_group and all_gather_group._messenger.routes
         return self._messenger.recv(Kind.TENSOR_DICT, src, timeout, peers=peers)  # type: ignore[no-any-return]
 
     def irecv_tensor_dict(
@@ -373,7 +372,7 @@ class GroupVerbs(Member, Collectives, RootedCollectives):
         """
         if self.world_size == 1:
             return Work(self._messenger.broadcast_object(None, 0, timeout))
-        src, peers = self._previous(src), _routes(all_gather_group)
+        src, peers = self._previous(src), all_gather_group and all_gather_group._messenger.routes
         return self._messenger.irecv(Kind.TENSOR_DICT, src, timeout, peers=peers)
 
     @overload
@@ -550,7 +549,3 @@ class GroupVerbs(Member, Collectives, RootedCollectives):
     def _reduce_by_nodes(self, x: Tensor, *, async_op: bool = False, **how: Any) -> Any:
         result = self.hierarchy.all_reduce(x, **how)
         return Work(result) if async_op else result
-
-
-def _routes(group: GroupVerbs | None) -> Communicators | None:
-    return None if group is None else group._messenger.routes

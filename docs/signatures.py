@@ -53,7 +53,7 @@ SECTIONS: Final = {
 }
 HIDDEN: Final = {
     *("disown", "from_context", "exchanging_rows_in"),
-    *("hand_over", "move_on", "adopt", "is_own"),
+    "enqueue_noted",
 }
 """Methods that only other packages of this repository call; mkdocs.yml has the same names."""
 

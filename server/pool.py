@@ -26,8 +26,8 @@ Guarantees
   next generation.
 - When the driver ends, for any reason, the workers and all their descendants end too.
 - A signal handler may raise in a call, ask for the status, or shut the pool down; it must not
-  make calls. If it raises, the call continues without its caller, and no later call gets its
-  answer. A reply being received for another thread may be lost: that thread's call then fails.
+  make calls. A call that is interrupted while it waits is abandoned: it continues without its
+  caller. A call that is interrupted amid sending or receiving breaks the pool.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 from coordinator.rank_grid import RankGrid
@@ -56,7 +57,7 @@ from .hosts.place import Hosts
 from .launchers.fork_servers import FORK_SERVERS, worker_environment
 
 if TYPE_CHECKING:
-    from .driver.crew import PoolDriver
+    from .driver.pool_driver import PoolDriver
     from .launchers.ray_cluster import RayCluster
 
 _EXIT_SECONDS = 2.0
@@ -161,7 +162,7 @@ class WorkerPool:
             FORK_SERVERS.prepare(worker_environment(self._plan.threads), self._plan.config.preload)
         # Imported while the fork server loads torch. Not at the top: a worker's main module may
         # import this one.
-        from .driver.crew import PoolDriver  # noqa: PLC0415
+        from .driver.pool_driver import PoolDriver  # noqa: PLC0415
 
         self._driver = PoolDriver(self._plan)
         self._stream_numbers = itertools.count(1)
@@ -269,8 +270,8 @@ class WorkerPool:
         Raises:
             CoordinatorError: the failure that broke the pool, or `PoolClosedError`.
         """
-        rank = self._output_rank
-        return self._driver.submit(self._pending(method, args, kwargs, rank, timeout, retry=retry))
+        call = self._call_of_one(method, *args, timeout=timeout, retry=retry, **kwargs)
+        return self._driver.submit(call)
 
     async def acall(
         self,
@@ -342,32 +343,32 @@ class WorkerPool:
 
         `PoolClosedError` after `shutdown`, and in a process forked from the pool's.
         """
-        return self._fork_error("failure") or self._driver.tracker.state.ended
+        return self._fork_error("failure") or self._driver.table.ended
 
     @property
     def restarting(self) -> CoordinatorError | None:
         """Return the failure during a restart, in which calls wait; ``None`` otherwise."""
-        return self._driver.tracker.state.restarting
+        return self._driver.table.restarting
 
     @property
     def last_failure(self) -> tuple[float, CoordinatorError] | None:
         """Return the last failure and its time, in seconds since the epoch, restarted or not."""
-        return self._driver.tracker.state.last_failure
+        return self._driver.table.last_failure
 
     @property
     def load(self) -> int:
         """Return the number of calls that are queued or sent, at this moment."""
-        return self._driver.tracker.queued.size
+        return self._driver.table.size
 
     @property
     def restarts(self) -> int:
         """Return the number of restarts."""
-        return self._driver.tracker.state.restarts
+        return self._driver.table.restarts
 
     @property
     def generation(self) -> int:
         """Return the number of the workers' generation: 1, and higher after each restart."""
-        return self._driver.tracker.state.generation
+        return self._driver.table.generation
 
     def status(self) -> list[MemberStatus]:
         """Return every worker's state in calls and groups, by rank, without waiting for them.
@@ -429,44 +430,13 @@ class WorkerPool:
     def __repr__(self) -> str:
         return f"WorkerPool({self._plan.worker}, {self.grid})"
 
-    def hand_over(
-        self,
-        move: Callable[[list[PendingCall]], list[PendingCall]],
-        opened: Callable[[], None],
-    ) -> None:
-        """Let `replicas.Replicas` move waiting calls to other pools when this pool breaks.
-
-        Args:
-            move: called with the waiting calls. Moves those with ``retry`` by other pools' `adopt`;
-                returns the calls that stay.
-            opened: called when the pool has been restarted.
-        """
-        tracker = self._driver.tracker
-        tracker.move, tracker.opened = move, opened
-
-    def move_on(self) -> None:
-        """Have ``move`` of `hand_over` called with the calls that wait for a restart."""
-        self._driver.tracker.move_on()
-
-    def adopt(self, call: PendingCall) -> None:
-        """Accept a call of another pool; see `hand_over`.
-
-        Raises:
-            CoordinatorError: the failure that ended the pool.
-        """
-        self._driver.submit(call)
-
-    def is_own(self, thread: threading.Thread) -> bool:
-        """Return whether ``thread`` belongs to the pool, and so cannot shut it down."""
-        return self._driver.is_own(thread)
-
     def _stop(self, timeout: float | None, finish: bool) -> None:
         seconds = Deadline.after(timeout).remaining()
         if os.getpid() == self._owner:
             self._driver.stop(seconds, finish)
             self._at_exit.detach()
 
-    @property
+    @cached_property
     def _output_rank(self) -> int:
         if (dp := self.grid.sizes["dp"]) > 1:
             raise ValueError(
@@ -487,6 +457,17 @@ class WorkerPool:
         if error is not None:
             raise error
 
+    def _call_of_one(
+        self,
+        method: str,
+        /,
+        *args: Any,
+        timeout: float | None = None,
+        retry: bool = False,
+        **kwargs: Any,
+    ) -> PendingCall:
+        return self._pending(method, args, kwargs, self._output_rank, timeout, retry=retry)
+
     def _pending(
         self,
         method: str,
@@ -501,7 +482,7 @@ class WorkerPool:
     ) -> PendingCall:
         self._check_callable(method)
         return PendingCall(
-            *(method, args, kwargs, self.n_workers, reply_rank, timeout, stream),
+            *(method, args, kwargs, self._plan.n_workers, reply_rank, timeout, stream),
             begins=begins,
             retry=retry,
         )

@@ -134,7 +134,7 @@ class Replicas:
             undo.pop_all()
         self._turn = 0
         for pool in self.pools:
-            pool.hand_over(partial(self._move, pool), partial(self._gather, pool))
+            pool._driver.changed = partial(self._changed, pool)
 
     @property
     def n_workers(self) -> int:
@@ -161,7 +161,13 @@ class Replicas:
         Raises:
             CoordinatorError: the failure that broke the last replica, or `PoolClosedError`.
         """
-        return self._on_one(lambda pool: pool.submit(method, *args, **options))
+
+        def begin(pool: WorkerPool) -> Future[Any]:
+            call = pool._call_of_one(method, *args, **options)
+            call.move = self._move if call.retry else None
+            return pool._driver.submit(call)
+
+        return self._on_one(begin)
 
     async def acall(self, method: str, /, *args: Any, **options: Any) -> Any:
         """Await a `submit`; see `pool.WorkerPool.acall`."""
@@ -242,7 +248,7 @@ class Replicas:
                 happened.
         """
         deadline = Deadline.after(timeout)
-        if any(pool.is_own(threading.current_thread()) for pool in self.pools):
+        if any(pool._driver.is_own(threading.current_thread()) for pool in self.pools):
             raise RuntimeError("replicas cannot be shut down by a callback of their own")
         for pool in self.pools:  # in this thread, which a signal handler may have interrupted
             pool.shutdown(deadline.remaining())
@@ -279,40 +285,35 @@ class Replicas:
                     raise
             else:
                 if pool.restarting is not None and self._working():  # since it was chosen
-                    pool.move_on()
+                    self._gather()
                 return begun
 
-    def _move(self, broken: WorkerPool, calls: list[PendingCall]) -> list[PendingCall]:
-        """Move calls of a broken replica to others; return those that stay.
+    def _move(self, call: PendingCall) -> None:
+        """Submit a call, whose replica has broken, to one that runs; without any, it waits."""
+        try:
+            self._on_one(lambda pool: pool._driver.submit(call))
+        except CoordinatorError as error:
+            call.finish(error, "")
+            call.hand_out()
 
-        Calls with ``retry`` stay if no other replica runs, and this one is being restarted.
-        """
-        failure = broken.failure
-        if failure is not None:  # no call may raise it, as the others answer the calls
+    def _gather(self) -> None:
+        """Move the calls that wait for the restart of a replica to those that run."""
+        for pool in self.pools:
+            for call in pool._driver.take_waiting():
+                self._move(call)
+
+    def _changed(self, pool: WorkerPool) -> None:
+        failure = pool.failure
+        if failure is None:
+            self._gather()
+        elif not isinstance(failure, PoolClosedError):  # no call may raise it: the others go on
             _log.error(
                 "replica %d takes no more calls, %d of %d go on: %s",
-                self.pools.index(broken),
+                self.pools.index(pool),
                 [pool.failure for pool in self.pools].count(None),
                 len(self.pools),
                 with_notes(failure),
             )
-        staying = []
-        for call in calls:
-            may_move = call.retry and not call.stream
-            if not may_move or (not self._working() and broken.failure is None):
-                staying.append(call)
-                continue
-            try:
-                self._on_one(partial(WorkerPool.adopt, call=call))
-            except CoordinatorError:
-                staying.append(call)
-        return staying
-
-    def _gather(self, opened: WorkerPool) -> None:
-        """Move calls that wait for other replicas' restarts to ``opened``."""
-        for pool in self.pools:
-            if pool is not opened:
-                pool.move_on()
 
 
 def _shut_down_when_started(starting: Future[WorkerPool]) -> None:

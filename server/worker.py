@@ -54,7 +54,6 @@ from .control.channel import Channel, ChannelClosedError
 from .control.output import label_output
 from .control.pool_memory import CancellationFlags
 from .control.protocol import (
-    VOID,
     Call,
     Detached,
     Ready,
@@ -404,17 +403,14 @@ class _Serving:
             try:
                 call = self._next_call()
             except MessageDecodeError as error:
-                # The number is in the undecodable message; after a gap the driver sends `VOID`.
+                # The number is in the undecodable message.
                 self._last += 1
                 self._fail(error)
             except GroupClosedError:
                 return
             else:
                 self._last = call.number
-                if call.method == VOID:
-                    self._replies.enqueue(astuple(Reply(call.number)))
-                else:
-                    self._answer(call)
+                self._answer(call)
 
     def ready(self) -> Ready:
         is_remote = self._start.handles.replies is None

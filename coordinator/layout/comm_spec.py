@@ -101,21 +101,17 @@ class CommSpec:
         """Return the cost by the mesh's cost model."""
         costs, axes = self.sharding_spec.mesh.cost_model, self.logical_process_axis
         held, gathered = self._bytes(self._before), self._bytes(self._after)
-        forward = backward = 0.0
-        match self.comm_pattern:
-            case CommPattern.GATHER_FWD_SPLIT_BWD:
-                forward = costs.all_gather(gathered, axes)
-            case CommPattern.SPLIT_FWD_GATHER_BWD:
-                backward = costs.all_gather(held, axes)
-            case CommPattern.ALL2ALL_FWD_ALL2ALL_BWD:
-                forward = costs.all_to_all(held, axes)
-                backward = costs.all_to_all(gathered, axes)
-            case CommPattern.ALLREDUCE_FWD_IDENTITY_BWD:
-                forward = costs.all_reduce(held, axes)
-            case CommPattern.IDENTITY_FWD_ALLREDUCE_BWD:
-                backward = costs.all_reduce(held, axes)
-            case CommPattern.MIXGATHER_FWD_SPLIT_BWD:
-                forward = costs.mix_gather(gathered)
+        forward, backward = {
+            CommPattern.GATHER_FWD_SPLIT_BWD: (costs.all_gather(gathered, axes), 0.0),
+            CommPattern.SPLIT_FWD_GATHER_BWD: (0.0, costs.all_gather(held, axes)),
+            CommPattern.ALL2ALL_FWD_ALL2ALL_BWD: (
+                costs.all_to_all(held, axes),
+                costs.all_to_all(gathered, axes),
+            ),
+            CommPattern.ALLREDUCE_FWD_IDENTITY_BWD: (costs.all_reduce(held, axes), 0.0),
+            CommPattern.IDENTITY_FWD_ALLREDUCE_BWD: (0.0, costs.all_reduce(held, axes)),
+            CommPattern.MIXGATHER_FWD_SPLIT_BWD: (costs.mix_gather(gathered), 0.0),
+        }[self.comm_pattern]
         if self.forward_only:
             backward = 0.0
         return CommCost(forward, backward, forward + backward)

@@ -273,18 +273,12 @@ class _Search:
         return True
 
     def _cost(self, verb: str, axis: int, before: Arrangement, after: Arrangement) -> float:
-        if verb == "all_gather":
-            return self.costs.all_gather(self._bytes(after), axis)
-        if verb == "all_to_all":
-            return self.costs.all_to_all(self._bytes(before), axis)
-        if verb == "all_reduce":
-            return self.costs.all_reduce(self._bytes(before), axis)
-        if verb == "reduce_scatter":
-            return self.costs.reduce_scatter(self._bytes(before), axis)
-        return 0.0
-
-    def _bytes(self, arrangement: Arrangement) -> int:
-        return math.prod(arrangement.largest(self.shape, self.costs.shape)) * self.itemsize
+        if verb in ("slice", "as_term"):
+            return 0.0
+        arrangement = after if verb == "all_gather" else before
+        size = math.prod(arrangement.largest(self.shape, self.costs.shape)) * self.itemsize
+        cost: float = getattr(self.costs, verb)(size, axis)
+        return cost
 
 
 def _verb(source: Placement, target: Placement) -> str:

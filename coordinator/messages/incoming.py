@@ -362,6 +362,7 @@ class Inbox:
         turn: held by the thread that receives from the rank.
         open: the posted receives that no frame has matched yet, in order.
         last: the last receive that posts device tensors in order; None: there is none.
+        unexpected: messages that no receive waited for, in order.
         lock: frames may arrive on other threads. Re-entrant: a signal handler may receive.
     """
 
@@ -373,21 +374,21 @@ class Inbox:
         self.open: list[Receive] = []
         self.last: OrderedReceive | None = None
         self.lock = RLock()
-        self._unexpected: list[Incoming] = []
+        self.unexpected: list[Incoming] = []
         self._n_cut: WeakKeyDictionary[Communicator, Counter[int]] = WeakKeyDictionary()
 
     def post(self, receive: Receive) -> None:
         """Give the receive its message, if that was unexpected; else make it an open one."""
         with self.lock:
-            if not self._unexpected or not self.give(receive):
+            if not self.give(receive):
                 self.open.append(receive)
 
     def give(self, receive: Receive) -> bool:
         """Give the receive its message, if that was unexpected; return whether it was."""
         with self.lock:
-            for incoming in self._unexpected:
+            for incoming in self.unexpected:
                 if incoming.frame.tag == receive.tag and incoming.pending is not None:
-                    self._unexpected.remove(incoming)
+                    self.unexpected.remove(incoming)
                     receive.adopt(incoming)
                     return True
             return False
@@ -430,7 +431,7 @@ class Inbox:
 
     def keep(self, incoming: Incoming) -> None:
         """Keep an unexpected message for a later receive."""
-        self._unexpected.append(incoming)
+        self.unexpected.append(incoming)
 
     def match(self, incoming: Incoming) -> None:
         """Give a message, whose frame has arrived, to the first open receive with its tag."""

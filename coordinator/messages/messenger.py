@@ -171,7 +171,7 @@ class Messenger:
 
         Threads may receive at once, with different tags other than 0.
         """
-        deadline = self._deadline(timeout)
+        deadline = Deadline.after(self._timeout if timeout is None else timeout)
         inbox = self._inbox(src)
         receive = Receive(inbox, kind, src, tag, peers)
         try:
@@ -221,7 +221,8 @@ class Messenger:
         """Receive one message, which may be unexpected."""
         if inbox.open:
             inbox.post(receive)
-        if inbox.open or receive.incoming is not None or inbox.give(receive):
+        unexpected = inbox.unexpected and inbox.give(receive)
+        if unexpected or inbox.open or receive.incoming is not None:
             self.finish(receive, deadline)
             return
         if inbox.last is not None:
@@ -241,8 +242,10 @@ class Messenger:
                 fill(tensors)
             if incoming.on_device:
                 fill(incoming.on_device)
-            incoming.pending = _ARRIVED
             receive.has_arrived = receive.incoming is incoming
+            if not receive.has_arrived:
+                inbox.withdraw(receive)
+            incoming.pending = _ARRIVED
         except BaseException as error:
             if isinstance(error, CoordinatorError):
                 torn = isinstance(error, (DivergenceError, MessageDecodeError, MessageSealError))

@@ -73,17 +73,25 @@ static int dtype_of(const dl_tensor *view) {
     case DL_DTYPE(DL_UINT, 16): return DTYPE_UINT16;
     case DL_DTYPE(DL_UINT, 32): return DTYPE_UINT32;
     case DL_DTYPE(DL_BOOL, 8): return DTYPE_BOOL;
-    /* Complex tensors may be conjugated lazily; DLPack has no flag for that. */
+    case DL_DTYPE(DL_COMPLEX, 64): return DTYPE_COMPLEX64;
+    case DL_DTYPE(DL_COMPLEX, 128): return DTYPE_COMPLEX128;
     default: return 0;
     }
 }
 
-static bool is_negated(PyObject *is_neg, PyObject *object) {
-    PyObject *answer = PyObject_CallFunctionObjArgs(is_neg, object, NULL);
-    bool negated = answer != Py_False;
+/* Steals `answer`, of a method of a tensor. */
+static bool is_false(PyObject *answer) {
+    bool negative = answer == Py_False;
     Py_XDECREF(answer);
     PyErr_Clear();
-    return negated;
+    return negative;
+}
+
+/* Returns true if a tensor is negated or conjugated lazily, for example the imaginary part of a
+ * conjugated tensor; DLPack has no flag for that. */
+static bool is_lazy(PyObject *is_neg, PyObject *object, bool complex) {
+    return !is_false(PyObject_CallFunctionObjArgs(is_neg, object, NULL)) ||
+           (complex && !is_false(PyObject_CallMethod(object, "is_conj", NULL)));
 }
 
 bool tensor_read(const tensor_reader *reader, PyObject *type, PyObject *is_neg, PyObject *object,
@@ -103,8 +111,7 @@ bool tensor_read(const tensor_reader *reader, PyObject *type, PyObject *is_neg, 
         numel *= (uint64_t)view.shape[dim];
     }
     if (numel != 0 && view.data == NULL) return false; /* autograd's zeros, functorch's wrappers */
-    /* For example the imaginary part of a conjugated tensor; DLPack has no flag for that. */
-    if (is_negated(is_neg, object)) return false;
+    if (is_lazy(is_neg, object, view.dtype.code == DL_COMPLEX)) return false;
     *described = (tensor){.data = (char *)view.data + view.byte_offset,
                           .dtype = dtype,
                           .code = view.dtype.code,

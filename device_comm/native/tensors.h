@@ -34,8 +34,8 @@ typedef struct tensor_reader tensor_reader;
 const tensor_reader *tensor_reader_of(PyObject *type);
 
 /* Describes `object` if it is of exactly the reader's type, on the CPU, dense, with contiguous
- * strides, of a real dtype that can be reduced, not negated lazily (the type's method `is_neg`), and
- * not empty. Otherwise returns false, without an error set. The description is valid until the
+ * strides, of a dtype that can be reduced, not negated (the type's method `is_neg`) or conjugated
+ * lazily, and not empty. Otherwise returns false, without an error set. The description is valid until the
  * object changes. Other threads may run during the call. */
 bool tensor_read(const tensor_reader *reader, PyObject *type, PyObject *is_neg, PyObject *object,
                  tensor *described);

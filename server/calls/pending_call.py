@@ -36,7 +36,7 @@ from shm_broadcast.errors import counted
 from shm_broadcast.state.fingerprint import Fingerprint
 from shm_broadcast.state.flight_recorder import OperationRecord
 
-from ..control.protocol import VOID, Failed
+from ..control.protocol import Failed
 from ..errors import (
     CallDivergedError,
     CallStuckError,
@@ -238,20 +238,16 @@ class CallFuture(Future[Any]):
         self._owner = os.getpid()
         self._condition = _Condition()
         self._late: Late | None = None
-        self._withdraw: Callable[[], None] | None = None
-        self._cancelled: Callable[[], None] | None = None
+        self._abandon: Callable[[], None] | None = None
 
-    def answer_for(
-        self, late: Late, withdraw: Callable[[], None], cancelled: Callable[[], None]
-    ) -> None:
+    def answer_for(self, late: Late, abandon: Callable[[], None]) -> None:
         """Set the functions of its call.
 
-        ``late`` makes the error after a timeout in seconds, after which the call continues.
-        ``withdraw`` or ``cancelled`` is called when the queued or the sent call is cancelled.
+        ``late`` makes the error after a timeout in seconds, after which the call continues;
+        `cancel` calls ``abandon``.
         """
         self._late = late
-        self._withdraw = withdraw
-        self._cancelled = cancelled
+        self._abandon = abandon
 
     def cancel(self) -> bool:
         """Cancel a queued call; False if it was sent, is over, or belongs to the parent process.
@@ -260,16 +256,13 @@ class CallFuture(Future[Any]):
         """
         if os.getpid() != self._owner:
             return False
-        if super().cancel():
-            withdraw = self._withdraw
-            if withdraw is not None:
-                withdraw()
+        cancelled = super().cancel()
+        abandon = self._abandon
+        if abandon is not None:
+            abandon()
+        if cancelled:
             self._forget()
-            return True
-        cancelled = self._cancelled
-        if cancelled is not None:
-            cancelled()
-        return False
+        return cancelled
 
     def set_running_or_notify_cancel(self) -> bool:
         """Extend the base method: False, too, if a result was set already."""
@@ -321,7 +314,7 @@ class CallFuture(Future[Any]):
             raise (TimeoutError() if late is None else late(timeout)) from None
 
     def _forget(self) -> None:
-        self._late = self._withdraw = self._cancelled = None
+        self._late = self._abandon = None
 
 
 async def awaited(begin: Callable[[], Future[Any]]) -> Any:
@@ -340,28 +333,33 @@ MOST_TRIES = 3
 
 
 class PendingCall:
-    """A call that is queued or sent. Not thread-safe: the tracker's lock guards it.
+    """A call that is queued or sent. Not thread-safe: the owner's lock guards it.
 
     Attributes:
         reply_rank: the only rank whose value is returned; ``None``: all ranks.
         number: 1, 2, ... in the order of sending; 0 until it is sent.
         waiting: the ranks that have neither answered nor failed.
+        values, begun: by rank, its result and the group operations that it began.
         failed: the ranks whose method raised; they block until they are resumed.
         error: the caller's error, so far.
         failure: the first failure that a rank reported; a root cause replaces a secondary one.
-        hearsay: whether ``failure`` is a secondary failure.
-        cut_off: whether the board was aborted when a rank reported: the pool breaks in any case.
+        secondary: whether ``failure`` is a secondary failure.
         done: whether the result is known.
+        ended: a lock that is released once the call is done. Callers wait on it and not on the
+            future: a signal handler that raises in `Future.result` could leave that locked.
+        amid: whether the caller's thread is in the middle of sending, or of receiving a reply.
         timeout: seconds from ``since``; ``None``: `PoolConfig.call_seconds`.
         since: the time of its creation, in seconds of ``time.monotonic()``.
+        timed: whether the table watches its deadline.
         stream, begins, trace: as in `control.protocol.Call`.
         retry: whether the call runs again in the next generation after a restart.
+        move: submits the call to another pool when its generation is lost; see `Replicas`.
     """
 
     __slots__ = (
-        "_begun", "_ending", "_future", "_n_ranks", "_tries", "_values", "args", "begins",
-        "cut_off", "done", "error", "failed", "failure", "hearsay", "kwargs", "method", "number",
-        "reply_rank", "retry", "since", "stream", "timeout", "trace", "waiting",
+        "_future", "_n_ranks", "_tries", "amid", "args", "begins", "begun", "done", "ended",
+        "error", "failed", "failure", "kwargs", "method", "move", "number", "reply_rank", "retry",
+        "secondary", "since", "stream", "timed", "timeout", "trace", "values", "waiting",
     )  # fmt: skip
 
     def __init__(
@@ -377,8 +375,8 @@ class PendingCall:
         begins: bool = False,
         retry: bool = False,
     ) -> None:
-        deadline = Deadline.after(timeout)  # raises ValueError
-        self.timeout = deadline.timeout
+        # Raises ValueError.
+        self.timeout = None if timeout is None else Deadline.after(timeout).timeout
         self.since = time.monotonic()
         self.method = method
         self.args = tuple(args)
@@ -387,12 +385,15 @@ class PendingCall:
         self.stream = stream
         self.begins = begins
         self.retry = retry
-        self.trace = carried()
-        self.done = False
+        self.move: Callable[[PendingCall], None] | None = None
+        # Without OpenTelemetry, the program has no spans.
+        self.trace = carried() if "opentelemetry.trace" in sys.modules else None
+        self.done = self.amid = self.timed = False
+        self.ended = threading.Lock()
+        self.ended.acquire()
         self._n_ranks = n_ranks
         self._tries = 0
         self._future: CallFuture | None = None
-        self._ending: threading.Lock | None = None
         self._forget_answers()
 
     def _forget_answers(self) -> None:
@@ -401,94 +402,70 @@ class PendingCall:
         self.failed: list[int] = []
         self.error: BaseException | None = None
         self.failure: WorkerError | StreamLostError | None = None
-        self.hearsay = False
-        self.cut_off = False
-        self._values: list[Any] = [None] * self._n_ranks
-        self._begun: dict[int, tuple[GroupOperationCounts, ...]] = {}
+        self.secondary = False
+        self.values: list[Any] = [None] * self._n_ranks
+        self.begun: dict[int, tuple[GroupOperationCounts, ...]] = {}
 
     @property
-    def is_void(self) -> bool:
-        """Return whether it is a no-op: see `void`."""
-        return self.method == VOID
-
-    def void(self) -> PendingCall:
-        """Return a no-op call to the same ranks; its reply proves the loss of missing ones."""
-        return PendingCall(VOID, (), {}, self._n_ranks, 0)
-
-    @property
-    def settled(self) -> bool:
-        """Return whether every rank has answered or failed."""
-        return not self.waiting
+    def has_future(self) -> bool:
+        """Return whether the call was submitted, and has a future to complete."""
+        return self._future is not None
 
     def compare(self) -> CallDivergedError | None:
         """Return the error if ranks began different group operations in this call."""
-        difference = first_divergence(self._begun)
+        difference = first_divergence(self.begun)
         return difference and CallDivergedError(self.number, self.method, *difference)
 
-    def answer(self, rank: int, value: Any, begun: tuple[GroupOperationCounts, ...]) -> None:
-        """Record the result of ``rank``, and the group operations that it began."""
-        self._begun[rank] = begun
-        self._values[rank] = value
-        self.waiting.discard(rank)  # last: a signal handler may raise before
-
-    def spoil(self, rank: int, error: BaseException) -> None:
-        """Record that the answer of ``rank`` was lost because of ``error``."""
-        self.error = self.error or error
-        self.waiting.discard(rank)
-
-    def fail(self, rank: int, error: WorkerError | StreamLostError, told: Failed) -> None:
-        """Record the failure of ``rank``: its report ``told``, and the error made from it."""
-        self._begun[rank] = told.begun
+    def fail(self, rank: int, error: WorkerError | StreamLostError, failed: Failed) -> None:
+        """Record the failure of ``rank``: its report, and the error made from it."""
+        self.begun[rank] = failed.begun
         self.failed.append(rank)
-        self.hearsay = told.consequence and (self.hearsay or self.failure is None)
-        if not told.consequence:
+        if not failed.consequence:
             self.error = self.error or error
-            reported = isinstance(self.error, (WorkerError, StreamLostError))
-            self.failure = self.error if reported else error  # type: ignore[assignment]
-        self.failure = self.failure or error
+        if self.failure is None or (self.secondary and not failed.consequence):
+            self.failure, self.secondary = error, failed.consequence
         self.waiting.discard(rank)
 
-    def finish(self, pool: str) -> Callable[[], None]:
-        """Fix the result, once; return the function that sets it in the future.
+    def finish(self, error: BaseException | None, pool: str) -> None:
+        """Fix the result, once; idempotent. An error's text names the ``pool``, if it has a name.
 
-        Call that without locks: it runs the future's callbacks, which may call the pool. An error's
-        text names the ``pool``, if that has a name.
+        ``error``: the call's error, unless it has one.
         """
         if not self.done:
-            self.error = self.error or self.failure or self._uneven_end()
+            self.error = self.error or error or self.failure
+            if self.error is None and self.stream > 0:
+                self.error = self._uneven_end()
             if self.error is not None:
                 located(self.error, pool)
             self.done = True
-            if self._ending is not None:
-                self._ending.release()
-        future = self._future
-        return _nothing if future is None else lambda: self._hand_out(future)
+        if self.ended.locked():
+            self.ended.release()
 
     def result(self) -> Any:
         """Return the value of ``reply_rank`` or all values, or raise a copy of the error."""
         if self.error is not None:
             raise again(self.error)
-        return self._values if self.reply_rank is None else self._values[self.reply_rank]
-
-    def ending(self) -> threading.Lock:
-        """Return a lock that can be acquired, once, when the call is done; always the same one.
-
-        Callers wait on it and not on the future: a signal handler that raises in `Future.result`
-        could leave the future's lock held.
-        """
-        if self._ending is None:
-            self._ending = threading.Lock()
-            if not self.done:
-                self._ending.acquire()
-        return self._ending
+        return self.values if self.reply_rank is None else self.values[self.reply_rank]
 
     def future(self) -> CallFuture:
         """Return the future of the result, always the same one."""
         if self._future is None:
             self._future = CallFuture()
             if self.done:
-                self._hand_out(self._future)
+                self.hand_out()
         return self._future
+
+    def hand_out(self) -> None:
+        """Complete the future of a call that is done; idempotent.
+
+        Call that without locks: it runs the future's callbacks, which may call the pool.
+        """
+        if self._future is not None:
+            with suppress(InvalidStateError):  # cancelled, or has a result
+                if self.error is not None:
+                    self._future.set_exception(again(self.error))
+                else:
+                    self._future.set_result(self.result())
 
     def begin(self) -> bool:
         """Return whether to send the call: not cancelled, done or late. Ends cancellation."""
@@ -508,32 +485,16 @@ class PendingCall:
         self._forget_answers()
         return True
 
-    def lose(self, error: BaseException) -> None:
-        """Record the loss of the call's generation of workers."""
-        self.error = self.error or error
-        self.failed = []
-
     def _uneven_end(self) -> CallDivergedError | None:
         """Return the error if a stream has ended on some ranks only."""
-        if self.stream <= 0 or not self.settled:
+        if self.waiting:
             return None
-        ended = [not value for value in self._values]
+        ended = [not value for value in self.values]
         if len(set(ended)) == 1:
             return None
         ranks = ended.index(True), ended.index(False)
         did = "ended the stream", "went on with it"
         return CallDivergedError(self.number, self.method, "world", ranks, did)
-
-    def _hand_out(self, future: Future[Any]) -> None:
-        with suppress(InvalidStateError):  # cancelled, or has a result
-            if self.error is not None:
-                future.set_exception(again(self.error))
-            else:
-                future.set_result(self.result())
-
-
-def _nothing() -> None:
-    """Do nothing."""
 
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import pickle
 import traceback
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -29,16 +29,12 @@ from shm_broadcast import (
 
 from ..errors import CallRefusedError, StreamLostError, WorkerError
 
-VOID: Final = "_"
-"""The method of a no-op call. Users cannot call a method of this name."""
-
 
 class Call(msgspec.Struct, frozen=True, gc=False):
     """Driver to all workers: run this method.
 
     Attributes:
-        number: 1, 2, ... in the order of sending. After a gap, left by an unsent call, the next is
-            a `VOID` call.
+        number: 1, 2, ... in the order of sending, without gaps.
         reply_rank: the only rank that returns its result; -1: all ranks.
         stream: 0: an ordinary call. ``n``: return the next item of stream n. ``-n``: close it.
         begins: whether the method returns the generator of a new stream.

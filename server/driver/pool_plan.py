@@ -6,12 +6,13 @@ import math
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 from coordinator.rank_grid import RankGrid
 from shm_broadcast.arguments import function, integer, optional, positive_seconds
 
-from ..calls.ledger import ignore
+from ..calls.call_table import ignore
 from ..config import MAX_RESTARTS, RESTART_WINDOW, RESTARTS, PoolConfig, settings_of
 from ..control.reference import main_of, worker_name
 from ..hosts.place import Hosts, hosts_of
@@ -93,7 +94,7 @@ class PoolPlan:
             self.bound = bound_here(config.bind, len(self.ranks_of(0)))
             undo.pop_all()
 
-    @property
+    @cached_property
     def n_workers(self) -> int:
         """Return the number of ranks."""
         return self.grid.size
@@ -112,7 +113,7 @@ class PoolPlan:
         """Return the number of CPU threads of each worker on this host."""
         return self.config.threads or worker_threads(max(len(self.ranks_of(0)), 1), self.bound)
 
-    @property
+    @cached_property
     def output_rank(self) -> int:
         """Return the rank whose reply `WorkerPool.call` returns: the last stage's first rank."""
         first = dict.fromkeys(self.grid.names, 0)

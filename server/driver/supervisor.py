@@ -11,7 +11,7 @@ import logging
 import select
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from msgspec import structs
 
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from ..launchers.local import WorkerHandle
 
 
-REASON_SECONDS: Final = 5.0
-"""Time in which a worker may report the exception for which it aborted the groups."""
 _log = logging.getLogger(__name__)
 
 
@@ -66,7 +64,7 @@ class Supervisor:
         self._ignore(worker.channel.fileno())
         self._ignore(worker.pidfd)
 
-    def hears(self, worker: WorkerHandle) -> bool:
+    def is_watched(self, worker: WorkerHandle) -> bool:
         """Return whether further events of ``worker`` are possible: its end was not handled yet."""
         return worker.pidfd in self._watched
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from shm_broadcast import Deadline, Failure, GroupTimeoutError, QueueHandle
 from shm_broadcast.deadline import PauseAwareClock
 
+from ..calls.call_table import REPORT_SECONDS
 from ..control.protocol import Failed, FromWorker, Ready, WorkProgress, rebuild
 from ..errors import WorkerStartError
 from ..inspection.diagnosis import Diagnosis, WaitNode, own_diagnoses, wait_graph
@@ -27,7 +28,7 @@ from ..inspection.snapshot import (
     scan,
 )
 from ..launchers.local import LocalWorker, WorkerHandle, end, launch, worker_stacks
-from .supervisor import REASON_SECONDS, Supervisor, WorkerEvents
+from .supervisor import Supervisor, WorkerEvents
 
 if TYPE_CHECKING:
     from ..hosts.remote_hosts import RemoteHosts
@@ -196,8 +197,8 @@ class ReadyBarrier(WorkerEvents):
         show: called repeatedly with the ranks that are not ready yet.
         look: returns the states of late workers.
         stuck: returns the reasons why some of the given ranks cannot finish their start.
-        may_say_why: returns whether a worker may still report the root cause, for which a
-            secondary failure waits up to `REASON_SECONDS`.
+        may_report: returns whether a worker may still report the root cause, for which a
+            secondary failure waits up to `REPORT_SECONDS`.
     """
 
     def __init__(
@@ -207,7 +208,7 @@ class ReadyBarrier(WorkerEvents):
         show: Callable[[Iterable[int]], None],
         look: Callable[[Iterable[int]], HangReport],
         stuck: Callable[[AbstractSet[int]], Mapping[int, str]],
-        may_say_why: Callable[[], bool],
+        may_report: Callable[[], bool],
     ) -> None:
         self._on_progress = plan.on_progress
         self._show = show
@@ -222,7 +223,7 @@ class ReadyBarrier(WorkerEvents):
         self.replies: dict[int, QueueHandle] = {}
         self._absent = set(ranks)
         self._failure: WorkerStartError | None = None
-        self._may_say_why = may_say_why
+        self._may_report = may_report
         self._secondary: WorkerStartError | None = None
         self._secondary_at = 0.0
         self._reported: set[int] = set()
@@ -290,8 +291,8 @@ class ReadyBarrier(WorkerEvents):
         if self._secondary is None:
             return float("inf")
         since = time.monotonic() - self._secondary_at
-        if since >= self._reason_seconds and self._may_say_why():
-            return max(REASON_SECONDS - since, 0.0)
+        if since >= self._reason_seconds and self._may_report():
+            return max(REPORT_SECONDS - since, 0.0)
         return max(self._reason_seconds - since, 0.0)
 
     def _late(self, deadline: Deadline) -> WorkerStartError:
@@ -372,7 +373,7 @@ class WorkerProcesses:
             show,
             self.look,
             self._stuck_in_start,
-            lambda: self.may_say_why(links.board.aborted),
+            lambda: self.may_report(links.board.aborted),
         )
         barrier.wait(self.supervisor, deadline, tick)
         links.join(barrier.replies, deadline)
@@ -404,7 +405,7 @@ class WorkerProcesses:
     def _seen_elsewhere(self, deadline: Deadline) -> list[HostSnapshot]:
         return [] if self.hosts is None else self.hosts.seen(deadline)
 
-    def may_say_why(self, failure: Failure | None) -> bool:
+    def may_report(self, failure: Failure | None) -> bool:
         """Return whether a worker may still report why the groups were aborted.
 
         That is the reporter or culprit of ``failure``, until it has detached or its end was
@@ -412,7 +413,7 @@ class WorkerProcesses:
         """
         named = () if failure is None else (failure.rank, failure.culprit)
         return any(
-            self.supervisor.hears(each)
+            self.supervisor.is_watched(each)
             and (each.ended() or (each.rank in named and not each.detached))
             for each in tuple(self.workers.values())
         )

@@ -286,8 +286,6 @@ def load_workers_modules(package: str, preload: list[str]) -> str:
             import_for_good(preload)
     except Exception as error:  # noqa: BLE001 - a worker that is spawned reports it
         return f"importing workers' modules failed: {type(error).__name__}: {error}"
-    if platform.machine() not in _CLONE:
-        return f"the number of clone(2) on {platform.machine()} is not known"
     threads, uses_cuda = _after_a_fork()
     if threads > 1:
         return f"importing workers' modules has started threads: there are {threads}"
@@ -334,7 +332,8 @@ def clone_sibling() -> int:
     """
     library = ctypes.PyDLL(None, use_errno=True)  # keeps Python's lock
     library.syscall.restype = ctypes.c_long
-    clone, flags = _CLONE[platform.machine()], _CLONE_PARENT | signal.SIGCHLD
+    clone = _CLONE.get(platform.machine(), -1)  # -1 is refused: ENOSYS
+    flags = _CLONE_PARENT | signal.SIGCHLD
     ctypes.pythonapi.PyOS_BeforeFork()
     child: int = library.syscall(*map(ctypes.c_long, (clone, flags, 0, 0, 0, 0)))
     if child == 0:

@@ -213,7 +213,7 @@ class _ForkServer:
         reader, writer = os.pipe()
         try:
             try:
-                self._send_request(environment, inherited, writer, deadline, tick)
+                self._send_request(environment, inherited, writer)
             finally:
                 os.close(writer)
             reply = _reply(reader, deadline, tick)
@@ -241,27 +241,17 @@ class _ForkServer:
         self._process.returncode = 0  # the parent waits for it
 
     def _send_request(
-        self,
-        environment: Mapping[str, str],
-        inherited: Sequence[int],
-        writer: int,
-        deadline: Deadline,
-        tick: Tick,
+        self, environment: Mapping[str, str], inherited: Sequence[int], writer: int
     ) -> None:
         variables = {name: environment.get(name) for name in IDLE_VARIABLES}
         with ExitStack() as undo:
             folder = os.open(working_folder(), os.O_PATH | os.O_DIRECTORY)
             undo.callback(os.close, folder)
             fds = [*inherited, writer, folder, *(_output(number, undo) for number in (1, 2))]
-            while True:
-                try:
-                    socket.send_fds(self._requests, [json.dumps(variables).encode()], fds)
-                except BlockingIOError:
-                    _wait(self._requests.fileno(), select.POLLOUT, deadline, tick)
-                except (BrokenPipeError, ConnectionResetError):
-                    raise self._lost() from None
-                else:
-                    return
+            try:
+                socket.send_fds(self._requests, [json.dumps(variables).encode()], fds)
+            except (BrokenPipeError, ConnectionResetError):
+                raise self._lost() from None
 
     def _lost(self) -> _ServerLostError:
         with suppress(subprocess.TimeoutExpired):
@@ -381,18 +371,14 @@ def _output(number: int, undo: ExitStack) -> int:
 
 def _reply(reader: int, deadline: Deadline, tick: Tick = lambda: math.inf) -> dict[str, Any]:
     """Return the first message of the server or the child; an empty one if both have ended."""
-    _wait(reader, select.POLLIN, deadline, tick)
-    first, _, _ = os.read(reader, _LARGEST_REPLY).partition(b"\n")
-    reply: dict[str, Any] = json.loads(first or b"{}")
-    return reply
-
-
-def _wait(fd: int, event: int, deadline: Deadline, tick: Tick) -> None:
     poll = select.poll()
-    poll.register(fd, event)
+    poll.register(reader, select.POLLIN)
     # A pool's shutdown does not wake this thread, so `tick` is called periodically.
     while not poll.poll(deadline.remaining(at_most=min(tick(), _TICK_SECONDS)) * 1000):
         deadline.check("fork a worker")
+    first, _, _ = os.read(reader, _LARGEST_REPLY).partition(b"\n")
+    reply: dict[str, Any] = json.loads(first or b"{}")
+    return reply
 
 
 FORK_SERVERS = ForkServers()

@@ -42,7 +42,7 @@ from starlette.routing import Route
 
 from shm_broadcast import CoordinatorError
 
-from ..calls.ledger import ignore
+from ..calls.call_table import ignore
 from ..errors import QueueFullError, WorkerLostError
 from ..spans import begin_request, end_request, within
 from .api import ApiError, Health, ModelList, Readiness, ServedModel, clipped

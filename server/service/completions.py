@@ -503,7 +503,6 @@ class CompletionApp(ServiceApp[CompletionService]):
             for event in writer.end(usage if with_usage else None):
                 yield event
             request.state.outcome = 200
-            self._count_answer(n_prompt + answer.tokens, answer.reason)
         except Exception as error:  # noqa: BLE001 - sent to the client and logged
             failure = self.as_api_error(error, request.state.request_id)
             request.state.outcome = failure.status

@@ -28,7 +28,7 @@ from coordinator.daemon_threads import submit_in_thread
 from shm_broadcast import CoordinatorError, MemberStatus
 from shm_broadcast.state.flight_recorder import VerbTotal
 
-from ..calls.ledger import ignore
+from ..calls.call_table import ignore
 from ..errors import CallStuckError, CallTimeoutError, PoolClosedError, with_notes
 from .api import clipped, past_failure, workers
 from .metrics import Activity, Metrics, of_operations, of_service, of_workers

@@ -131,33 +131,66 @@ def join_parts(frames: Sequence[memoryview]) -> list[memoryview]:
     return parts
 
 
-class RemoteReaderState:
-    """The writer's state of one reader.
+class Peer:
+    """The state of the process at the other end of a connection.
 
     Attributes:
         state: as in the module's description.
+        pid: 0 while it is absent.
+        host: the address of its end.
+        operation: its last operation, for messages.
+        messages: the number of whole messages that it has sent, or has reported.
+        received_at: when its last frame was received.
+    """
+
+    def __init__(self, rank: int, host: str = "") -> None:
+        self.rank = rank
+        self.host = host
+        self.state = "absent"
+        self.pid = self.messages = 0
+        self.operation = ""
+        self.received_at: float | None = None
+        self._fault = ""
+
+    def mark_faulty(self, fault: str) -> None:
+        """Mark it as having violated the protocol."""
+        self.state, self._fault = "faulty", fault
+
+    def require(self, operation: str) -> None:
+        """Raise PeerLostError if the peer is lost, PeerProtocolError if it is faulty."""
+        if self.state == "lost":
+            raise PeerLostError(operation, self.status())
+        if self.state == "faulty":
+            raise PeerProtocolError(operation, self.rank, self._fault)
+
+    def status(self) -> MemberStatus:
+        """Return its state, for messages."""
+        age = None if self.received_at is None else time.monotonic() - self.received_at
+        return MemberStatus(
+            *(self.rank, self.pid, self.state, self.operation, self.messages, age, self.host)
+        )
+
+
+class RemoteReaderState(Peer):
+    """The writer's state of one reader.
+
+    Attributes:
         identity: the routing id of its connection; empty while it is absent.
-        host: the address of its connection; empty while it is absent.
         window: the bytes that may be under way to it.
         spent: the bytes of credit of all messages sent to it.
     """
 
     def __init__(self, rank: int, credit_bytes: int) -> None:
-        self.rank = rank
-        self.state = "absent"
+        super().__init__(rank)
         self.identity = b""
-        self.host = ""
-        self.spent = 0
         self.window = credit_bytes
-        self._credit = Credit(0, 0)
-        self._pid = 0
-        self._received_at: float | None = None
-        self._fault = ""
+        self.spent = 0
+        self._consumed = 0
 
     @property
     def under_way(self) -> int:
         """Return the bytes of credit that the reader has not confirmed yet."""
-        return self.spent - self._credit.consumed
+        return self.spent - self._consumed
 
     def can_take(self, amount: int) -> bool:
         """Return whether a message of ``amount`` bytes may be sent, or the reader is closed."""
@@ -181,13 +214,9 @@ class RemoteReaderState:
                 raise FrameError(f"{len(frames)} frames where 1 was due")
             return self._handle(identity, decode_from_reader(frames[0]))
         except (*UNDECODABLE, FrameError) as error:
-            self.identity, self.state, self._fault = identity, "faulty", str(error)
-            return Refused(self._fault)
-
-    def mark_lost(self) -> None:
-        """Mark its connection as ended. A reader that closed its end before is not lost."""
-        if self.state == "busy":
-            self.state = "lost"
+            self.identity = identity
+            self.mark_faulty(str(error))
+            return Refused(str(error))
 
     def remove(self) -> None:
         """Treat a lost or faulty reader as closed, so that the writer stops waiting for it.
@@ -198,33 +227,20 @@ class RemoteReaderState:
             raise ValueError(f"{self.status()}: it is not lost")
         self.state = "closed"
 
-    def require(self, operation: str) -> None:
-        """Raise PeerLostError if the reader is lost, PeerProtocolError if it is faulty."""
-        if self.state == "lost":
-            raise PeerLostError(operation, self.status())
-        if self.state == "faulty":
-            raise PeerProtocolError(operation, self.rank, self._fault)
-
-    def status(self) -> MemberStatus:
-        """Return its state; ``sequence`` is the number of messages that it has reported."""
-        age = None if self._received_at is None else time.monotonic() - self._received_at
-        operation = "dequeue" if self.identity else ""
-        messages = self._credit.messages
-        return MemberStatus(self.rank, self._pid, self.state, operation, messages, age, self.host)
-
     def _handle(self, identity: bytes, frame: ReaderHello | Credit | Closed) -> Welcome | None:
-        self._received_at = time.monotonic()
+        self.received_at = time.monotonic()
         if isinstance(frame, ReaderHello):
             if self.identity:
                 raise FrameError("a second hello")
-            self.identity, self.state, self._pid = identity, "busy", frame.pid
+            self.identity, self.state, self.pid = identity, "busy", frame.pid
+            self.operation = "dequeue"
             return Welcome(os.getpid())
         if not self.identity:
             raise FrameError(f"{type(frame).__name__} before hello")
         if isinstance(frame, Closed):
             self.state = "closed"
-        elif self._credit.consumed <= frame.consumed <= self.spent:
-            self._credit = frame
+        elif self._consumed <= frame.consumed <= self.spent:
+            self._consumed, self.messages = frame.consumed, frame.messages
         else:
             raise FrameError(f"credit for {frame.consumed} bytes of {self.spent} sent")
         return None

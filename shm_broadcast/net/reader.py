@@ -24,9 +24,6 @@ from shm_broadcast.deadline import Deadline
 from shm_broadcast.errors import (
     GroupClosedError,
     GroupTimeoutError,
-    MemberStatus,
-    PeerLostError,
-    PeerProtocolError,
     name_of,
 )
 from shm_broadcast.net.endpoint import Connection, RemoteEnd
@@ -37,6 +34,7 @@ from shm_broadcast.net.protocol import (
     Credit,
     FrameError,
     MessageHeader,
+    Peer,
     ReaderHello,
     Refused,
     RemoteHandle,
@@ -62,16 +60,9 @@ class RemoteReader(RemoteEnd):
         if rank not in handle.readers:
             raise ValueError(f"rank must be one of {handle.readers}; got {rank}")
         self.rank = rank
-        self._writer = handle.writer
-        self._writer_at = handle.address.removeprefix("tcp://")
-        self._writer_pid = 0
-        self._received_at: float | None = None
-        self._state = "absent"
-        self._fault = ""
+        self._writer = Peer(handle.writer, handle.address.removeprefix("tcp://"))
         self._report_bytes = handle.credit_bytes // 4
-        self._consumed = 0
-        self._reported = 0
-        self._messages = 0
+        self._consumed = self._reported = 0
         self._message: list[memoryview] | None = None
         server = writer_key(secret, handle.nonce).public
         super().__init__(
@@ -98,7 +89,7 @@ class RemoteReader(RemoteEnd):
         """
         operation, until = "wait_until_ready", Deadline.after(deadline)
         with self._use(operation, until):
-            self._wait(lambda: self._state == "busy", operation, until, check)
+            self._wait(lambda: self._writer.state == "busy", operation, until, check)
 
     def recv(
         self, deadline: Deadline | float | None, check: Callable[[], None] | None = None
@@ -131,7 +122,7 @@ class RemoteReader(RemoteEnd):
         """
         with suppress(GroupTimeoutError), self._use("readable", Deadline.after(0)):
             self._receive_all()
-            return self._message is not None or self._state not in ("absent", "busy")
+            return self._message is not None or self._writer.state not in ("absent", "busy")
         return False
 
     def _connect(self, server_key: bytes) -> None:
@@ -149,14 +140,19 @@ class RemoteReader(RemoteEnd):
         deadline: Deadline,
         check: Callable[[], None] | None,
     ) -> None:
+        writer = self._writer
         while True:
             self._receive_all()
             if ready():
                 return
-            self._require_writer(operation)
+            writer.require(operation)
+            if writer.state == "closed":
+                raise GroupClosedError(
+                    f"{operation}: the writer, {name_of(writer.rank)}, closed its end of the queue"
+                )
             if deadline.expired:
-                why = self._connection.problem() if self._state == "absent" else ""
-                raise GroupTimeoutError(operation, deadline.timeout, (self._status(),), why)
+                why = self._connection.problem() if writer.state == "absent" else ""
+                raise GroupTimeoutError(operation, deadline.timeout, (writer.status(),), why)
             self._pause(operation, deadline, check)
 
     def _receive_all(self) -> None:
@@ -164,60 +160,43 @@ class RemoteReader(RemoteEnd):
         # Events first, then frames: zmq delivers all frames of a connection before it reports its
         # end, so no frame is missing after the report.
         self._poll_events()
-        while self._message is None and self._state not in ("closed", "faulty"):
+        while self._message is None and self._writer.state not in ("closed", "faulty"):
             received = self._receive()
             if received is None:
                 return
-            self._received_at = time.monotonic()
+            self._writer.received_at = time.monotonic()
             try:
                 self._handle([frame.buffer for frame in received])
             except (*UNDECODABLE, FrameError) as error:
-                self._state, self._fault = "faulty", str(error)
+                self._writer.mark_faulty(str(error))
 
     def _handle(self, frames: Sequence[memoryview]) -> None:
         frame = decode_from_writer(frames[0])
         if isinstance(frame, MessageHeader):
             self._message = join_parts(frames[1:])
-            self._messages += 1
+            self._writer.operation = "enqueue"
+            self._writer.messages += 1
             self._consumed += cost(frames)
             if self._consumed - self._reported >= self._report_bytes:
                 self._reported = self._consumed
-                self._post(Credit(self._consumed, self._messages))
+                self._post(Credit(self._consumed, self._writer.messages))
         elif len(frames) != 1:
             raise FrameError(f"{len(frames)} frames where 1 was due")
         elif isinstance(frame, Welcome):
-            self._state, self._writer_pid = "busy", frame.pid
+            self._writer.state, self._writer.pid = "busy", frame.pid
         elif isinstance(frame, Closed):
-            self._state = "closed"
+            self._writer.state = "closed"
         elif isinstance(frame, Refused):
-            self._state, self._fault = "faulty", f"it refused this reader: {frame.reason}"
+            self._writer.mark_faulty(f"it refused this reader: {frame.reason}")
 
     def _poll_events(self) -> None:
-        connection = self._connection
+        connection, writer = self._connection, self._writer
         connection.poll()
-        if self._state in ("absent", "busy"):
+        if writer.state in ("absent", "busy"):
             if connection.fault:
-                self._state, self._fault = "faulty", connection.fault
+                writer.mark_faulty(connection.fault)
             elif connection.lost:
-                self._state = "lost"
-
-    def _require_writer(self, operation: str) -> None:
-        if self._state == "lost":
-            raise PeerLostError(operation, self._status())
-        if self._state == "faulty":
-            raise PeerProtocolError(operation, self._writer, self._fault)
-        if self._state == "closed":
-            raise GroupClosedError(
-                f"{operation}: the writer, {name_of(self._writer)}, closed its end of the queue"
-            )
-
-    def _status(self) -> MemberStatus:
-        age = None if self._received_at is None else time.monotonic() - self._received_at
-        operation = "enqueue" if self._messages else ""
-        return MemberStatus(
-            *(self._writer, self._writer_pid, self._state, operation, self._messages, age),
-            self._writer_at,
-        )
+                writer.state = "lost"
 
     def _post(self, frame: ReaderHello | Credit | Closed) -> None:
         with suppress(zmq.Again):  # the connection has ended: its events have the reason
@@ -225,8 +204,9 @@ class RemoteReader(RemoteEnd):
 
     def _send_closed(self) -> None:
         self._poll_events()
+        state = self._writer.state
         # Connected without a `Welcome`: the writer has or will receive this reader's `ReaderHello`.
-        if self._state == "busy" or (self._state == "absent" and self._connection.made):
+        if state == "busy" or (state == "absent" and self._connection.made):
             self._post(Closed())
         else:
             self._zmq.linger = 0

@@ -226,7 +226,8 @@ class RemoteWriter(RemoteEnd):
         if lost:
             self._receive_all()  # a reader that closed its end has sent `Closed` before
         for link in lost:
-            link.mark_lost()
+            if link.state == "busy":
+                link.state = "lost"
 
     def _require_readers(self, operation: str) -> None:
         for link in self._links.values():

@@ -134,6 +134,13 @@ class QueueEnd:
         """
         (self._writer or self._refuse("enqueue")).enqueue(message, timeout)
 
+    def enqueue_noted(self, message: Any, timeout: Deadline, begins: Callable[[], object]) -> None:
+        """Like `enqueue`, and call ``begins`` once ``message`` is encoded.
+
+        A message that raises before that, also by a signal handler, reaches no reader.
+        """
+        (self._writer or self._refuse("enqueue")).enqueue(message, timeout, begins)
+
     def enqueue_encoded(self, data: Buffer, timeout: float | Deadline | None = None) -> None:
         """Send a contiguous buffer unchanged, for readers that call `acquire_read`.
 

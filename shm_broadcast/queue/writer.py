@@ -71,7 +71,12 @@ class QueueWriter:
         self._closed = False
         self._lock = TimedLock()
 
-    def enqueue(self, message: Any, timeout: float | Deadline | None) -> None:
+    def enqueue(
+        self,
+        message: Any,
+        timeout: float | Deadline | None,
+        begins: Callable[[], object] | None = None,
+    ) -> None:
         """See `MessageQueue.enqueue`."""
         with self._lock.owner_lock as acquired:
             if not acquired:
@@ -79,6 +84,8 @@ class QueueWriter:
                 self._lock.acquire(timeout, "enqueue", self._check)
             codec, encode, try_write = self._codec, self._encode_whole, self._try_write
             main, buffers = codec.encode(message) if encode is None else ((encode(message),), ())
+            if begins is not None:
+                begins()
             if (
                 try_write is not None
                 and not buffers

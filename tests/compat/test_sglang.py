@@ -236,6 +236,8 @@ def messages(rank: int, n: int, path: str) -> None:
         assert [group.recv_object(src=0, tag=tag) for _ in range(2)] == [[1, "a"], "second"]
     tagged_in_threads(rank, group)
     tagged_by_threads(rank, group)
+    inbox = group._tagged._messenger._inboxes[1 - rank]
+    assert inbox.open == inbox.unexpected == []
     swapped: Any = group.send_recv_tensor_dict({"from": rank, "x": x + rank})
     assert swapped["from"] == 1 - rank
     assert torch.equal(swapped["x"], x + 1 - rank)

@@ -225,7 +225,7 @@ def test_why_the_one_that_hosts_the_store_gives_up_is_told_to_the_others() -> No
 def say_who_hosts(rank: int, n: int, port: int) -> str:
     """Rank 0 hosts the store, and the others read it late."""
     if rank != 0:
-        rendezvous.backoff = lambda: itertools.repeat(0.3)
+        vars(rendezvous)["backoff"] = lambda: itertools.repeat(0.3)
     with pytest.raises(ValueError, match="world: host is yes on ranks") as caught:
         meet(Launch(rank, n, rank, "127.0.0.1", port), terms={"host": "no" if rank else "yes"})
     return str(caught.value)

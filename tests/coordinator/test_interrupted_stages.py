@@ -215,7 +215,9 @@ def test_an_interrupted_receiver_mixes_no_trees_and_no_slices(
     path = str(tmp_path / "store")
     ends = run_ranks(n, receive_in_turns, path, receive, n // 2, timeout=120)
     assert ends == ends[:1] * n
-    assert set(ends[0]) == {True, False}
+    assert False in ends[0]
+    # Another thread may receive all of a message without slices: then no interrupt ends the group.
+    assert True in ends[0] or (receive, n) == (forward_later, 2)
 
 
 @pytest.mark.parametrize("both_ways", [False, True])

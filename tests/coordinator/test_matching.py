@@ -68,7 +68,7 @@ def test_an_unexpected_message_is_kept_for_a_receive_with_its_tag() -> None:
     peer.begin(third)
     assert [peer.post(7).incoming, peer.post(7).incoming] == kept
     assert third.incoming is peer.arrives(3)
-    assert peer.inbox._unexpected == peer.inbox.open == []
+    assert peer.inbox.unexpected == peer.inbox.open == []
 
 
 def test_a_receive_without_a_message_on_its_way_is_served_first() -> None:

@@ -97,7 +97,7 @@ def changed(key: str) -> bytes:
 def test_a_value_of_another_process_is_a_typed_error(value: Callable[[str], bytes]) -> None:
     store = HashStore()
     sealed = SealedStore(store, SECRET)
-    store.set("key", value("key"))  # type: ignore[arg-type]
+    store.set("key", value("key"))
     message = "value of 'key' in the store is not of a process with this job's secret"
     asks: list[Callable[[], object]] = [
         lambda: sealed.get("key"),
@@ -345,6 +345,6 @@ def test_a_value_of_an_earlier_job_is_refused() -> None:
         later, _ = threads.map(meet, range(2), ["job 2"] * 2)
         assert isinstance(earlier, SealedStore)
         assert isinstance(later, SealedStore)
-        later.inner.set("word/0", earlier.inner.get("word/0"))  # type: ignore[arg-type]
+        later.inner.set("word/0", earlier.inner.get("word/0"))
         with pytest.raises(SecretError):
             later.get("word/0")

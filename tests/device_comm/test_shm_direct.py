@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from device_comm import ReduceOp
 from device_comm.shm import shm_backend
 from device_comm.shm.direct import FastPathCalls
 from shm_broadcast.errors import DivergenceError, GroupAbortedError, GroupClosedError, PeerLostError
@@ -113,6 +114,26 @@ def short_and_long(rank: int, n: int, path: str, board: BoardHandle, late: int) 
 @pytest.mark.parametrize("late", range(N))
 def test_short_and_long_ways_meet(late: int, store_path: str) -> None:
     run_ranks(N, short_and_long, store_path, NEW_BOARD, late)
+
+
+def complex_numbers(rank: int, n: int, path: str, board: BoardHandle) -> None:
+    """Rank 1 conjugates lazily, which takes the long way."""
+    with make_comm(rank, board, path) as comm:
+        for dtype in (torch.complex64, torch.complex128):
+            x = torch.tensor([1 + 2j, 3 - 4j, -5j], dtype=dtype) * (rank + 1)
+            lazy = x.conj() if rank == 1 else x
+            assert lazy.is_conj() == (rank == 1)
+            if rank == 0:
+                only_short(comm)
+            expected = torch.tensor([3 - 2j, 9 + 4j, 5j], dtype=dtype)
+            same(comm.all_reduce(lazy), expected)
+            rows = torch.tensor([1 + 2j, 3 - 4j, -5j, 2 - 4j, 6 + 8j, 10j], dtype=dtype)
+            same(comm.all_gather(lazy), rows)
+            same(comm.all_reduce(lazy, op=ReduceOp.PRODUCT)[2:], torch.tensor([50.0], dtype=dtype))
+
+
+def test_complex_numbers_go_the_short_way(store_path: str) -> None:
+    run_ranks(2, complex_numbers, store_path, NEW_BOARD)
 
 
 def along(rank: int, n: int, path: str, board: BoardHandle, slow: int, late: int) -> None:

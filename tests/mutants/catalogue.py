@@ -361,8 +361,8 @@ MUTANTS = (
     Mutant(
         "R1 no answer holds another call's data, whatever the transport",
         "server/calls/pending_call.py",
-        "difference = first_divergence(self._begun)",
-        "difference = None if self._begun else first_divergence(self._begun)",
+        "difference = first_divergence(self.begun)",
+        "difference = None if self.begun else first_divergence(self.begun)",
         (
             "tests/server/test_pool_divergence.py::"
             "test_calls_do_not_meet_where_a_rank_leaves_a_collective_out",
@@ -384,16 +384,13 @@ MUTANTS = (
         "server/calls/pending_call.py",
         "if self.done or not self.retry or",
         "if self.done or",
-        (
-            "tests/server/test_ledger_restarts.py::"
-            "test_a_pool_that_is_restarted_fails_all_calls_but_those_that_may_be_made_again",
-        ),
+        ("tests/server/test_call_table.py::test_a_restart_fails_all_calls_without_retry",),
     ),
     Mutant(
         "F7 queued calls fail with the generation for which they were accepted",
-        "server/calls/backlog.py",
-        "if again and call.take_back():",
-        "if again and (not call.number or call.take_back()):",
+        "server/calls/call_table.py",
+        "self.ended is None) and call.take_back()):",
+        "self.ended is None) and (not call.number or call.take_back())):",
         (
             "tests/server/test_pool_restart.py::"
             "test_queued_calls_fail_with_the_workers_that_they_were_accepted_for",
@@ -402,8 +399,8 @@ MUTANTS = (
     Mutant(
         "F7 calls that wait move to another replica only if they may be made again",
         "server/replicas.py",
-        "may_move = call.retry and not call.stream",
-        "may_move = not call.stream",
+        "call.move = self._move if call.retry else None",
+        "call.move = self._move",
         (
             "tests/server/test_replicas.py::"
             "test_while_none_works_calls_that_may_move_wait_for_the_first_that_does",
@@ -411,12 +408,12 @@ MUTANTS = (
     ),
     Mutant(
         "F7 calls that may be made again outlive what their neighbour breaks",
-        "server/calls/ledger.py",
-        "if not (failed.consequence or call.retry):",
+        "server/calls/call_table.py",
+        "if not failed.consequence and not call.retry:",
         "if not failed.consequence:",
         (
-            "tests/server/test_ledger_restarts.py::"
-            "test_the_error_of_a_call_that_may_be_made_again_waits_for_the_calls_before_it",
+            "tests/server/test_call_table.py::"
+            "test_the_error_of_a_call_with_retry_waits_for_the_calls_before_it",
         ),
     ),
     Mutant(

@@ -1,20 +1,28 @@
-"""A ledger of two ranks, for tests of what it does with calls and replies."""
+"""A table of the calls of two ranks, for tests without processes."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-from server.calls.ledger import CallTracker, CallTrackerCallbacks
+from server.calls.call_table import CallTable, DueCalls
 from server.calls.pending_call import PendingCall
-from server.control.pool_memory import CancellationFlags
 from server.control.protocol import Failed, Reply
 from server.errors import WorkerLostError
+from shm_broadcast import CoordinatorError
 from tests.server.begun import begun
 
 
+class AbortError(CoordinatorError):
+    """Stands for the abort of the board."""
+
+
+def a_call(*, retry: bool = False, timeout: float | None = None) -> PendingCall:
+    return PendingCall("embed", (), {}, 2, None, timeout, retry=retry)
+
+
 class Book:
-    """A ledger of two ranks, and what it asked for."""
+    """A table with one open generation; ``marked`` has the numbers of cancelled calls."""
 
     def __init__(
         self,
@@ -25,50 +33,37 @@ class Book:
         *,
         name: str = "",
         restartable: bool = False,
-        ticks: bool = True,
     ) -> None:
-        self.clocked = False
-        self._ticks = ticks
-        self.asked: list[Any] = []
-        self.cancelled = CancellationFlags.create(in_flight)
-        self.ledger = CallTracker(
+        self.may_report = False
+        self.marked: list[int] = []
+        self.table = CallTable(
             in_flight,
             call_seconds,
             settle_seconds,
-            CallTrackerCallbacks(
-                resume=lambda rank, number: self.asked.append(("resume", rank, number)),
-                wake=lambda: None,
-                clock=self._clock,
-                broke=lambda error: self.asked.append(("broke", type(error))),
-                late=lambda calls: self.asked.append(("late", [call.method for call in calls])),
-                stuck=lambda call: self.asked.append(("stuck", call.method)),
-            ),
             name=name,
             restartable=restartable,
             stuck_seconds=stuck_seconds,
         )
-        self.ledger.open(1, self.cancelled.mark)
+        self.open(1)
 
-    def _clock(self) -> None:
-        self.clocked = True
-        if self._ticks:
-            self.look()
+    def open(self, generation: int) -> None:
+        self.table.open(generation, self.marked.append)
 
-    def look(self) -> None:
-        """Tick if the ledger has asked for it, as another thread does in a pool."""
-        if self.clocked:
-            self.clocked = False
-            self.ledger.tick()
+    def tick(self) -> DueCalls:
+        return self.table.tick(lambda: self.may_report)
 
     def send(
         self, method: str = "embed", reply_rank: int | None = None, *, retry: bool = False
     ) -> PendingCall:
         call = PendingCall(method, (), {}, 2, reply_rank, retry=retry)
-        self.ledger.accept(call, self.ledger.state.generation)
+        self.table.accept(call, self.table.generation)
         return call
 
+    def next(self) -> PendingCall | None:
+        return self.table.next_to_send(self.table.generation)
+
     def reply(self, rank: int, number: int, value: Any = None, operations: int = 0) -> None:
-        self.ledger.replied(rank, Reply(number, begun((0, 1), all_reduce=operations), value))
+        self.table.replied(rank, Reply(number, begun((0, 1), all_reduce=operations), value))
 
     def answer(self, number: int, *values: Any) -> None:
         """Both ranks reply: with ``values``, by rank, or None."""
@@ -81,17 +76,18 @@ class Book:
         number: int,
         kind: str = "E",
         operations: int = 0,
-        hearsay: bool = False,
-        final: bool = False,
+        *,
+        secondary: bool = False,
+        aborted: bool = False,
         diverged: bool = False,
     ) -> None:
         did = begun((0, 1), all_reduce=operations)
-        failed = Failed(number, did, kind, "text", "trace", hearsay, diverged)
-        self.ledger.failed(rank, failed, final)
+        failed = Failed(number, did, kind, "text", "trace", secondary, diverged)
+        self.table.failed(rank, failed, AbortError("aborted") if aborted else None)
 
     def lose_worker(self) -> None:
-        self.ledger.break_off(WorkerLostError(1, 4242, "killed by SIGKILL"))
+        self.table.break_off(WorkerLostError(1, 4242, "killed by SIGKILL"))
 
-
-def a_call(*, retry: bool = False) -> PendingCall:
-    return PendingCall("embed", (), {}, 2, None, retry=retry)
+    def resumed(self) -> list[tuple[int, int]]:
+        """Ranks that may resume, and their calls."""
+        return list(self.table.resumable)

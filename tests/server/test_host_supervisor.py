@@ -150,7 +150,7 @@ class TakesNothingIn(Scripted):
         grid = RankGrid.of_job(tp=2, pp=1, dp=1, pcp=1, axes=None)
         start = Start(
             *(1, 1, False, 1, grid, 1, "cpu", SECRET, handles, False),
-            *("tests.server.workers:Worker", b"x" * (4 << 20), None, 0.5),
+            *("tests.server.workers:Worker", b"x" * (4 << 20), None, 0.5, ""),
         )
         self._handler.hear(ToWorker(1, start))
 

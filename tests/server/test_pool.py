@@ -272,12 +272,12 @@ def test_a_call_that_comes_when_the_collector_is_about_to_stop_is_answered(
     """Its caller does not listen, as somebody still does; nobody would listen afterwards."""
     dispatcher = pool._driver.dispatcher
     stops, waits = threading.Event(), threading.Event()
-    observe, wait = dispatcher._observe_wait, dispatcher._wait_for_other_listener
-    ledger, before = dispatcher._tracker, dispatcher._tracker.queued.last
+    observe, wait = dispatcher._spin.observe, dispatcher._wait_for_other_listener
+    table, before = dispatcher._table, dispatcher._table.last
 
     def stop_listening(*args: int) -> None:
         observe(*args)
-        answered = ledger.queued.last > before and not ledger.queued.busy
+        answered = table.last > before and not table.in_flight
         if threading.current_thread().name == "pool-collector" and answered:
             stops.set()
             assert waits.wait(PATIENCE_SECONDS)
@@ -286,11 +286,12 @@ def test_a_call_that_comes_when_the_collector_is_about_to_stop_is_answered(
         waits.set()
         wait(*args)
 
-    monkeypatch.setattr(dispatcher, "_observe_wait", stop_listening)
+    monkeypatch.setattr(dispatcher._spin, "observe", stop_listening)
     monkeypatch.setattr(dispatcher, "_wait_for_other_listener", wait_for_other_listener)
-    assert pool.submit("echo", 1).result(PATIENCE_SECONDS) == 1
+    future = pool.submit("echo", 1)
     assert stops.wait(PATIENCE_SECONDS)
     assert pool.call("echo", 2, timeout=PATIENCE_SECONDS / 2) == 2
+    assert future.result(PATIENCE_SECONDS) == 1
 
 
 def test_large_calls_and_large_replies_cross(pool: WorkerPool) -> None:

@@ -130,7 +130,7 @@ def seconds_until_all_failed(pool: WorkerPool, victim: int, call: str) -> float:
 def test_a_killed_worker_is_named_though_a_peer_noticed_before_the_driver(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("server.calls.dispatcher._REASON_SECONDS", 60.0)
+    monkeypatch.setattr("server.calls.call_table.REPORT_SECONDS", 60.0)
     driver_looks = threading.Event()
     with WorkerPool(Worker, tp=2, on_progress=lambda *_: driver_looks.wait(60)) as pool:
         pids = pids_of(pool)
@@ -202,7 +202,6 @@ def test_who_aborts_its_group_is_the_first_failure_though_it_tells_last(
     rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A busy machine may keep it from telling, for longer than failed calls may take."""
-    monkeypatch.setattr("server.calls.dispatcher._REASON_SECONDS", 0.01)
     with WorkerPool(Worker, tp=3, config=PoolConfig(settle_seconds=0.0)) as pool:
         pids = pids_of(pool)
         failing = BadInputError("not me")
@@ -226,7 +225,7 @@ def test_whose_own_thread_has_aborted_its_group_is_the_first_failure() -> None:
 def test_who_aborts_its_group_and_never_says_why_is_not_waited_for_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("server.driver.crew.REASON_SECONDS", 0.1)
+    monkeypatch.setattr("server.calls.call_table.REPORT_SECONDS", 0.1)
     with WorkerPool(Worker, tp=3, config=PoolConfig(settle_seconds=0.0)) as pool:
         pids = pids_of(pool)
         with pytest.raises(CoordinatorError, match=r"rank 1 reported: .*nobody says why"):
@@ -402,14 +401,14 @@ def test_a_control_channel_that_is_written_to_breaks_the_pool_and_names_the_work
     assert_gone(pids)
 
 
-def test_a_keeper_that_is_killed_takes_its_worker_along(either_pool: WorkerPool) -> None:
+def test_a_reaper_that_is_killed_takes_its_worker_along(either_pool: WorkerPool) -> None:
     pids = pids_of(either_pool)
-    keeper = psutil.Process(pids[1]).ppid()
-    os.kill(keeper, signal.SIGKILL)
+    reaper = psutil.Process(pids[1]).ppid()
+    os.kill(reaper, signal.SIGKILL)
     with pytest.raises(WorkerLostError, match=r"rank 1 \(pid \d+\): killed by SIGKILL") as raised:
         either_pool.call("sleep", 600.0)
     assert raised.value.pid == pids[1]
-    assert_gone([keeper, pids[0]])
+    assert_gone([reaper, pids[0]])
     assert gone(pids)  # init is the parent of rank 1 now, and reaps in its own time
 
 

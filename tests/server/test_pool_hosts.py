@@ -590,9 +590,9 @@ def has_its_store_overwritten(pool: WorkerPool, bomb: Path) -> tuple[int, list[s
     hosts = pool._plan.hosts
     assert hosts is not None
     stranger = connect_store(hosts.master_addr, ports[0], PATIENCE_SECONDS)
-    keys = [key.removeprefix("/") for key in stranger.list_keys()]  # type: ignore[attr-defined]
+    keys = [key.removeprefix("/") for key in stranger.list_keys()]
     for key in keys:
-        stranger.set(key, pickle.dumps(Bomb(bomb)))  # type: ignore[arg-type]
+        stranger.set(key, pickle.dumps(Bomb(bomb)))
     return len(ports), keys, pool.collective_rpc("total", args=(1.0,))
 
 

@@ -22,8 +22,8 @@ import psutil
 import pytest
 
 from benchmarks.memory import shared_bytes
+from server.calls.call_table import CallTable
 from server.calls.dispatcher import Dispatcher
-from server.calls.ledger import CallTracker
 from server.config import PoolConfig
 from server.driver.worker_processes import WorkerProcesses
 from server.errors import CallTimeoutError, PoolClosedError, ProcessLimitError, WorkerLostError
@@ -155,14 +155,14 @@ def end_with_a_lost_thread(pool: WorkerPool) -> None:
 def test_a_pool_that_was_shut_down_keeps_no_memory_and_answers_as_before(
     end: Callable[[WorkerPool], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("server.calls.dispatcher._REASON_SECONDS", 0.01)
-    monkeypatch.setattr(WorkerProcesses, "may_say_why", lambda *_: False)
+    monkeypatch.setattr("server.calls.call_table.REPORT_SECONDS", 0.01)
+    monkeypatch.setattr(WorkerProcesses, "may_report", lambda *_: False)
     run_pools(1, tp=2)
     gc.collect()
     before = shared_bytes([os.getpid()]), Counter(_descriptors())
     gc.disable()
     try:
-        pool = WorkerPool(Worker, tp=2, config=PoolConfig(settle_seconds=30.0))
+        pool = WorkerPool(Worker, tp=2, config=PoolConfig(settle_seconds=0.1))
         answered = pool.submit("echo", "answered")
         assert answered.result(timeout=60) == "answered"
         end(pool)
@@ -217,15 +217,15 @@ def test_a_pool_whose_shutdown_is_interrupted_at_its_end_is_freed_by_another(
 ) -> None:
     pool = WorkerPool(Worker)
     with monkeypatch.context() as changed:
-        changed.setattr(CallTracker, "let_go", interrupt)
+        changed.setattr(CallTable, "release", interrupt)
         with pytest.raises(Interruption):
             pool.shutdown()
     pool.shutdown()
-    crew = weakref.ref(pool._driver)
+    driver = weakref.ref(pool._driver)
     gc.disable()
     try:
         del pool
-        assert crew() is None
+        assert driver() is None
     finally:
         gc.enable()
 

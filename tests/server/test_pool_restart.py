@@ -16,11 +16,11 @@ import numpy as np
 import psutil
 import pytest
 
+from server.calls.call_table import CallTable
 from server.calls.dispatcher import Dispatcher
-from server.calls.ledger import CallTracker
 from server.config import PoolConfig, ServiceLimits
-from server.driver import crew
-from server.driver.crew import RestartBudget
+from server.driver import pool_driver
+from server.driver.pool_driver import RestartBudget
 from server.driver.worker_processes import WorkerProcesses
 from server.errors import (
     CallDivergedError,
@@ -477,7 +477,7 @@ def test_who_gets_an_answer_finds_the_restart_counted(monkeypatch: pytest.Monkey
         return made
 
     with WorkerPool(Worker, restart="worker", config=PATIENT) as pool:
-        monkeypatch.setattr(crew, "Dispatcher", dispatch)
+        monkeypatch.setattr(pool_driver, "Dispatcher", dispatch)
         break_by_death(pool, 0)
         assert pool.submit("total", 1.0).result(PATIENCE_SECONDS) == 1.0
         restarts = pool.restarts
@@ -488,14 +488,14 @@ def test_who_gets_an_answer_finds_the_restart_counted(monkeypatch: pytest.Monkey
 def test_a_restart_counts_once_the_pool_takes_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def begin(ledger: CallTracker, *arguments: Any) -> None:
+    def begin(ledger: CallTable, *arguments: Any) -> None:
         seen.append((pool.restarts, pool.restarting is None))
         really_open(ledger, *arguments)
         seen.append((pool.restarts, pool.restarting is None))
 
     with WorkerPool(Worker, restart="worker", config=PATIENT) as pool:
-        really_open = CallTracker.open
-        monkeypatch.setattr(CallTracker, "open", begin)
+        really_open = CallTable.open
+        monkeypatch.setattr(CallTable, "open", begin)
         break_by_death(pool, 0)
         assert pool.submit("total", 1.0).result(PATIENCE_SECONDS) == 1.0
     assert seen == [(0, False), (1, True)]

@@ -168,7 +168,7 @@ def test_what_goes_wrong_names_the_replica(
     capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each counts its ranks from 0."""
-    caplog.set_level("INFO", "server.driver.crew")
+    caplog.set_level("INFO", "server.driver.pool_driver")
 
     def where_from(error: BaseException) -> str:
         return str(error).partition(": ")[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from server.driver.crew import RestartBudget
+from server.driver.pool_driver import RestartBudget
 
 
 def test_so_many_restarts_are_allowed_within_the_window() -> None:

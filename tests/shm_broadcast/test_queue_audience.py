@@ -128,7 +128,7 @@ def die(rank: int, _n: int, folder: str, goes: int, size: int) -> float:
             numbers = count(1)
             with pytest.raises(PeerLostError) as caught:
                 send_for_ever(queue, size, numbers)
-            number = next(numbers) - 1  # the one that reached nobody
+            number = next(numbers) - 1  # no reader got it
             named = time.monotonic() - killed
             assert (caught.value.rank, caught.value.pid) == (goes, get(folder, f"pid {goes}"))
             with pytest.raises(PeerLostError):
@@ -187,7 +187,7 @@ def go_amid_a_message(rank: int, _n: int, folder: str, goes: int, dies: bool) ->
                 with pytest.raises(PeerLostError, match=f"rank {goes}"):
                     send_for_ever(queue, HUGE, numbers)
                 queue.remove_reader(goes)
-                first = next(numbers) - 1  # the one that reached nobody
+                first = next(numbers) - 1  # no reader got it
             for number in range(first, first + 3):
                 queue.enqueue(message(number, HUGE), LIMIT)
             queue.enqueue("last", LIMIT)

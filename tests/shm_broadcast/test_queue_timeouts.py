@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from shm_broadcast import layout
-from shm_broadcast.deadline import Deadline
+from shm_broadcast.deadline import NEVER, Deadline
 from shm_broadcast.errors import GroupTimeoutError
 from tests.patience import until
 from tests.shm_broadcast.queues import CAPACITY, LIMIT, Ends, Running, ends, sleeps
@@ -297,3 +297,23 @@ def test_the_predicate_sees_a_writer_s_sequence_in_its_segment() -> None:
         for number in range(1, 4):
             made.writer.enqueue(number)
             assert words.load64(layout.RING_SEQUENCE) == number
+
+
+def test_a_message_is_noted_after_its_encoding_and_before_any_reader_gets_it() -> None:
+    with ends() as made:
+        noted: list[bool] = []
+
+        def note() -> None:
+            noted.append(made.reader.readable())
+
+        def fail() -> None:
+            raise KeyError
+
+        with pytest.raises(TypeError, match="cannot send"):
+            made.writer.enqueue_noted(lambda: None, NEVER, note)
+        assert noted == []
+        with pytest.raises(KeyError):
+            made.writer.enqueue_noted("dropped", NEVER, fail)
+        made.writer.enqueue_noted("message", NEVER, note)
+        assert noted == [False]
+        assert made.reader.dequeue(LIMIT) == "message"

@@ -16,22 +16,21 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
-from coordinator.daemon_threads import run_in_thread, submit_in_thread
+from coordinator.daemon_threads import run_in_thread
 from shm_broadcast import (
     NEVER,
     CoordinatorError,
     Deadline,
-    Failure,
     GroupAbortedError,
-    GroupTimeoutError,
     MemberStatus,
 )
 from shm_broadcast.state.flight_recorder import VerbTotal
 
-from ..calls.dispatcher import Dispatcher
-from ..calls.ledger import CallTracker, CallTrackerCallbacks, in_main_thread
+from ..calls.call_table import CallTable, ignore
+from ..calls.dispatcher import Dispatcher, complete_futures
 from ..calls.pending_call import PendingCall, fatal_divergence
 from ..control.channel import ChannelClosedError
 from ..control.protocol import Failed, FromWorker, Resume, WorkProgress
@@ -47,11 +46,10 @@ from ..errors import (
     located,
     with_notes,
 )
-from ..inspection.diagnosis import Diagnosis
 from ..launchers.local import end
 from .limits import translated_limit_errors
 from .links import SharedResources
-from .supervisor import REASON_SECONDS, WorkerEvents
+from .supervisor import WorkerEvents
 from .worker_processes import WorkerProcesses
 
 if TYPE_CHECKING:
@@ -93,10 +91,10 @@ class RestartBudget:
 if TYPE_CHECKING:
     Seen: TypeAlias = "tuple[tuple[MemberStatus, ...], str, Mapping[int, str], tuple[int, ...]]"
 
-_SeenT = TypeVar("_SeenT")
 _log = logging.getLogger(__name__)
 _THREAD_SECONDS = 10.0
 """Time that a pool waits at its end for its threads, in which users' callbacks run."""
+_LOOK_SECONDS = 1e-3
 _LEAVE_SECONDS = 0.5
 """Time for workers to exit if the pool breaks, or is shut down during a call."""
 
@@ -106,6 +104,8 @@ class PoolDriver(WorkerEvents):
 
     Attributes:
         dispatcher: sends calls to the workers of the latest generation; ``None`` after `stop`.
+        table: the pool's calls, which ``lock`` guards.
+        changed: called by the supervisor when the pool was restarted, or broke for good.
     """
 
     def __init__(self, plan: PoolPlan) -> None:
@@ -121,22 +121,20 @@ class PoolDriver(WorkerEvents):
         self._shared: SharedResources | None = None
         self.dispatcher: Dispatcher | None = None
         self._close_resources = ExitStack()
-        self._broken: CoordinatorError | None = None
-        self._aborted_at = math.inf
-        self._reason_seconds = max(plan.config.settle_seconds, REASON_SECONDS)
+        self._to_send: SimpleQueue[None] = SimpleQueue()
+        self._announced: CoordinatorError | None = None
+        self.changed: Callable[[], None] = ignore
         self._end_at = math.inf
-        self.tracker = CallTracker(
+        self.table = CallTable(
             plan.in_flight,
             plan.config.call_seconds,
             plan.config.settle_seconds,
-            CallTrackerCallbacks(
-                self._resume, self._wake, self._clock, self._broke, self._expire, self._expose
-            ),
             name=plan.config.name,
             stuck_seconds=plan.stuck_after,
             restartable=plan.restart != "never",
         )
-        self.tracker.reason_due = self._reason_due
+        self.lock = threading.RLock()  # a signal handler may ask for the status of its pool
+        self._released = threading.Condition(self.lock)
         with self._translated_limit_errors(), ExitStack() as undo:
             undo.callback(self._close_resources.close)
             self._processes = WorkerProcesses(plan)
@@ -151,8 +149,8 @@ class PoolDriver(WorkerEvents):
             undo.pop_all()
 
     def _abandon_start(self) -> None:
-        if self.tracker.state.generation:
-            self.tracker.end(PoolClosedError("the pool has not started"))
+        if self.table.generation:
+            self._end(PoolClosedError("the pool has not started"))
         if self.dispatcher is not None:
             self.dispatcher.release()
 
@@ -160,10 +158,9 @@ class PoolDriver(WorkerEvents):
         """Handle a worker's message; called by the supervisor."""
         match message:
             case Failed():
-                final = self._aborted is not None
-                self.tracker.failed(rank, message, final)
-                if final and message.consequence:
-                    self._await_reason()
+                with self.lock:
+                    self.table.failed(rank, message, self._aborted())
+                self._notify_listener()
             case WorkProgress(done, total, what):
                 try:
                     self._plan.on_progress(rank, done, total, what)
@@ -174,20 +171,22 @@ class PoolDriver(WorkerEvents):
         """Break the pool because a worker's process has ended; called by the supervisor."""
         # After an abort, this death may be a secondary failure. It is the root cause if another
         # rank's report names this rank.
-        failure = self._aborted
-        if failure is None or failure.culprit == rank != failure.rank:
-            pid = self._processes.workers[rank].pid
-            fields = {"rank": rank, "generation": self.tracker.state.generation}
-            text = "rank %d (pid %d) of %s was lost: %s"
-            _log.info(text, rank, pid, self._name, how, extra=fields)
-            lost = WorkerLostError(rank, pid, how, stack)
-            self.tracker.break_off(self._divergence(lost) or lost)
-        else:
-            self._await_reason()
+        pid = self._processes.workers[rank].pid
+        lost = WorkerLostError(rank, pid, how, stack)
+        abort = self._aborted()
+        failure = None if abort is None else abort.failure
+        with self.lock:
+            if failure is None or failure.culprit == rank != failure.rank:
+                fields = {"rank": rank, "generation": self.table.generation}
+                text = "rank %d (pid %d) of %s was lost: %s"
+                _log.info(text, rank, pid, self._name, how, extra=fields)
+                self.table.break_off(self._divergence(lost) or lost)
+            elif abort is not None:
+                self.table.saw_abort(abort, lost if failure.culprit == rank else None)
 
     def _divergence(self, lost: WorkerLostError) -> CallDivergedError | None:
         """Return the error if a process ended in another collective than the other ranks'."""
-        links, call = self._shared, self.tracker.oldest_of(lost.rank)
+        links, call = self._shared, self.table.oldest_of(lost.rank)
         if links is None or call is None:
             return None
         board = links.board
@@ -204,19 +203,10 @@ class PoolDriver(WorkerEvents):
         error.__cause__ = lost
         return error
 
-    def _await_reason(self) -> None:
-        """Start the grace period in which the aborting worker may still report its exception."""
-        self._aborted_at = min(self._aborted_at, time.monotonic())
-
-    def _reason_due(self) -> bool:
-        """Return whether the grace period runs; the first call starts it. Any thread may call."""
-        self._await_reason()
-        in_time = time.monotonic() < self._aborted_at + self._reason_seconds
-        return in_time and self._processes.may_say_why(self._aborted)
-
     def _supervisor_failed(self, error: BaseException) -> None:
         # Without a supervisor, no thread detects that a worker ends or hangs.
-        self.tracker.end(CoordinatorError(f"the pool's supervisor has failed: {error!r}"))
+        self._end(CoordinatorError(f"the pool's supervisor has failed: {error!r}"))
+        complete_futures(self.table)
         end(list(self._processes.workers.values()), _LEAVE_SECONDS, self._plan.config.kill_seconds)
 
     def status(self) -> list[MemberStatus]:
@@ -233,94 +223,79 @@ class PoolDriver(WorkerEvents):
             raise PoolClosedError("totals: the pool was shut down")
         return links.totals()
 
-    @property
-    def _aborted(self) -> Failure | None:
+    def _aborted(self) -> GroupAbortedError | None:
         links = self._shared
-        return None if links is None else links.board.aborted
+        failure = None if links is None else links.board.aborted
+        return None if failure is None else GroupAbortedError("pool", failure)
+
+    def _may_report(self) -> bool:
+        abort = self._aborted()
+        return self._processes.may_report(None if abort is None else abort.failure)
 
     def _status(self, links: SharedResources, rank: int) -> MemberStatus:
         # The board shows a worker without a call as busy with `dequeue`.
         status = links.board.member_status(rank)
-        method = self.tracker.idle(rank)
-        if method is None or status.state not in ("busy", "idle"):
+        if self.table.oldest_of(rank) is not None or status.state not in ("busy", "idle"):
             return status
-        return replace(status, state="idle", operation=method)
+        return replace(status, state="idle", operation=self.table.last_settled)
 
     def call(self, call: PendingCall) -> Any:
         """Send a call and wait for its result; raise its error or the pool's failure.
 
         After a `CallTimeoutError`, workers continue a call that was sent.
         """
-        deadline = self._carry_out(call)
+        # No local variable holds a dispatcher or an error: a caller may keep the traceback.
+        deadline = (self.dispatcher or self._refuse()).call(call)
         if deadline is not None:
             raise self._timed_out(call, deadline)
         return call.result()
 
-    def _carry_out(self, call: PendingCall) -> Deadline | None:
-        """Send a call and wait until it is done; return the deadline if that expires first."""
-        dispatcher = self.dispatcher
-        if dispatcher is None:
-            self.tracker.queue(call)  # raises the failure that ended the pool
-            return None
-        deadline = self.tracker.due(call)
-        try:
-            dispatcher.send(call, deadline)
-            while not call.done:
-                try:
-                    dispatcher.wait(call, deadline)
-                except GroupTimeoutError:
-                    deadline = self.tracker.due(call)  # other answers extend it
-                    if call.done or deadline.expired:
-                        raise
-                except KeyboardInterrupt as interrupt:
-                    # The caller needs no frames of this wait.
-                    raise interrupt.with_traceback(None) from interrupt.__cause__
-        except GroupTimeoutError:
-            return None if call.done else deadline
-        except BaseException:  # it could not be pickled, or a signal handler has raised
-            self.tracker.abandon(call)
-            raise
-        return None
+    def _refuse(self) -> NoReturn:
+        self.table.check()
+        raise PoolClosedError("the pool was shut down")
 
     def _timed_out(self, call: PendingCall, deadline: Deadline) -> CallTimeoutError:
-        self.tracker.give_up(call)
+        self._in_lock(self.table.withdraw, call)
         error = self.late(call, deadline.timeout)
-        self.tracker.cancel(call)  # after `late`: the method may return and change its stack
+        self._in_lock(self.table.cancel, call)
         return error
 
     def submit(self, call: PendingCall) -> Future[Any]:
         """Queue a call and return the future of its result, or raise the pool's failure."""
         future = call.future()
-        future.answer_for(
-            partial(self.late, call),
-            partial(self.tracker.give_up, call),
-            partial(self.tracker.cancel, call),
-        )
-        self.tracker.queue(call)
+        abandon = partial(self._in_lock, self.table.abandon, call)
+        future.answer_for(partial(self.late, call), abandon)
+        with self.lock:
+            self.table.submit(call)
+        self._to_send.put(None)
+        if self.table.attention:
+            self._processes.supervisor.wake()
         return future
+
+    def take_waiting(self) -> list[PendingCall]:
+        """Remove the calls that wait for a restart and may run in another pool; return them."""
+        with self.lock:
+            return self.table.take_waiting()
 
     def late(self, call: PendingCall, timeout: float | None) -> CallTimeoutError:
         """Return the error of a late call: the late ranks, their stacks, and their blockers."""
-        ranks = self.tracker.late(call)
-        if not ranks:
-            restarting = self.tracker.state.restarting
-            detail = "not sent in that time"
-            if call.number:
-                detail = "answered just afterwards"
-            elif restarting is not None:
-                detail = f"not sent: the pool is being restarted after this: {restarting}"
-            elif self.tracker.queued.busy:
-                detail = "not sent: the workers are busy with calls before it"
-                links, late = self._shared, self.tracker.late_ranks
-                if links is not None and late:
-                    who = "; ".join(str(links.board.member_status(rank)) for rank in late)
-                    detail += f", the first waits for {who}"
-            seen: Seen = (), detail, {}, ()
-        else:
-            # Not in the main thread: a signal handler there may need the locks.
-            look = partial(self._seen, ranks)
-            seen = _in_another_thread(look) if in_main_thread() else look()
+        ranks = sorted(call.waiting) if call.number else []
+        seen = self._seen(ranks) if ranks else ((), self._why_unsent(call), {}, ())
         return located(CallTimeoutError(call.method, timeout, *seen), self._plan.config.name)
+
+    def _why_unsent(self, call: PendingCall) -> str:
+        links, oldest, restarting = self._shared, self.table.oldest, self.table.restarting
+        if call.number:
+            return "answered just afterwards"
+        if restarting is not None:
+            return f"not sent: the pool is being restarted after this: {restarting}"
+        if oldest is None:
+            return "not sent in that time"
+        detail = "not sent: the workers are busy with calls before it"
+        if links is not None and oldest.waiting:
+            who = "; ".join(str(links.board.member_status(rank)) for rank in sorted(oldest.waiting))
+            detail += f", the first waits for {who}"
+        return detail
 
     def _seen(self, ranks: list[int]) -> Seen:
         """Return the states of ``ranks``, why they are late, their stacks, and their blockers."""
@@ -334,13 +309,9 @@ class PoolDriver(WorkerEvents):
 
     def hang_report(self) -> list[str]:
         """Return sentences that name each blocked worker and its blocker, on all hosts."""
-        look = self._diagnoses
-        seen = _in_another_thread(look) if in_main_thread() else look()
-        return [line for each in seen if each.is_hang for line in each.sentences]
-
-    def _diagnoses(self) -> list[Diagnosis]:
         with self._processes.using:
-            return [] if self._shared is None else self._processes.diagnoses()
+            seen = [] if self._shared is None else self._processes.diagnoses()
+        return [line for each in seen if each.is_hang for line in each.sentences]
 
     def stop(self, timeout: float, finish: bool) -> None:
         """End everything; idempotent, from any thread but the pool's own.
@@ -350,37 +321,55 @@ class PoolDriver(WorkerEvents):
         """
         if self.is_own(threading.current_thread()):
             raise RuntimeError("a pool cannot be shut down by a callback of its own")
-        self.tracker.wait_until(lambda: self._stopping.acquire(blocking=False), NEVER)
+        self._wait_until(lambda: self._stopping.acquire(blocking=False), NEVER)
         try:
             deadline = Deadline.after(timeout)
-            idle = self.tracker.wait_until_idle(timeout / 2 if finish else 0.0)
-            self.tracker.end(PoolClosedError("the pool was shut down"))
+            finish_by = Deadline.after(timeout / 2 if finish else 0.0)
+            idle = self._wait_until(lambda: not self.table.size, finish_by)
+            self._end(PoolClosedError("the pool was shut down"))
             self._processes.supervisor.stop()
-            self._wait_for(self._processes.supervisor.thread)
+            self._join(self._processes.supervisor.thread)
+            if self.table.finished:  # not in this thread, which a signal handler may interrupt
+                run_in_thread(partial(complete_futures, self.table), "pool-futures")
+                self._wait_until(lambda: not self.table.finished, Deadline.after(_THREAD_SECONDS))
             links, dispatcher = self._shared, self.dispatcher
             if links is None or dispatcher is None:  # `stop` has run before, or in a signal handler
                 return
-            if not idle or self._broken is not None:
+            if not idle or self.table.failure is not None:
                 links.board.abort("the pool was shut down during a call")
                 deadline = Deadline.after(deadline.remaining(at_most=_LEAVE_SECONDS))
             links.calls.shutdown()
             dispatcher.release()
-            self._wait_for(*dispatcher.threads)
+            self._join(*dispatcher.threads)
             with self._processes.using:
                 self._processes.close(deadline.remaining())
                 self._close_resources.close()
-                self.tracker.let_go()
+                self.table.release()
+                self.changed = ignore
                 self._shared = self.dispatcher = None
         finally:
             self._stopping.release()
 
-    def _wait_for(self, *threads: threading.Thread | None) -> None:
+    def _wait_until(self, true: Callable[[], bool], deadline: Deadline) -> bool:
+        """Wait until ``true()``, which needs other threads; False at the deadline.
+
+        Releases the lock meanwhile: those threads may need it, and a signal handler that ends the
+        pool may run inside a block that holds it.
+        """
+        with self.lock:
+            while not true():
+                if deadline.expired:
+                    return False
+                self._released.wait(_LOOK_SECONDS)
+            return True
+
+    def _join(self, *threads: threading.Thread | None) -> None:
         """Join threads of this pool, for a limited time: users' callbacks run in them."""
 
         def ended() -> bool:
             return not any(each is not None and each.is_alive() for each in threads)
 
-        if not self.tracker.wait_until(ended, Deadline.after(_THREAD_SECONDS)):
+        if not self._wait_until(ended, Deadline.after(_THREAD_SECONDS)):
             names = [each.name for each in threads if each is not None and each.is_alive()]
             _log.warning("%s ends without %s, which a callback blocks", self._name, names)
 
@@ -399,7 +388,7 @@ class PoolDriver(WorkerEvents):
             with links.board.published_wait("the start of the pool") as show:
                 self._processes.meet(tick, show)
                 links.open(self._processes.hosts)
-                self._processes.assemble(links, self.tracker.queued.last + 1, tick, show)
+                self._processes.assemble(links, self.table.last + 1, tick, show)
         except BaseException as error:
             links.board.abort(error)  # unblocks workers that wait for others
             links.close()
@@ -409,13 +398,15 @@ class PoolDriver(WorkerEvents):
         if last is not None:
             links.totals_before = last.totals()
         self._shared = self._close_resources.enter_context(closing(links))
-        self._broken = None
         before.close()
         # From here on the generation may answer calls, and break.
-        self.tracker.open(generation, links.cancelled.mark)
+        with self.lock:
+            self.table.open(generation, links.cancelled.mark)
         self.dispatcher = Dispatcher(
-            self.tracker,
-            generation,
+            self.table,
+            self.lock,
+            self._processes.supervisor.wake,
+            self._to_send,
             links.board,
             links.calls,
             [links.replies[rank] for rank in range(self._plan.n_workers)],
@@ -434,16 +425,16 @@ class PoolDriver(WorkerEvents):
         """Start generations until one is ready, or the limit of restarts is reached."""
 
         def tick() -> float:
-            self.tracker.state.check()
-            return self.tracker.tick()
+            self.table.check()
+            return self._tick_calls()
 
         if self.dispatcher is not None:
             self.dispatcher.release()
-        keep, worked = True, bool(self.tracker.queued.last_settled)
+        keep, worked = True, bool(self.table.last_settled)
         with suppress(PoolClosedError):
             while (pause := self._budget.take(time.monotonic(), worked)) is not None:
                 worked = False
-                fields = {"generation": self.tracker.state.generation}
+                fields = {"generation": self.table.generation}
                 reason = with_notes(failure)
                 _log.error("the pool has broken, and is restarted: %s", reason, extra=fields)
                 try:
@@ -455,89 +446,93 @@ class PoolDriver(WorkerEvents):
                     raise
                 except Exception as error:  # noqa: BLE001 - it becomes the pool's failure
                     if isinstance(error, HostError) and error.absent:
-                        self.tracker.end(error)
+                        self._end(error)
                         return
                     failure = located(again(error), self._plan.config.name)
                     keep = False  # the workers that stayed may be the cause
                     continue
-                fields = {"generation": self.tracker.state.generation}
+                fields = {"generation": self.table.generation}
                 text = "%s was restarted: generation %d"
-                _log.warning(text, self._name, self.tracker.state.generation, extra=fields)
+                _log.warning(text, self._name, self.table.generation, extra=fields)
+                self.changed()
                 return
             limit = self._plan.max_restarts, self._plan.window
             limited = RestartLimitError(*limit, str(failure))
             limited.__cause__ = failure
-            self.tracker.end(limited)
+            self._end(limited)
 
-    def _resume(self, rank: int, number: int) -> None:
-        worker = self._processes.workers.get(rank)
-        if worker is not None:
-            with suppress(ChannelClosedError):  # the supervisor reports the worker's end
-                worker.channel.send(Resume(number))
+    def _end(self, error: CoordinatorError) -> None:
+        with self.lock:
+            self.table.end(error)
+        self._processes.supervisor.wake()
+        self._notify_listener()
 
-    def _wake(self) -> None:
+    def _in_lock(self, change: Callable[[PendingCall], None], call: PendingCall) -> None:
+        with self.lock:
+            change(call)
+
+    def _notify_listener(self) -> None:
+        """Wake the thread that waits for replies: a call may have ended without one."""
         links = self._shared
         if links is not None:
             links.board.notify(links.driver)
 
-    def _clock(self) -> None:
-        self._processes.supervisor.wake()
-
     def _expire(self, calls: list[PendingCall]) -> None:
-        # Reading stacks takes time that the supervisor, which calls this, must not spend.
-        def expire() -> None:
-            for call in calls:
-                self.tracker.give_up(call)
-                limit = self._plan.config.call_seconds if call.timeout is None else call.timeout
-                self.tracker.expire(call, self.late(call, limit))
-                self.tracker.cancel(call)
+        """Fail late calls; in a thread of its own, since reading stacks takes time."""
+        for call in calls:
+            limit = self._plan.config.call_seconds if call.timeout is None else call.timeout
+            self._in_lock(self.table.withdraw, call)
+            error = self.late(call, limit)
+            with self.lock:
+                self.table.expire(call, error)
+                self.table.cancel(call)  # after `late`: the method may return and change its stack
+        complete_futures(self.table)
 
-        run_in_thread(expire, "pool-late-calls")
-
-    def _expose(self, call: PendingCall) -> None:
-        def expose() -> None:
-            seen = self._seen(self.tracker.late(call))
-            self.tracker.break_off(
-                CallStuckError(call.method, self._plan.stuck_after, *seen), generation
-            )
-
-        generation = self.tracker.state.generation
-        run_in_thread(expose, "pool-stuck-call")
-
-    def _broke(self, error: CoordinatorError) -> None:
-        # The abort unblocks the workers. `_restart` or `_tick` kills those that still run later.
-        links = self._shared
-        if links is not None:
-            links.board.abort(error, getattr(error, "rank", None))
-        self._broken = error
-        if self.tracker.state.ended is not None:
-            self._end_at = time.monotonic() + _LEAVE_SECONDS
+    def _break_stuck(self, call: PendingCall, generation: int) -> None:
+        seen = self._seen(sorted(call.waiting))
+        error = CallStuckError(call.method, self._plan.stuck_after, *seen)
+        with self.lock:
+            self.table.break_off(error, generation)
         self._processes.supervisor.wake()
 
     def _tick(self) -> float:
-        if self._broken is not None and self.tracker.state.ended is None:
-            self._restart(self._broken)
-            self._aborted_at = math.inf
-        left = self.tracker.tick()  # first: a worker's report is more precise than the board
-        now = time.monotonic()
-        reason_by = self._aborted_at + self._plan.config.settle_seconds
-        if reason_by <= now and self._reason_due():
-            reason_by = self._aborted_at + self._reason_seconds
-        elif reason_by <= now:
-            self._aborted_at = reason_by = math.inf
-            failure = self._aborted
-            if failure is not None:
-                self.tracker.break_off(GroupAbortedError("pool", failure))
-        if self._end_at <= now:
+        """Carry out the table's decisions; called by the supervisor."""
+        seconds = self._tick_calls()
+        failure = self.table.failure
+        if failure is not None and failure is not self._announced:
+            self._announced = failure
+            links = self._shared
+            if links is not None:
+                # This unblocks the workers. `_restart` or `_tick` kills those that still run later.
+                links.board.abort(failure, getattr(failure, "rank", None))
+            if self.table.ended is None:
+                self._restart(failure)
+                return 0.0
+            self._end_at = time.monotonic() + _LEAVE_SECONDS
+            self.changed()
+        if self._end_at <= time.monotonic():
             self._end_at = math.inf
             end(list(self._processes.workers.values()), 0.0, self._plan.config.kill_seconds)
-        return min(left, max(min(self._end_at, reason_by) - now, 0.0))
+        return min(seconds, max(self._end_at - time.monotonic(), 0.0))
 
-
-def _in_another_thread(look: Callable[[], _SeenT]) -> _SeenT:
-    """Return the result of ``look``, called in another thread if one can be started."""
-    try:
-        looking = submit_in_thread(look, "pool-apart")
-    except RuntimeError:
-        return look()
-    return looking.result()
+    def _tick_calls(self) -> float:
+        """Tick the table, and carry out its decisions on calls; return the seconds to the next."""
+        with self.lock:
+            tick = self.table.tick(self._may_report)
+            resumable, self.table.resumable = self.table.resumable, {}
+            moving, self.table.moving = self.table.moving, {}
+        for rank, number in resumable:
+            worker = self._processes.workers.get(rank)
+            if worker is not None:
+                with suppress(ChannelClosedError):  # the supervisor reports the worker's end
+                    worker.channel.send(Resume(number))
+        complete_futures(self.table)
+        for call in moving:
+            if call.move is not None:
+                call.move(call)
+        if tick.stuck is not None:
+            stuck = partial(self._break_stuck, tick.stuck, self.table.generation)
+            run_in_thread(stuck, "pool-stuck-call")
+        if tick.late:
+            run_in_thread(partial(self._expire, tick.late), "pool-late-calls")
+        return tick.seconds
