@@ -1,14 +1,12 @@
 """Count the operations that this process begins within a pool's call, for each of its groups.
 
-`device_comm.call_number` makes the fingerprints. A group's key is its name, its ranks and the
-number of earlier groups with the same name and ranks. All members make their groups in the same
-order.
+`device_comm.call_number` logs them. All members of a group know it by its name, its ranks and its
+token, which differs between groups of the same name and ranks.
 """
 
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -18,9 +16,8 @@ from device_comm.call_number import OperationCounts, call_number
 
 _CALLER_BYTES: Final = 16
 
-GroupOperationCounts: TypeAlias = tuple[str, tuple[int, ...], int, bytes]
-"""A group's name, its members' global ranks, its number among groups with the same name and ranks,
-and the fingerprint of its operations, encoded by `device_comm.call_number`."""
+GroupOperationCounts: TypeAlias = tuple[str, tuple[int, ...], bytes, bytes, tuple[int, ...]]
+"""A group's name, its members' global ranks, its token, and the parts of `OperationCounts.take`."""
 
 
 @dataclass(slots=True)
@@ -29,7 +26,7 @@ class Entry:
 
     name: str
     ranks: tuple[int, ...]
-    number: int
+    token: bytes
     begun: OperationCounts
     closed: bool = False
 
@@ -43,7 +40,6 @@ class Entry:
 _entries: list[Entry] = []
 _serving: dict[int, bytes] = {}
 """The pool that this process serves: {rank in the pool: 16 bytes that identify the pool}."""
-_made: Counter[tuple[str, tuple[int, ...]]] = Counter()
 
 
 def serve_calls(rank: int, secret: bytes) -> None:
@@ -63,28 +59,25 @@ def caller_of(rank: int) -> bytes:
     return _serving.get(rank, os.urandom(_CALLER_BYTES) if _serving else bytes(_CALLER_BYTES))
 
 
-def enter(name: str, ranks: Sequence[int], begun: OperationCounts) -> Entry:
+def enter(name: str, ranks: Sequence[int], token: bytes, begun: OperationCounts) -> Entry:
     """Count the operations of a new group."""
-    key = name, tuple(ranks)
-    entry = Entry(*key, _made[key], begun)
-    _made[key] += 1
+    entry = Entry(name, tuple(ranks), token, begun)
     _entries.append(entry)
     return entry
 
 
 def forget_groups() -> None:
-    """Remove all entries and number new groups from 0."""
+    """Remove all entries."""
     _entries.clear()
-    _made.clear()
 
 
 def take_operation_counts() -> tuple[GroupOperationCounts, ...]:
-    """Return and reset the fingerprints of all groups that began an operation."""
+    """Return and reset the counts of all groups that began an operation."""
     taken = []
     for entry in tuple(_entries):
         counted = entry.begun.take()
-        if counted:
-            taken.append((entry.name, entry.ranks, entry.number, counted))
+        if any(counted):
+            taken.append((entry.name, entry.ranks, entry.token, *counted))
         if entry.closed:
             _entries.remove(entry)
     return tuple(taken)

@@ -23,7 +23,7 @@ from coordinator.messages.wire import MessageCodec, negotiate_codec
 from coordinator.rendezvous import Rendezvous, Settings, authenticated, config_handshake
 from coordinator.torch_groups import SocketChoice
 from device_comm import Backend, Communicator, LoopbackBackend, ShmBackend, TorchBackend
-from device_comm.divergence import CheckedBackend, FingerprintBackend, group_number
+from device_comm.divergence import FingerprintBackend, group_number
 from device_comm.wrappers import CudaSideStream, OnStream
 from shm_broadcast import NEVER, Deadline, GroupTimeoutError, SegmentHandle
 
@@ -370,11 +370,11 @@ class _Builder:
 
     def compared(self, backend: Backend, over: Backend, token: bytes) -> Backend:
         """Compare operations before each collective if ``checked``; else later, if needed."""
-        if self.settings.checked:
-            backend = self._keep(CheckedBackend(backend, over))
-        elif backend.capabilities.detects_divergence:
+        checked = self.settings.checked
+        if backend.capabilities.detects_divergence and not checked:
             return backend
-        return self._keep(FingerprintBackend(backend, self.nodes.board, token))
+        board = self.nodes.board
+        return self._keep(FingerprintBackend(backend, board, token, over if checked else None))
 
     def on_stream(self, backend: Backend) -> Backend:
         stream = self.settings.stream

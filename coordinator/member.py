@@ -114,10 +114,10 @@ class Member:
         return self._context.device
 
     def _count(self) -> list[begun.Entry]:
-        cpu, device = self._context.cpu, self._context.device
-        entries = [begun.enter(self.name, self.ranks, device.begun)]
+        cpu, device, token = self._context.cpu, self._context.device, self._context.wire.token
+        entries = [begun.enter(self.name, self.ranks, token, device.begun)]
         if cpu is not device:
-            entries.append(begun.enter(f"{self.name} cpu", self.ranks, cpu.begun))
+            entries.append(begun.enter(f"{self.name} cpu", self.ranks, token, cpu.begun))
         return entries
 
     # --- ranks ---------------------------------------------------------------------------

@@ -69,7 +69,6 @@ class MemberHeartbeat(msgspec.Struct, array_like=True, frozen=True):
     operation: str
     sequence: int
     age: float | None
-    collective: int
     fingerprints: tuple[Fingerprint, ...] = ()
 
 
@@ -136,7 +135,6 @@ def _member_heartbeat(
         status.operation,
         status.sequence,
         status.age,
-        status.collective,
         tuple(fingerprints),
     )
 
@@ -239,7 +237,6 @@ class RemoteBoards:
             None if heartbeat.age is None else heartbeat.age + self._clock() - host.received_at,
             host.name,
             silence if heartbeat.state in ("idle", "busy") and silence > _NORMAL_SILENCE else 0.0,
-            heartbeat.collective,
         )
 
     def fingerprints(self, member: int) -> Sequence[Fingerprint] | None:

@@ -356,7 +356,8 @@ class GroupVerbs(Member, Collectives, RootedCollectives):
         """
         if self.world_size == 1:
             return self._messenger.broadcast_object(None, 0, timeout)  # type: ignore[no-any-return]
-        src, peers = self._previous(src), all_gather_group and all_gather_group._messenger.routes
+        src = self._previous(src)
+        peers = None if all_gather_group is None else all_gather_group._messenger.routes
         return self._messenger.recv(Kind.TENSOR_DICT, src, timeout, peers=peers)  # type: ignore[no-any-return]
 
     def irecv_tensor_dict(
@@ -372,7 +373,8 @@ class GroupVerbs(Member, Collectives, RootedCollectives):
         """
         if self.world_size == 1:
             return Work(self._messenger.broadcast_object(None, 0, timeout))
-        src, peers = self._previous(src), all_gather_group and all_gather_group._messenger.routes
+        src = self._previous(src)
+        peers = None if all_gather_group is None else all_gather_group._messenger.routes
         return self._messenger.irecv(Kind.TENSOR_DICT, src, timeout, peers=peers)
 
     @overload

@@ -40,7 +40,6 @@ from device_comm.operation import (
 )
 from device_comm.torch_waiting import (
     HELPERS,
-    Arrivals,
     CollectivePending,
     Connections,
     DrainAfterClose,
@@ -226,7 +225,6 @@ class TorchBackend(Backend):
         self._group = process_group
         self._has_closed = has_closed
         self._errors = ErrorTranslator(self.watch)
-        self._arrivals = Arrivals(self.watch, name, self.members, self.rank)
         self._connections = Connections(process_group)
         self._end = partial(_end, self.identity, self._connections)
         self._series: dict[int, Job] = {}
@@ -370,10 +368,8 @@ class TorchBackend(Backend):
         """Return a `Pending` for ``issue``, a torch call whose errors are the connections'."""
         if self.capabilities.stream_ordered:
             return StreamPending(self._issue(operation, issue, self.peers), finish)
-        arrival = self._arrivals.begin()
         work = self._issue(operation, issue, self.peers)
-        name, peers = operation.name, self.peers
-        return CollectivePending(work, finish, name, peers, self._errors, arrival)
+        return CollectivePending(work, finish, operation.name, self.peers, self._errors)
 
     def _transfer(self, operation: Operation) -> Pending | None:
         peer, name = operation.peer, operation.name

@@ -11,9 +11,6 @@ the watch; after a timeout the helper thread and its tensors stay until the call
 threads are daemons. Where the caller waits anyway, the call runs in the caller's thread, and
 `device_comm.watchdog` breaks the connections on a failure, so that the call raises.
 
-Each member publishes on its board which collective of its group it has begun (`Arrivals.begin`), so
-that a timeout names the late members only.
-
 Facts about gloo (torch 2.11 to 2.13):
 
 - Aborting a group does not end a blocked call, and destroying a group waits for its operations.
@@ -31,12 +28,9 @@ import os
 import queue
 import threading
 import time
-import zlib
-from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -161,61 +155,6 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
-
-
-_COUNT_BITS: Final = 32
-_GROUP_BITS: Final = 20
-"""Together less than 53: JSON numbers are exact up to 2**53."""
-
-_group_counts: WeakKeyDictionary[Watch, Counter[tuple[str, tuple[int, ...]]]] = WeakKeyDictionary()
-"""The number of groups with the same name and members on each board; the same on all members."""
-
-
-class Arrivals:
-    """Numbers the collectives of one group as one member begins them."""
-
-    def __init__(self, watch: Watch, name: str, members: Sequence[int], rank: int) -> None:
-        """Start from zero; members make groups of equal name and members in the same order.
-
-        ``members`` are the numbers on the board, by rank.
-        """
-        key, counts = (name, tuple(members)), _group_counts.setdefault(watch, Counter())
-        counts[key] += 1
-        group = zlib.crc32(repr((key, counts[key])).encode()) % (1 << _GROUP_BITS)
-        self._begun = group << _COUNT_BITS
-        self._watch = watch
-        self._peers = [member for r, member in enumerate(members) if r != rank]
-
-    def begin(self) -> Arrival:
-        """Publish the start of the next collective, for the operation recorded last."""
-        self._begun += 1
-        self._watch.in_collective(self._begun)
-        return Arrival(self._watch, self._begun, self._peers)
-
-
-class Arrival:
-    """One collective of a group, to find late members."""
-
-    def __init__(self, watch: Watch, number: int, peers: Sequence[int]) -> None:
-        self._watch = watch
-        self._number = number
-        self._peers = peers
-
-    def only_those_behind(self, late: GroupTimeoutError) -> GroupTimeoutError:
-        """Return the error without the members that began the collective."""
-        self._watch.refresh_remote()
-        late_members = tuple(
-            status
-            for status in (self._watch.member_status(member) for member in self._peers)
-            if not self._has_come(status.collective)
-        )
-        if not late_members:
-            return late
-        return GroupTimeoutError(late.operation, late.timeout, late_members, late.detail)
-
-    def _has_come(self, collective: int) -> bool:
-        same_group = collective >> _COUNT_BITS == self._number >> _COUNT_BITS
-        return same_group and collective >= self._number
 
 
 _FIRST_LOOK = 0.05
@@ -344,10 +283,8 @@ class CollectivePending:
         operation: str,
         peers: Sequence[int],
         boundary: ErrorTranslator,
-        arrival: Arrival,
     ) -> None:
         """Follow ``work``; the first successful wait calls ``finish``."""
-        self._arrival = arrival
         self._work = work
         retain_until_done(work)
         self._finish = finish
@@ -362,10 +299,7 @@ class CollectivePending:
     def wait(self, deadline: Deadline) -> None:
         """Wait within the deadline; raise the cause of a failure."""
         if not self._wait_shortly(deadline):
-            try:
-                self._wait_long(deadline)
-            except GroupTimeoutError as late:
-                raise self._arrival.only_those_behind(late) from late.__cause__
+            self._wait_long(deadline)
         release(self._work)
         if self._finish is not None:
             self._finish()

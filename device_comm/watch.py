@@ -52,14 +52,8 @@ class Watch(Protocol):
     def record_end(self, sequence: int, error: BaseException | None = None) -> None:
         """Record in the flight recorder how the operation ended."""
 
-    def in_collective(self, number: int) -> None:
-        """Publish the number of the group's collective, for `MemberStatus.collective`."""
-
     def member_status(self, member: int) -> MemberStatus:
         """Return the last known operation of ``member``."""
-
-    def refresh_remote(self) -> None:
-        """Update the status of members on other hosts, before it is read."""
 
     def idle(self) -> None:
         """Publish that this member's operation has ended."""
@@ -144,15 +138,9 @@ class LoneWatch:
     def record_end(self, sequence: int, error: BaseException | None = None) -> None:
         """Do nothing: there is no board."""
 
-    def in_collective(self, number: int) -> None:
-        """Do nothing: there is no board."""
-
     def member_status(self, member: int) -> MemberStatus:
         """Return ``"absent"``: other processes are not observed."""
         return MemberStatus(member, 0, "absent")
-
-    def refresh_remote(self) -> None:
-        """Do nothing: there is no board."""
 
     def idle(self) -> None:
         """Do nothing: there is no board."""

@@ -57,7 +57,6 @@ class MemberStatus:
         age: seconds since its last progress; ``None`` before the first.
         host: the name of its host, or the address of a queue's end; ``""`` on this host.
         silence: seconds since the last heartbeat of its host; 0 while heartbeats arrive on time.
-        collective: the number (1, 2, ...) of its current collective in the group; 0 if unknown.
         waits_for: the ranks for which its threads wait, on this host; up to 32 for each thread.
     """
 
@@ -69,7 +68,6 @@ class MemberStatus:
     age: float | None = None
     host: str = ""
     silence: float = 0.0
-    collective: int = 0
     waits_for: tuple[int, ...] = ()
 
     def __str__(self) -> str:

@@ -117,7 +117,7 @@ class SerialExecutor:
         self._failed = failed
         self.handles: deque[TaskHandle] = deque()
         # Re-entrant: a signal handler may poll an operation of the thread that it interrupts.
-        self._polling = threading.RLock()
+        self.polling = threading.RLock()
         self._advancing = False
         self._spin = AdaptiveSpin()
         self.board = progress.board
@@ -187,7 +187,7 @@ class SerialExecutor:
         """
         failure: CoordinatorError | None = None
         ended = more = False
-        with self._polling:
+        with self.polling:
             if self._advancing:
                 return
             self._advancing = True
@@ -208,11 +208,6 @@ class SerialExecutor:
         elif ended or more:
             self._progress.wake()
 
-    @property
-    def polled_here(self) -> bool:
-        """Return whether this thread is inside `poll`."""
-        return _is_held(self._polling)
-
     def missing(self) -> list[int]:
         """Return the member numbers that the first task waits for."""
         with suppress(IndexError):
@@ -228,7 +223,7 @@ class SerialExecutor:
 
     def after_fork_in_child(self) -> None:
         """Close all handles in a forked child: the tasks belong to its parent."""
-        self._polling = threading.RLock()
+        self.polling = threading.RLock()
         for handle in self.handles:
             handle.error = GroupClosedError(f"{handle.task.operation}: {IN_FORKED_CHILD}")
             handle.done = True
@@ -241,13 +236,13 @@ class SerialExecutor:
         The tasks end after the group is aborted, so a thread that finds the executor free finds the
         abort.
         """
-        with self._polling:
+        with self.polling:
             for handle in self.handles:
                 handle.error = handle.error or error
             self._advancing = True  # and nothing is advanced again
         if self.handles:  # outside the lock: the callback aborts the group, and may call `fail`
             self._failed(error)
-        with self._polling:
+        with self.polling:
             handles = tuple(self.handles)
             self.handles.clear()
             for handle in handles:
@@ -311,7 +306,8 @@ class ProgressEngine:
             thread = self._thread
         self._wanted.set()
         self.wake()
-        awaited = _is_held(self._lock) or any(each.polled_here for each in self._list())
+        locks = (self._lock, *(each.polling for each in self._list()))
+        awaited = any(lock._is_owned() for lock in locks)  # type: ignore[attr-defined]
         if thread is not None and thread is not threading.current_thread() and not awaited:
             thread.join()
 
@@ -357,7 +353,3 @@ class ProgressEngine:
 
     def _misses(self, executor: SerialExecutor, error: PeerLostError) -> bool:
         return error.rank in [self.board.ranks[member] for member in executor.missing()]
-
-
-def _is_held(lock: threading.RLock) -> bool:
-    return lock._is_owned()  # type: ignore[attr-defined,no-any-return]

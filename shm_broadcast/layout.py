@@ -33,7 +33,7 @@ Board: abort word, then slots per member
          | status slot 0  (2048 bytes) ... |
          | history 0   (entries * 64),     |
          |   its totals ...                |
-         | fingerprints 0 (32 * 64 bytes)  |   only with histories
+         | fingerprints 0 (32 * 320 bytes) |   only with histories
          +---------------------------------+
 
     Member slot
@@ -42,8 +42,6 @@ Board: abort word, then slots per member
     16   | start time of the process u64   |
     24   | joining u64                     |   process that takes the slot: pid, and its start time
                                                in the upper half; 0: none
-    32   | collective u64                  |   the number of the group's collective that it is in
-    40   | as of u64                       |   the sequence that the number above belongs to
     48   | rank i32       | -              |
     64   | sequence u64                    |   a line of its own: stamped by every operation
     72   | progress, monotonic ns u64      |
@@ -77,11 +75,15 @@ Board: abort word, then slots per member
      16  | ns u64                          |   from begin to end
      24  | bytes u64                       |
 
-    Fingerprint of a member's collectives in a group, where its members compare them
-     0   | group u64                       |   names the group, in 63 bits; 0: the entry is free;
+    Fingerprint of a member's collectives in a group, where its members compare them: a log
+     0   | count u64                       |   of collectives
+     8   | group u64                       |   names the group, in 63 bits; 0: the entry is free;
          |                                 |   with `FINGERPRINT_CLOSED`: free, and the last group
-     8   | digest u32     | count u32      |   one word: they belong together
-     16  | last, 48 bytes                  |   a description of the last collective
+     64  | entry 0, entry 1 ...            |   collective k is entry k % `FINGERPRINT_ENTRIES`
+
+    Entry of a log
+     0   | digest u32     | number u32     |   one word: the checksum of the first ``number``
+     8   | signature, 56 bytes             |   of collective ``number``; may be torn
 
 An entry is written before the member's ``sequence``. A process that reads ``sequence``, the
 history, and ``sequence`` again can tell which entries are complete and were not overwritten.
@@ -175,8 +177,6 @@ MEMBER_STATE: Final = 8
 MEMBER_PID: Final = 12
 MEMBER_START_TIME: Final = 16
 MEMBER_JOINING: Final = 24
-MEMBER_COLLECTIVE: Final = 32
-MEMBER_COLLECTIVE_AS_OF: Final = 40
 MEMBER_RANK: Final = 48
 MEMBER_SEQUENCE: Final = 64
 MEMBER_PROGRESS: Final = 72
@@ -239,13 +239,17 @@ TOTALS: Final = HISTORY_ENTRIES * ENTRY_STRIDE
 TOTALS_ROWS: Final = TOTALS + TOTAL_GROUPS * TOTAL_NAME_STRIDE
 HISTORY_STRIDE: Final = TOTALS_ROWS + TOTAL_GROUPS * TOTAL_VERBS * TOTAL_STRIDE
 
+LOG_COUNT: Final = 0
+LOG_ENTRIES: Final = 64
+COLLECTIVE_STRIDE: Final = 64
+COLLECTIVE_WORD: Final = 0
+COLLECTIVE_SIGNATURE: Final = 8
+
 FINGERPRINTS: Final = 32
-FINGERPRINT_STRIDE: Final = 64
-FINGERPRINT_GROUP: Final = 0
+FINGERPRINT_ENTRIES: Final = 4
+FINGERPRINT_STRIDE: Final = LOG_ENTRIES + FINGERPRINT_ENTRIES * COLLECTIVE_STRIDE
+FINGERPRINT_GROUP: Final = 8
 FINGERPRINT_CLOSED: Final = 1 << 63
-FINGERPRINT_WORD: Final = 8
-FINGERPRINT_LAST: Final = 16
-FINGERPRINT_LAST_BYTES: Final = 48
 FINGERPRINTS_STRIDE: Final = FINGERPRINTS * FINGERPRINT_STRIDE
 
 OUTCOME_DONE: Final = 1

@@ -111,7 +111,7 @@ def _write_to(address: str, port: int, lies: list[bytes], turn: int, touched: se
         store = dist.TCPStore(address, port, None, False, _PATIENCE, wait_for_workers=False)
         for number, key in enumerate(store.list_keys()):
             touched.add(key)
-            if "visits" in key or "count" in key:
+            if "rounds" in key or "count" in key:
                 store.add(key.removeprefix("/"), 1)
             else:
                 store.set(key.removeprefix("/"), lies[(number + turn) % len(lies)])

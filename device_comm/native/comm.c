@@ -211,7 +211,7 @@ static void comm_dealloc(PyObject *object) {
     PyTypeObject *type = Py_TYPE(object);
     PyBuffer_Release(&self->group);
     PyBuffer_Release(&self->board);
-    PyBuffer_Release(&self->begun);
+    PyBuffer_Release(&self->log);
     PyBuffer_Release(&self->numbers);
     PyMem_Free(self->steps.eventcounts);
     PyMem_Free(self->steps.plan.awaits);
@@ -310,10 +310,10 @@ static int make_room(Comm *self) {
     return all ? 0 : -1;
 }
 
-static int read_begun(Comm *self, PyObject *begun) {
-    if (PyObject_GetBuffer(begun, &self->begun, PyBUF_WRITABLE) < 0) return -1;
-    if (self->begun.len >= (Py_ssize_t)(BEGUN_SENT * sizeof(uint64_t))) return 0;
-    PyErr_SetString(PyExc_ValueError, "too few counters");
+static int read_log(Comm *self, PyObject *log) {
+    if (PyObject_GetBuffer(log, &self->log, PyBUF_WRITABLE) < 0) return -1;
+    if (self->log.len >= LOG_ENTRIES + CALL_ENTRIES * COLLECTIVE_STRIDE) return 0;
+    PyErr_SetString(PyExc_ValueError, "too few entries");
     return -1;
 }
 
@@ -334,16 +334,16 @@ static int read_history(Comm *self, PyObject *numbers, Py_ssize_t history, PyObj
     return 0;
 }
 
-/* (group, board, rank, slot, eventcounts, operations, tensor type, ReduceOp, allocate, begun, numbers,
+/* (group, board, rank, slot, eventcounts, operations, tensor type, ReduceOp, allocate, log, numbers,
  * history, name, oversubscribed, in_calls) */
 static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
     PyObject *group, *board, *eventcounts, *operations, *tensor_type, *reduce_op;
-    PyObject *allocate, *begun, *numbers, *name;
+    PyObject *allocate, *log, *numbers, *name;
     Py_ssize_t rank, slot, history;
     int oversubscribed, in_calls;
     if (!PyArg_ParseTuple(args, "OOnnO!O!OOOOOnOpp", &group, &board, &rank, &slot, &PyTuple_Type,
                           &eventcounts, &PyTuple_Type, &operations, &tensor_type, &reduce_op,
-                          &allocate, &begun, &numbers, &history, &name, &oversubscribed, &in_calls))
+                          &allocate, &log, &numbers, &history, &name, &oversubscribed, &in_calls))
         return NULL;
     allocfunc make = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     Comm *self = (Comm *)make(type, 0);
@@ -361,7 +361,7 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSE
         PyObject_GetBuffer(board, &self->board, PyBUF_WRITABLE) < 0 ||
         read_group(self, (size_t)rank) < 0 || make_room(self) < 0 ||
         read_doorbells(self, eventcounts, slot) < 0 || read_operations(self, operations) < 0 ||
-        read_begun(self, begun) < 0 || read_history(self, numbers, history, name) < 0) {
+        read_log(self, log) < 0 || read_history(self, numbers, history, name) < 0) {
         Py_DECREF(self);
         return NULL;
     }

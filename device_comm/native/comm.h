@@ -31,7 +31,7 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     Py_buffer group, board; /* keep the memory below alive */
-    Py_buffer begun;        /* u64: the collectives' fingerprint; see device_comm/call_number.py */
+    Py_buffer log;          /* of the current call's collectives; see device_comm/call_number.py */
     Py_buffer numbers;      /* u32: see device_comm/watch.py */
     char *history;          /* this member's flight recorder on the board; NULL: none */
     gc_entry about;         /* entry of the next operation; the group's name is constant */

@@ -123,20 +123,31 @@ static PyObject *make_large(Comm *self, PyObject *x, shape wanted, char **data) 
     return made;
 }
 
-static uint64_t mixed(uint64_t checksum, uint64_t word) {
-    uint64_t product = (checksum ^ word) * BEGUN_FACTOR;
-    return product ^ product >> 32;
+uint32_t direct_digest(uint32_t digest, const void *signature) {
+    uint64_t words[SIGNATURE_BYTES / 8], hashed = 0;
+    memcpy(words, signature, sizeof words);
+    for (size_t i = 0; i < SIGNATURE_BYTES / 8; i++) {
+        hashed = (hashed ^ words[i]) * 0x9E3779B97F4A7C15u;
+        hashed ^= hashed >> 32;
+    }
+    digest = (digest ^ (uint32_t)hashed) * 0x9E3779B1u;
+    return digest ^ digest >> 16;
 }
 
-/* As OperationCounts.add of device_comm/call_number.py. */
-static void add_to_begun(Comm *self) {
-    uint64_t *words = self->begun.buf, count = words[BEGUN_COUNT], hashed = 0;
-    uint64_t *last = words + BEGUN_LAST + count % BEGUN_KEPT * SIGNATURE_WORDS;
-    memcpy(last, self->steps.plan.signature, SIGNATURE_COMPARED);
-    last[SIGNATURE_WORDS - 1] = 0;
-    for (size_t i = 0; i < SIGNATURE_WORDS; i++) hashed = mixed(hashed, last[i]);
-    words[BEGUN_CHECKSUM] = mixed(words[BEGUN_CHECKSUM], hashed);
-    words[BEGUN_COUNT] = count + 1;
+/* As CollectiveLog.add of device_comm/call_number.py. */
+static void add_to_log(Comm *self) {
+    char *log = self->log.buf, *entries = log + LOG_ENTRIES;
+    uint64_t count, word;
+    memcpy(&count, log + LOG_COUNT, sizeof count);
+    char *entry = entries + count++ % CALL_ENTRIES * COLLECTIVE_STRIDE;
+    memcpy(&word, entry + COLLECTIVE_WORD, sizeof word);
+    entry = entries + count % CALL_ENTRIES * COLLECTIVE_STRIDE;
+    unsigned char signature[SIGNATURE_BYTES] = {0};
+    memcpy(signature, self->steps.plan.signature, SIGNATURE_COMPARED);
+    memcpy(entry + COLLECTIVE_SIGNATURE, signature, sizeof signature);
+    word = count << 32 | direct_digest((uint32_t)word, signature);
+    memcpy(entry + COLLECTIVE_WORD, &word, sizeof word);
+    memcpy(log + LOG_COUNT, &count, sizeof count);
 }
 
 /* Begins the plan, and publishes the operation on the board. */
@@ -148,7 +159,7 @@ static void start(Comm *self, const collective *c) {
     uint64_t begin = gc_pace_now(&self->pace);
     steps_begin(&self->steps);
     /* After the put, which the other ranks wait for: overlaps with their arrival. */
-    if (comm_call(self) != 0) add_to_begun(self);
+    if (comm_call(self) != 0) add_to_log(self);
     self->blocked =
         direct_stamp(self, c->verb, outputs ? c->output.size : c->source.size, begin, 0);
 }

@@ -17,4 +17,8 @@ size_t direct_read_rank(const Comm *self, PyObject *object);
  * not done. Returns its sequence number. */
 uint64_t direct_stamp(Comm *self, int operation, uint64_t bytes, uint64_t begin, uint64_t end);
 
+/* Returns the checksum of a rank's collectives after one more, from the one before: a bijection of
+ * `digest` for each signature, so ranks that differ once differ from there on. */
+uint32_t direct_digest(uint32_t digest, const void *signature);
+
 #endif

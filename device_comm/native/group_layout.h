@@ -37,14 +37,13 @@
 
 #define NO_OP 255
 
-/* Words of a fingerprint, u64: device_comm/call_number.py. */
-#define BEGUN_COUNT 0
-#define BEGUN_CHECKSUM 1
-#define BEGUN_LAST 2
-#define BEGUN_KEPT 8
-#define BEGUN_SENT (BEGUN_LAST + BEGUN_KEPT * SIGNATURE_WORDS)
-#define BEGUN_FACTOR 0x9E3779B97F4A7C15u
-#define SIGNATURE_WORDS 7
+/* A log of a call's collectives: shm_broadcast/layout.py. */
+#define LOG_COUNT 0
+#define LOG_ENTRIES 64
+#define COLLECTIVE_STRIDE 64
+#define COLLECTIVE_WORD 0
+#define COLLECTIVE_SIGNATURE 8
+#define CALL_ENTRIES 8
 
 #define STATE_IDLE 1
 #define STATE_BUSY 2

@@ -1,8 +1,10 @@
 /* device_comm._native: collectives and messages through shared memory, reductions, and launches of
  * CUDA kernels. */
+#define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include "comm.h"
+#include "direct.h"
 #include "group_layout.h"
 #include "launch.h"
 #include "pipe_object.h"
@@ -20,6 +22,18 @@ static PyObject *set_call_number(PyObject *Py_UNUSED(module), PyObject *number) 
     if (value == (unsigned long)-1 && PyErr_Occurred()) return NULL;
     the_call = (uint32_t)value;
     Py_RETURN_NONE;
+}
+
+static PyObject *next_digest(PyObject *Py_UNUSED(module), PyObject *args) {
+    unsigned int digest;
+    const char *signature;
+    Py_ssize_t size;
+    if (!PyArg_ParseTuple(args, "Iy#", &digest, &signature, &size)) return NULL;
+    if (size != SIGNATURE_BYTES) {
+        PyErr_SetString(PyExc_ValueError, "the signature has the wrong length");
+        return NULL;
+    }
+    return PyLong_FromUnsignedLong(direct_digest(digest, signature));
 }
 
 static PyObject *write_past_caches(PyObject *Py_UNUSED(module), PyObject *args) {
@@ -60,6 +74,8 @@ static PyObject *weigh_ways(PyObject *Py_UNUSED(module), PyObject *args) {
 static PyMethodDef functions[] = {
     {"call_number", call_number, METH_NOARGS, "call_number() -> this thread's call number; 0: none."},
     {"set_call_number", set_call_number, METH_O, "set_call_number(number): set this thread's."},
+    {"next_digest", next_digest, METH_VARARGS,
+     "next_digest(digest, signature) -> the checksum after one more collective."},
     {"tried_way", tried_way, METH_VARARGS,
      "tried_way(number, size) -> how the piece is timed: 0 plain, 1 past the caches, 2 not."},
     {"weigh_ways", weigh_ways, METH_VARARGS,
@@ -84,8 +100,8 @@ static const struct {
     CONSTANT(SLOT_ARRIVED),       CONSTANT(SLOT_SIGNATURE),    CONSTANT(PIECE_ALIGN),
     CONSTANT(SIGNATURE_COMPARED), CONSTANT(SIGNATURE_CHUNK),   CONSTANT(SIGNATURE_CALL),
     CONSTANT(SIGNATURE_BYTES),
-    CONSTANT(BEGUN_COUNT),        CONSTANT(BEGUN_CHECKSUM),    CONSTANT(BEGUN_LAST),
-    CONSTANT(BEGUN_KEPT),         CONSTANT(BEGUN_SENT),        CONSTANT(SIGNATURE_WORDS),
+    CONSTANT(LOG_COUNT),          CONSTANT(LOG_ENTRIES),       CONSTANT(COLLECTIVE_STRIDE),
+    CONSTANT(COLLECTIVE_WORD),           CONSTANT(COLLECTIVE_SIGNATURE),     CONSTANT(CALL_ENTRIES),
     CONSTANT(SHAPE_DIMS),         CONSTANT(NO_OP),             CONSTANT(STATE_IDLE),
     CONSTANT(STATE_BUSY),
     CONSTANT(STEPS_DONE),         CONSTANT(STEPS_BLOCKED),     CONSTANT(STEPS_DIVERGED),

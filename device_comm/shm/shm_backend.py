@@ -227,7 +227,7 @@ class ShmBackend(Backend):
             torch.Tensor,
             ReduceOp,
             lambda shape, like: _recycled(pool, shape, like.dtype),
-            self.begun.words,
+            self.begun.log.memory,
             self.recorder.numbers,
             self.board.history,
             self.name,

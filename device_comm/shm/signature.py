@@ -90,6 +90,11 @@ def with_chunk(signature: bytes, chunk: int) -> bytes:
     return signature[:COMPARED] + struct.pack("<I", chunk) + signature[CALL:]
 
 
+def collective_text(signature: bytes) -> str:
+    """Return the text of a signature `with_sizes`, or of its first bytes."""
+    return signature_text(with_chunk(signature.ljust(SIGNATURE.size, b"\0"), 0))
+
+
 def signature_text(signature: bytes) -> str:
     """Return a signature as text, such as ``all_reduce SUM float32[2, 3]``."""
     verb, op, dtype, n_dims, place, *dims, chunk, call = SIGNATURE.unpack(signature)

@@ -22,19 +22,18 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, TypeVar
 
 from coordinator.call_counts import GroupOperationCounts
 from coordinator.daemon_threads import is_future_timeout
-from device_comm.call_number import BEGUN_KEPT, SIGNATURE_WORDS, VERBS, Did, did_of, has_messages
+from device_comm.call_number import CALL_ENTRIES, VERBS, CollectiveLog, log_memory
 from shm_broadcast import CoordinatorError, Deadline
 from shm_broadcast._native import Turn
 from shm_broadcast.errors import counted
 from shm_broadcast.state.fingerprint import Fingerprint
-from shm_broadcast.state.flight_recorder import OperationRecord
 
 from ..control.protocol import Failed
 from ..errors import (
@@ -49,9 +48,6 @@ from ..errors import (
     located,
 )
 from ..spans import carried
-
-_U32: Final = (1 << 32) - 1
-_AHEAD: Final = 1 << 31
 
 
 class Difference(NamedTuple):
@@ -73,12 +69,12 @@ def first_divergence(reports: Mapping[int, Sequence[GroupOperationCounts]]) -> D
     """
     if not any(reports.values()):
         return None
-    groups: dict[tuple[str, tuple[int, ...], int], dict[int, bytes]] = {}
+    groups: dict[tuple[str, tuple[int, ...], bytes], dict[int, tuple[bytes, tuple[int, ...]]]] = {}
     for rank, report in reports.items():
-        for name, ranks, number, did in report:
-            groups.setdefault((name, ranks, number), {})[rank] = did
+        for name, ranks, token, log, messages in report:
+            groups.setdefault((name, ranks, token), {})[rank] = log, messages
     for (name, ranks, _), begun in groups.items():
-        known = {rank: begun.get(rank, b"") for rank in ranks if rank in reports}
+        known = {rank: begun.get(rank, (b"", ())) for rank in ranks if rank in reports}
         difference = _compare(ranks, known)
         if difference is not None:
             return Difference(name, *difference)
@@ -86,90 +82,52 @@ def first_divergence(reports: Mapping[int, Sequence[GroupOperationCounts]]) -> D
 
 
 def fatal_divergence(
-    rank: int,
-    operation: str,
-    fingerprints: Mapping[int, Sequence[Fingerprint]],
-    past: Callable[[int], Sequence[OperationRecord]],
+    rank: int, operation: str, fingerprints: Mapping[int, Sequence[Fingerprint]]
 ) -> Difference | None:
     """Return the difference in the collective in which a rank's process ended, if any.
 
     Gloo aborts a process that receives more bytes than it expects, whichever rank is wrong.
-    ``operation`` is the rank's `MemberStatus.operation`; ``past`` returns the board's last
-    operations of a rank, and is called only for ranks that have begun that collective.
+    ``operation`` is the rank's `MemberStatus.operation`.
     """
     group, _, verb = operation.rpartition(" ")
     for lost in fingerprints[rank]:
-        if verb in VERBS and lost.last.startswith(bytes([VERBS.index(verb)])):
-            begun = {
-                each: fingerprint
-                for each, all_of_rank in sorted(fingerprints.items())
-                for fingerprint in all_of_rank
-                if fingerprint.group == lost.group
-                and (fingerprint.count - lost.count) & _U32 < _AHEAD
-            }
-            last = {each: mark for each, mark in begun.items() if mark.count == lost.count}
-            difference = _compare_last(last) or _compare_past(rank, verb, begun, past)
-            if difference is not None:
-                return Difference(group, *difference)
+        logs = {
+            each: CollectiveLog(bytearray(fingerprint.log))
+            for each, all_of_rank in sorted(fingerprints.items())
+            for fingerprint in all_of_rank
+            if fingerprint.group == lost.group
+        }
+        number = logs[rank].count
+        if verb not in VERBS or logs[rank].signature(number)[:1] != bytes([VERBS.index(verb)]):
+            continue
+        digests = {each: log.digest(number) for each, log in logs.items()}
+        ranks = _unlike_ranks({each: it for each, it in digests.items() if it is not None})
+        if ranks is not None:
+            ours, theirs = (_began(logs[each].signature(number)) for each in ranks)
+            theirs += ", after others" if ours == theirs else ""
+            return Difference(group, ranks, (ours, theirs))
     return None
 
 
-def _compare_last(
-    last: Mapping[int, Fingerprint],
-) -> tuple[tuple[int, int], tuple[str, str]] | None:
-    ranks = _unlike_ranks({rank: fingerprint.digest for rank, fingerprint in last.items()})
-    if ranks is None:
-        return None
-    ours, theirs = (_began(last[rank].last) for rank in ranks)
-    return ranks, (ours, theirs if ours != theirs else f"{theirs}, after others")
-
-
-def _compare_past(
-    rank: int, verb: str, begun: Iterable[int], past: Callable[[int], Sequence[OperationRecord]]
-) -> tuple[tuple[int, int], tuple[str, str]] | None:
-    """Compare the last collective of ``rank`` with the records of ranks that have begun it."""
-    number = next(
-        ((each.group, each.number) for each in reversed(past(rank)) if each.verb == verb), None
-    )
-    known = {}
-    for each in begun:
-        alike = [
-            record
-            for record in past(each)
-            if (record.group, record.number) == number and record.verb in VERBS
-        ]
-        if len(alike) == 1:  # several: another group has the same name
-            known[each] = alike[0]
-    if rank not in known:
-        return None
-    ranks = _unlike_ranks(
-        {each: (its.verb, its.dtype, its.size, its.peer) for each, its in known.items()}
-    )
-    if ranks is None:
-        return None
-    from device_comm.divergence import first_difference, past_text  # noqa: PLC0415 - loads torch
-
-    ours, theirs = (known[each] for each in ranks)
-    if first_difference([ours], [theirs], ours.group, 0) is None:
-        return None
-    return ranks, (f"began {past_text(ours)}", f"began {past_text(theirs)}")
-
-
 def _compare(
-    ranks: tuple[int, ...], known: Mapping[int, bytes]
+    ranks: tuple[int, ...], known: Mapping[int, tuple[bytes, tuple[int, ...]]]
 ) -> tuple[tuple[int, int], tuple[str, str]] | None:
     # The bytes first: nearly always they are equal, and no point-to-point message was sent.
     first = next(iter(known.values()))
-    if all(begun == first for begun in known.values()) and not has_messages(first):
+    if all(begun == first for begun in known.values()) and not first[1]:
         return None
-    did = {rank: did_of(begun, len(ranks)) for rank, begun in known.items()}
-    unlike = _unlike_ranks({rank: (each.collectives, each.checksum) for rank, each in did.items()})
+    logs = {
+        rank: CollectiveLog(bytearray(log) or log_memory(CALL_ENTRIES))
+        for rank, (log, _) in known.items()
+    }
+    unlike = _unlike_ranks({rank: (log.count, log.digest(log.count)) for rank, log in logs.items()})
     if unlike is not None:
-        return unlike, _unlike(did[unlike[0]], did[unlike[1]])
-    for sender in did:
-        for receiver in did:
-            sent = did[sender].sent[ranks.index(receiver)]
-            received = did[receiver].received[ranks.index(sender)]
+        return unlike, _unlike(logs[unlike[0]], logs[unlike[1]])
+    messages = {rank: counts or (0,) * 2 * len(ranks) for rank, (_, counts) in known.items()}
+    for sender in known:
+        for receiver in known:
+            sent = messages[sender][ranks.index(receiver)]
+            received = messages[receiver][len(ranks) + ranks.index(sender)]
             if sent != received:
                 return (sender, receiver), (
                     f"sent {_messages(sent)} to rank {receiver}",
@@ -185,32 +143,30 @@ def _unlike_ranks(marks: Mapping[int, Hashable]) -> tuple[int, int] | None:
     return next(((first, rank) for rank, mark in marks.items() if mark != most), None)
 
 
-def _unlike(ours: Did, theirs: Did) -> tuple[str, str]:
+def _unlike(ours: CollectiveLog, theirs: CollectiveLog) -> tuple[str, str]:
     """Return texts on the first collective that is known to differ."""
-    for number in sorted(ours.last.keys() | theirs.last.keys()):
+    last = max(ours.count, theirs.count)
+    for number in range(max(last - CALL_ENTRIES, 0) + 1, last + 1):
         our_text, their_text = (_collective(each, number) for each in (ours, theirs))
-        if our_text and their_text and ours.last.get(number) != theirs.last.get(number):
+        if our_text and their_text and ours.signature(number) != theirs.signature(number):
             same = our_text == their_text
             return our_text, f"{their_text}, of other sizes" if same else their_text
-    did = f"began {ours.collectives} collectives", f"began {theirs.collectives} others"
-    return did[0], f"{did[1]}: they differ before the last {BEGUN_KEPT}"
+    did = f"began {ours.count} collectives", f"began {theirs.count} others"
+    return did[0], f"{did[1]}: they differ before the last {CALL_ENTRIES}"
 
 
-def _collective(did: Did, number: int) -> str:
+def _collective(log: CollectiveLog, number: int) -> str:
     """Return the text of a rank's collective ``number``; ``""`` if it is not kept."""
-    if number > did.collectives:
-        count = counted(did.collectives, "collective") if did.collectives else "no collective"
-        return f"began {count}"
-    if number not in did.last:
-        return ""
-    return f"{_began(did.last[number])} (collective {number})"
+    if number > log.count:
+        return f"began {counted(log.count, 'collective') if log.count else 'no collective'}"
+    signature = log.signature(number)
+    return f"{_began(signature)} (collective {number})" if signature else ""
 
 
 def _began(signature: bytes) -> str:
-    from device_comm.shm.signature import signature_text, with_chunk  # noqa: PLC0415 - loads torch
+    from device_comm.shm.signature import collective_text  # noqa: PLC0415 - loads torch
 
-    whole = signature.ljust(SIGNATURE_WORDS * 8, b"\0")
-    return f"began {signature_text(with_chunk(whole, 0))}"
+    return f"began {collective_text(signature)}"
 
 
 def _messages(count: int) -> str:

@@ -194,9 +194,7 @@ class PoolDriver(WorkerEvents):
             rank: board.fingerprints.of_member(rank) for rank in range(self._plan.n_workers)
         }
         operation = board.member_status(lost.rank).operation
-        # On a device the numbers of operations are not unique.
-        past = board.recorded if self._plan.devices[lost.rank] == "cpu" else lambda _: ()
-        divergence = fatal_divergence(lost.rank, operation, fingerprints, past)
+        divergence = fatal_divergence(lost.rank, operation, fingerprints)
         if divergence is None:
             return None
         error = CallDivergedError(call.number, call.method, *divergence)

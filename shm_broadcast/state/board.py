@@ -172,6 +172,9 @@ class Waiter(Slots):
         """
 
         checked, began = -math.inf, 0
+        wait = (
+            object()
+        )  # not `check`, which would then refer to itself, and stay until a collection
 
         def check() -> None:
             nonlocal checked, began
@@ -187,7 +190,7 @@ class Waiter(Slots):
                 began = time.monotonic_ns()
             elif self._published is not None:
                 late = [peer for peer in (shown or peers)() if peer != self.member]
-                self._published.publish_wait(check, operation, began, late)
+                self._published.publish_wait(wait, operation, began, late)
             self.require(operation, peers, ready)
 
         eventcount = self._eventcounts[self._require_member(operation)]
@@ -201,7 +204,7 @@ class Waiter(Slots):
             )
         finally:
             if began and self._published is not None:
-                self._published.publish_wait(check, operation, began, ())
+                self._published.publish_wait(wait, operation, began, ())
         if not in_time:
             late = tuple(self.member_status(peer) for peer in peers())
             more = "; ".join(filter(None, (detail(), self._members.remote.problems())))
@@ -312,7 +315,7 @@ class Board(Waiter):
             name: precedes each operation in messages; may be ``""``.
             ranks: each member's rank in messages, `DRIVER_RANK` for a member without one; by
                 default its number.
-            histories: whether to keep the last operations and the totals of each member, in 142 KiB
+            histories: whether to keep the last operations and the totals of each member, in 148 KiB
                 each.
 
         Raises:

@@ -1,12 +1,12 @@
-"""The count and checksum of each member's collectives in a group, compared between members.
+"""The logs of each member's last collectives in a group, compared between members.
 
 An open group has an entry per member: see `device_comm.divergence`. A closed group's entry keeps
-count and checksum until another group takes it; the longest free entry is taken first.
-`shm_broadcast.layout` has its layout; boards without histories have no fingerprints. Fingerprints
-of other hosts arrive with heartbeats (`RemoteMembers`).
+its log until another group takes it; the longest free entry is taken first. `shm_broadcast.layout`
+has its layout; boards without histories have no fingerprints. Fingerprints of other hosts arrive
+with heartbeats (`RemoteMembers`).
 
-Count and digest belong together, and to that group: they are one word, and the entry's group is
-checked before and after reading it. `Fingerprint.last` may be torn: its user has to verify it.
+Number and digest of a collective belong together: they are one word. A log belongs to its group,
+which is checked before and after reading it. Signatures may be torn: their user has to verify them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Annotated
 
 import msgspec
 
@@ -21,15 +22,14 @@ from shm_broadcast import layout
 from shm_broadcast.atomics import SharedBytes
 
 _log = logging.getLogger(__name__)
+_STRIDE = layout.FINGERPRINT_STRIDE
 
 
 class Fingerprint(msgspec.Struct, array_like=True, frozen=True):
-    """The sum of one member's collectives in one group."""
+    """One member's last collectives in one group."""
 
     group: int  # the number by which its members identify the group
-    count: int  # of collectives, modulo 2**32
-    digest: int  # a 32-bit checksum of all collectives
-    last: bytes  # describes the last one, without trailing zeros; may be torn or outdated
+    log: Annotated[bytes, msgspec.Meta(min_length=_STRIDE, max_length=_STRIDE)]
     closed: bool = False  # whether the member has closed the group
 
 
@@ -62,7 +62,7 @@ class Fingerprints:
     def forget(self, member: int) -> None:
         """Clear the entries of ``member``'s last process."""
         for entry in self._entries(member):
-            self._words.write(entry, bytes(layout.FINGERPRINT_STRIDE))
+            self._words.write(entry, bytes(_STRIDE))
 
     def allocate(self, group: int) -> int:
         """Return an entry for ``group``, until `close`; 0 if all are in use."""
@@ -76,20 +76,27 @@ class Fingerprints:
                     layout.FINGERPRINTS,
                 )
             return 0
-        # First 0: no reader may see a group with the cleared word.
+        # First 0: no reader may see a group with another group's log.
         self._words.store64(entry + layout.FINGERPRINT_GROUP, 0)
-        self._words.store64(entry + layout.FINGERPRINT_WORD, 0)
+        self._words.write(entry, bytes(_STRIDE))
         self._words.store64(entry + layout.FINGERPRINT_GROUP, group)
         return entry
 
-    def publish(self, entry: int, count: int, digest: int, last: bytes | None) -> None:
-        """Store the fingerprint of an entry; the count may exceed 32 bits.
+    def publish(self, entry: int, number: int, digest: int, signature: bytes) -> None:
+        """Add collective ``number`` to the log of an entry."""
+        at = entry + _collective(number)
+        self._words.write(at + layout.COLLECTIVE_SIGNATURE, signature)
+        self._words.store64(at + layout.COLLECTIVE_WORD, _word(number, digest))
+        self._words.store64(entry + layout.LOG_COUNT, number)
 
-        ``last`` has 48 bytes; None: it is unchanged.
-        """
-        if last is not None:
-            self._words.write(entry + layout.FINGERPRINT_LAST, last)
-        self._words.store64(entry + layout.FINGERPRINT_WORD, (count & 0xFFFFFFFF) << 32 | digest)
+    def differs(self, entries: Sequence[int], number: int, digest: int) -> bool:
+        """Return whether a log has another collective ``number``, or others before it."""
+        word, at = _word(number, digest), _collective(number) + layout.COLLECTIVE_WORD
+        for entry in entries:
+            theirs = self._words.load64(entry + at)
+            if theirs != word and theirs >> 32 == word >> 32:
+                return True
+        return False
 
     def close(self, entry: int) -> None:
         """Mark the group as closed by this member, and free the entry."""
@@ -97,9 +104,20 @@ class Fingerprints:
         self._words.store64(entry + layout.FINGERPRINT_GROUP, group | layout.FINGERPRINT_CLOSED)
         self._free.append(entry)
 
+    def of_group(self, group: int, member: int) -> Fingerprint | None:
+        """Return a member's fingerprint in ``group``; None if it is unknown."""
+        return next((each for each in self.of_member(member) if each.group == group), None)
+
     def closed(self, group: int, member: int) -> bool:
         """Return whether a member is known to have closed ``group``."""
-        return any(each.closed for each in self.of_member(member) if each.group == group)
+        fingerprint = self.of_group(group, member)
+        return fingerprint is not None and fingerprint.closed
+
+    def local_entry(self, group: int, member: int) -> int:
+        """Return the entry of a member on this host for ``group``; 0 if there is none."""
+        load = self._words.load64
+        entries = self._entries(member)
+        return next((e for e in entries if load(e + layout.FINGERPRINT_GROUP) == group), 0)
 
     def of_member(self, member: int) -> Sequence[Fingerprint]:
         """Return a member's fingerprints, the last received ones if it is on another host."""
@@ -115,23 +133,22 @@ class Fingerprints:
         words, fingerprints = self._words, []
         for entry in self._entries(member):
             owner = words.load64(entry + layout.FINGERPRINT_GROUP)
-            if not owner:
-                continue
-            word = words.load64(entry + layout.FINGERPRINT_WORD)
-            begin = entry + layout.FINGERPRINT_LAST
-            last = bytes(self._memory.memory[begin : begin + layout.FINGERPRINT_LAST_BYTES])
-            group, closed = owner & ~layout.FINGERPRINT_CLOSED, owner >= layout.FINGERPRINT_CLOSED
-            if (word or closed) and words.load64(entry + layout.FINGERPRINT_GROUP) == owner:
-                count, digest = word >> 32, word & 0xFFFFFFFF
-                fingerprints.append(Fingerprint(group, count, digest, last.rstrip(b"\0"), closed))
+            log = bytes(self._memory.memory[entry : entry + _STRIDE])
+            if owner and words.load64(entry + layout.FINGERPRINT_GROUP) == owner:
+                closed, group = divmod(owner, layout.FINGERPRINT_CLOSED)
+                fingerprints.append(Fingerprint(group, log, bool(closed)))
         return fingerprints
 
     def _entries(self, member: int) -> range:
         if not self._words.load32(layout.BOARD_HISTORY):
             return range(0)
         begin = layout.fingerprints_slot(member, self._n_members)
-        return range(
-            begin,
-            begin + layout.FINGERPRINTS * layout.FINGERPRINT_STRIDE,
-            layout.FINGERPRINT_STRIDE,
-        )
+        return range(begin, begin + layout.FINGERPRINTS * _STRIDE, _STRIDE)
+
+
+def _collective(number: int) -> int:
+    return layout.LOG_ENTRIES + number % layout.FINGERPRINT_ENTRIES * layout.COLLECTIVE_STRIDE
+
+
+def _word(number: int, digest: int) -> int:
+    return (number & 0xFFFFFFFF) << 32 | digest

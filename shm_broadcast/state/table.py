@@ -179,7 +179,6 @@ class Members:
         words.store64(slot + layout.MEMBER_START_TIME, me.start_time)
         words.store32(slot + layout.MEMBER_PID, me.pid)
         words.store64(slot + layout.MEMBER_SEQUENCE, 0)
-        words.store64(slot + layout.MEMBER_COLLECTIVE, 0)
         write_text(self._segment, slot + layout.MEMBER_OPERATION, "", layout.OPERATION_BYTES)
         words.progress(slot, layout.STATE_IDLE)
         words.store64(slot + layout.MEMBER_JOINING, 0)
@@ -248,8 +247,6 @@ class Members:
             return remote
         words, slot = self._words, layout.member_slot(member)
         stamped = words.load64(slot + layout.MEMBER_PROGRESS)
-        sequence = words.load64(slot + layout.MEMBER_SEQUENCE)
-        known = words.load64(slot + layout.MEMBER_COLLECTIVE_AS_OF) == sequence
         return MemberStatus(
             rank=self._ranks[member],
             pid=words.load32(slot + layout.MEMBER_PID),
@@ -257,9 +254,8 @@ class Members:
             operation=read_text(
                 self._segment, slot + layout.MEMBER_OPERATION, layout.OPERATION_BYTES
             ),
-            sequence=sequence,
+            sequence=words.load64(slot + layout.MEMBER_SEQUENCE),
             age=max(time.monotonic_ns() - stamped, 0) / 1e9 if stamped else None,
-            collective=words.load64(slot + layout.MEMBER_COLLECTIVE) if known else 0,
             waits_for=tuple(
                 dict.fromkeys(
                     self._ranks[each]
@@ -385,13 +381,6 @@ class Slots:
         outcome = layout.OUTCOME_DONE if error is None else outcome_of(error)
         self.words.leave(self.history, sequence, outcome, size, number)
 
-    def in_collective(self, number: int) -> None:
-        """Publish the number of the current collective: see `MemberStatus.collective`."""
-        slot = self._slot or self._refuse("in_collective")
-        self.words.store64(slot + layout.MEMBER_COLLECTIVE, number)
-        sequence = self.words.load64(slot + layout.MEMBER_SEQUENCE)
-        self.words.store64(slot + layout.MEMBER_COLLECTIVE_AS_OF, sequence)
-
     def idle(self) -> None:
         """Publish that this member is between operations."""
         self.words.progress(self._slot or self._refuse("idle"), layout.STATE_IDLE)
@@ -424,11 +413,12 @@ class Slots:
         hides the wait.
         """
         since, published = time.monotonic_ns(), self._published
+        wait = object()  # not `update`, which would then refer to itself
 
         def update(members: Iterable[int]) -> None:
             if published is not None:
                 late = [each for each in members if each != self.member]
-                published.publish_wait(update, operation, since, late)
+                published.publish_wait(wait, operation, since, late)
 
         try:
             yield update

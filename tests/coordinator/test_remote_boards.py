@@ -12,7 +12,6 @@ from coordinator import remote_boards
 from coordinator.hosts import _named
 from coordinator.remote_boards import RemoteBoards, encode_heartbeat, number_of
 from shm_broadcast import Board
-from shm_broadcast.state.fingerprint import Fingerprint
 
 SILENCE, SUSPECT = remote_boards.SILENCE_SECONDS, remote_boards.SUSPECT_SECONDS
 
@@ -283,21 +282,24 @@ def test_tallies_travel_with_the_beats(elsewhere: RemoteMembers) -> None:
     assert elsewhere.boards.fingerprints(1) is None
     assert elsewhere.boards.fingerprints(2) == ()
     entry = fingerprints.allocate((1 << 63) - 1)
-    fingerprints.publish(entry, 3, (1 << 32) - 1, b"last".ljust(48, b"\0"))
+    fingerprints.publish(entry, 3, (1 << 32) - 1, b"last".ljust(56, b"\0"))
     elsewhere.turn("b", "c")
-    told = Fingerprint((1 << 63) - 1, 3, (1 << 32) - 1, b"last")
-    assert elsewhere.boards.fingerprints(2) == (told,)
+    told = fingerprints.of_member(2)
+    assert b"last" in told[0].log
+    assert elsewhere.boards.fingerprints(2) == tuple(told)
     assert elsewhere.boards.fingerprints(3) == ()
     fingerprints.close(entry)
     elsewhere.turn("b", "c")
-    assert elsewhere.boards.fingerprints(2) == (
-        Fingerprint(told.group, 3, told.digest, b"last", True),
-    )
+    (closed,) = elsewhere.boards.fingerprints(2) or ()
+    assert (closed.group, closed.closed) == ((1 << 63) - 1, True)
 
 
 def test_a_beat_without_tallies_is_one(elsewhere: RemoteMembers) -> None:
     """As hosts say it that have none yet."""
-    said = (2, 4242, "busy", "tp send", 1, 0.0, 0)
+    said = (2, 4242, "busy", "tp send", 1, 0.0)
     elsewhere.boards.receive([msgspec.msgpack.encode((9, [said], None)), elsewhere.last["c"]])
     assert elsewhere.text(2).startswith("rank 2 (pid 4242")
     assert elsewhere.boards.fingerprints(2) == ()
+    torn = (*said[:3], "tp recv", *said[4:], [(7, b"too short")])
+    elsewhere.boards.receive([msgspec.msgpack.encode((10, [torn], None)), elsewhere.last["c"]])
+    assert "tp send" in elsewhere.text(2)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import threading
 import zlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import pytest
 import torch
 
 from device_comm import Communicator, ReduceOp
 from device_comm.call_number import (
-    BEGUN_KEPT,
+    CALL_ENTRIES,
+    CollectiveLog,
     OperationCounts,
     call_number,
-    did_of,
+    log_memory,
     set_call_number,
 )
 from device_comm.shm.signature import sign, with_chunk
@@ -25,6 +26,8 @@ from tests.ranks import NEW_BOARD, run_ranks
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    Taken: TypeAlias = tuple[bytes, tuple[int, ...]]
 
 N = 2
 
@@ -51,16 +54,18 @@ def test_what_is_begun_outside_of_calls_does_not_count() -> None:
     begun = OperationCounts(N)
     begun.add(sign("all_reduce"))
     begun.count_sent(1)
-    assert begun.take() == b""
+    assert begun.take() == (b"", ())
     with in_call(1):
         for verb in ("all_reduce", "barrier", "all_reduce"):
             begun.add(sign(verb))
         begun.count_sent(1)
         begun.count_received(0)
-    did = did_of(begun.take(), N)
-    assert did.last == {1: sign("all_reduce"), 2: sign("barrier"), 3: sign("all_reduce")}
-    assert (did.collectives, did.sent, did.received) == (3, [0, 1], [1, 0])
-    assert begun.take() == b""
+    taken, messages = begun.take()
+    log = CollectiveLog(bytearray(taken))
+    signatures = [log.signature(number) for number in range(5)]
+    assert signatures == [b"", sign("all_reduce"), sign("barrier"), sign("all_reduce"), b""]
+    assert (log.count, messages) == (3, (0, 1, 1, 0))
+    assert begun.take() == (b"", ())
 
 
 def test_the_last_collectives_are_kept_in_order() -> None:
@@ -69,25 +74,28 @@ def test_the_last_collectives_are_kept_in_order() -> None:
     with in_call(1):
         for signature in signatures:
             begun.add(signature)
-    did = did_of(begun.take(), N)
-    assert did.last == {n + 1: signatures[n] for n in range(20 - BEGUN_KEPT, 20)}
+    log = CollectiveLog(bytearray(begun.take()[0]))
+    kept = [log.signature(n + 1) for n in range(20)]
+    assert kept == [b""] * (20 - CALL_ENTRIES) + signatures[20 - CALL_ENTRIES :]
 
 
 def test_the_checksum_of_two_barriers() -> None:
     """By hand: xor, multiply by the factor, fold the upper half onto the lower one."""
-
-    def mixed(checksum: int, word: int) -> int:
-        product = (checksum ^ word) * 0x9E3779B97F4A7C15 % (1 << 64)
-        return product ^ product // (1 << 32)
-
     hashed = 0
     for word in (0xFF00, 0, 0, 0, 0, 0, 0):  # verb 0, no reduction
-        hashed = mixed(hashed, word)
-    begun = OperationCounts(N)
-    with in_call(1):
-        begun.add(sign("barrier"))
-        begun.add(sign("barrier"))
-    assert did_of(begun.take(), N).checksum == mixed(mixed(0, hashed), hashed)
+        product = (hashed ^ word) * 0x9E3779B97F4A7C15 % (1 << 64)
+        hashed = product ^ product // (1 << 32)
+
+    def after(digest: int) -> int:
+        product = (digest ^ hashed % (1 << 32)) * 0x9E3779B1 % (1 << 32)
+        return product ^ product // (1 << 16)
+
+    log = CollectiveLog(log_memory(CALL_ENTRIES))
+    assert [log.add(sign("barrier")) for _ in range(2)] == [after(0), after(after(0))]
+    assert [log.digest(n) for n in range(4)] == [0, after(0), after(after(0)), None]
+    assert log.digest(-1) is None
+    with pytest.raises(ValueError, match="length"):
+        log.add(b"barrier")
 
 
 def _verbs(comm: Communicator) -> None:
@@ -106,10 +114,10 @@ def _verbs(comm: Communicator) -> None:
     comm.barrier()
 
 
-def _begun(rank: int, _n: int, handle: BoardHandle, path: str, fast: bool) -> bytes:
+def _begun(rank: int, _n: int, handle: BoardHandle, path: str, fast: bool) -> Taken:
     with make_comm(rank, handle, path, fast_path=fast) as comm:
         _verbs(comm)
-        assert comm.begun.take() == b""
+        assert comm.begun.take() == (b"", ())
         with in_call(5):
             _verbs(comm)
         return comm.begun.take()
@@ -164,7 +172,7 @@ def _uneven(comm: Communicator) -> None:
 
 def _begun_unevenly(
     rank: int, _n: int, handle: BoardHandle, path: str, fast: tuple[bool, bool]
-) -> bytes:
+) -> Taken:
     with make_comm(rank, handle, path, fast_path=fast[rank]) as comm, in_call(5):
         _uneven(comm)
         return comm.begun.take()
@@ -175,7 +183,7 @@ def test_what_ranks_may_do_differently_differs_in_no_fingerprint(
     tmp_path: Path, fast: tuple[bool, bool]
 ) -> None:
     one, other = run_ranks(N, _begun_unevenly, NEW_BOARD, str(tmp_path / "comm"), fast)
-    assert one == other != b""
+    assert one == other != (b"", ())
 
 
 VERBS_OF_PAIRS = ("all_reduce", "broadcast", "recv", "barrier")

@@ -20,14 +20,21 @@ from device_comm import (
     divergence,
 )
 from device_comm.divergence import FingerprintBackend
-from shm_broadcast import Board, Deadline, DivergenceError, GroupAbortedError, GroupClosedError
+from shm_broadcast import (
+    Board,
+    Deadline,
+    DivergenceError,
+    GroupAbortedError,
+    GroupClosedError,
+    GroupTimeoutError,
+)
+from shm_broadcast.state.fingerprint import Fingerprint, Fingerprints
 from shm_broadcast.state.table import NoRemoteMembers
 from tests.pages.blocks import block_of, without_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from shm_broadcast.state.fingerprint import Fingerprint
 
 RANKS = (4, 6, 9)
 """The members' global ranks."""
@@ -38,6 +45,21 @@ DOCUMENTED = without_numbers(
 ).splitlines()
 
 
+class Late:
+    """An operation that ends too late for this rank, which waits for all others."""
+
+    def __init__(self, board: Board) -> None:
+        self.board = board
+
+    def ready(self) -> bool:
+        return False
+
+    def wait(self, deadline: Deadline) -> None:
+        del deadline
+        others = tuple(self.board.member_status(member) for member in (1, 2))
+        raise GroupTimeoutError("tp all_reduce", 1.0, others, "detail") from ZeroDivisionError()
+
+
 class Still(Backend):
     """One of several, whose operations do nothing."""
 
@@ -45,9 +67,11 @@ class Still(Backend):
         identity = Identity.of(rank, len(RANKS), name="tp", watch=board)
         super().__init__(identity, Capabilities("still", ALL_VERBS))
         self.started: list[str] = []
+        self.pending: Late | None = None
 
-    def start(self, operation: Operation) -> None:
+    def start(self, operation: Operation) -> Late | None:
         self.started.append(operation.verb)
+        return self.pending
 
 
 class Group:
@@ -89,6 +113,12 @@ def when_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(divergence, "LOOK_SECONDS", 1e9)
 
 
+@pytest.fixture
+def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As members on other hosts, whose entries a rank does not read in each collective."""
+    monkeypatch.setattr(Fingerprints, "local_entry", lambda *_: 0)
+
+
 def have_look(comm: Communicator) -> None:
     """The time has come to compare."""
     backend: Any = comm.backend
@@ -116,23 +146,40 @@ def test_the_next_collective_tells_and_both_are_named(group: Group) -> None:
 
 
 @pytest.mark.usefixtures("when_told_to")
-def test_what_is_past_is_found_in_the_histories(group: Group) -> None:
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_members_of_a_host_compare_each_collective_before_it_starts(
+    group: Group, ahead: int
+) -> None:
+    group.all_reduce(times=16)
+    group.comms[1].all_reduce(X.int())
+    group.all_reduce(1, times=ahead)
+    with pytest.raises(DivergenceError) as caught:
+        group.comms[0].all_reduce(X)
+    assert str(caught.value) == (
+        "rank 6 issued all_reduce SUM int32[4] where this rank issued all_reduce SUM float32[4], "
+        "collective 17 of tp"
+    )
+    assert len(group.inner[0].started) == 16
+
+
+@pytest.mark.usefixtures("when_told_to", "unseen")
+@pytest.mark.parametrize("later", [0, 1, 2])
+def test_of_the_last_collectives_the_first_that_differs_is_named(group: Group, later: int) -> None:
     group.all_reduce(times=16)
     group.comms[1].all_reduce(X.int())
     group.all_reduce(0, 2)
-    group.all_reduce(times=5)
+    group.all_reduce(times=later)
     have_look(group.comms[2])
     failure = group.boards[0].aborted
     assert failure is not None
     assert (failure.rank, failure.kind) == (RANKS[2], "DivergenceError")
     assert failure.message == (
-        "rank 6 issued all_reduce of 16 bytes int32 where this rank issued all_reduce of 16 bytes "
-        "float32, collective 17 of tp"
+        "rank 6 issued all_reduce SUM int32[4] where this rank issued all_reduce SUM float32[4], "
+        "collective 17 of tp"
     )
-    assert without_numbers(failure.message) in DOCUMENTED
 
 
-@pytest.mark.usefixtures("when_told_to")
+@pytest.mark.usefixtures("when_told_to", "unseen")
 def test_otherwise_it_is_said_between_which_it_was(group: Group) -> None:
     group.all_reduce(times=10)
     have_look(group.comms[0])
@@ -149,6 +196,7 @@ def test_otherwise_it_is_said_between_which_it_was(group: Group) -> None:
     assert without_numbers(failure.message) in DOCUMENTED
 
 
+@pytest.mark.usefixtures("unseen")
 def test_comparing_is_due_ten_times_a_second(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(divergence, "time", SimpleNamespace(monotonic=lambda: now))
@@ -204,6 +252,7 @@ def test_whoever_waits_for_who_has_closed_the_group_is_told(group: Group) -> Non
         group.boards[0].wait(lambda: False, Deadline.after(30), "tp all_reduce", lambda: [1, 2])
 
 
+@pytest.mark.usefixtures("unseen")
 def test_whoever_waits_on_the_board_compares(group: Group) -> None:
     group.all_reduce()
     group.comms[1].barrier()
@@ -249,6 +298,29 @@ def test_a_rank_explains_where_its_calls_are_not_compared(group: Group) -> None:
         (refused,) = comm.explain().unavailable
     assert refused[0] == "comparison"
     assert refused[1].startswith("this rank has 32 other open groups in which calls are compared")
+
+
+@pytest.mark.usefixtures("when_told_to")
+def test_a_deadline_names_those_that_have_not_begun_the_collective(group: Group) -> None:
+    def behind() -> list[int]:
+        with pytest.raises(GroupTimeoutError) as caught:
+            pending.wait(Deadline.after(1))
+        error = caught.value
+        assert (error.operation, error.timeout, error.detail) == ("tp all_reduce", 1.0, "detail")
+        assert isinstance(error.__cause__, ZeroDivisionError)
+        return [status.rank for status in error.waiting_for]
+
+    group.all_reduce()
+    group.inner[0].pending = Late(group.boards[0])
+    pending: Any = group.comms[0].backend.start(Operation("all_reduce", X, X, shape=X.shape))
+    assert behind() == [6, 9]
+    group.all_reduce(1)
+    assert behind() == [9]
+    group.all_reduce(1)
+    group.comms[1].send(X, 0)
+    assert behind() == [9]  # the other one is further
+    group.all_reduce(2)
+    assert behind() == [6, 9]  # all have begun it, and all are waited for
 
 
 def test_a_group_outlives_its_board() -> None:

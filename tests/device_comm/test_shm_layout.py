@@ -22,6 +22,7 @@ from device_comm.shm.layout import GroupLayout
 from shm_broadcast import layout as board_layout
 from shm_broadcast.ring.buffers import RECYCLED_BYTES
 
+LOGGED = ("WORD", "SIGNATURE", "STRIDE")
 HEADER = Path(layout.__file__).parents[1] / "native" / "group_layout.h"
 
 
@@ -43,9 +44,10 @@ def test_the_extension_was_built_and_agrees() -> None:
     assert signature.SIGNATURE.size == native.SIGNATURE_BYTES
     assert native.SIGNATURE_COMPARED == native.SIGNATURE_CHUNK == signature.COMPARED
     assert native.SIGNATURE_CALL == signature.CALL
-    for name in ("COUNT", "CHECKSUM", "LAST", "KEPT", "SENT"):
-        assert getattr(native, f"BEGUN_{name}") == getattr(call_number, f"BEGUN_{name}")
-    assert native.SIGNATURE_WORDS * 8 == call_number.SIGNATURE_WORDS * 8 == signature.SIGNATURE.size
+    for name in ("LOG_COUNT", "LOG_ENTRIES", *(f"COLLECTIVE_{each}" for each in LOGGED)):
+        assert getattr(native, name) == getattr(board_layout, name)
+    assert native.CALL_ENTRIES == call_number.CALL_ENTRIES
+    assert native.COLLECTIVE_SIGNATURE + signature.SIGNATURE.size == native.COLLECTIVE_STRIDE
     assert (native.SHAPE_DIMS, native.NO_OP) == (signature.SHAPE_DIMS, signature.NO_OP)
     assert (native.STATE_IDLE, native.STATE_BUSY) == (
         board_layout.STATE_IDLE,

@@ -57,7 +57,7 @@ class Ends:
             torch.Tensor,
             ReduceOp,
             lambda shape, like: like.new_empty(shape),
-            OperationCounts(N).words,
+            OperationCounts(N).log.memory,
             array("I", [0]) * (1 + 2 * N),
             self.board.history,
             "test",

@@ -15,9 +15,9 @@ from device_comm import LoneWatch
 from device_comm.torch_waiting import ErrorTranslator
 from device_comm.watchdog import WATCHDOG, Issued, StreamWatch, Subject, call_watched
 from shm_broadcast import NEVER, Board, Deadline, GroupAbortedError, GroupTimeoutError
-from shm_broadcast.state.status import read_waits
 from tests.patience import until
 from tests.refused_threads import refusing_threads
+from tests.shm_broadcast.members import status_of
 from tests.shm_broadcast.queues import Running
 
 if TYPE_CHECKING:
@@ -109,8 +109,7 @@ def test_a_call_that_blocks_is_shown_until_it_ends() -> None:
         running = Running(call.watched, board)
 
         def shown() -> list[tuple[str, tuple[int, ...]]]:
-            waits = read_waits(board, 0, 2)
-            return [(each.operation, each.members) for each in waits]
+            return [(each.operation, each.members) for each in status_of(board, 0).waits]
 
         until(lambda: shown() == [("receiving", (1,))])
         call.ended.set()

@@ -28,14 +28,14 @@ from device_comm import (
     Operation,
     ReduceOp,
     Wrapper,
-    divergence,
 )
 from device_comm.backend import Explanation
 from device_comm.cuda.ipc.abi import Algorithm
 from device_comm.cuda.ipc.ipc_backend import IpcAlgorithm
 from device_comm.cuda.nccl.nccl_backend import NcclWindow
-from device_comm.divergence import CheckedBackend, FingerprintBackend
+from device_comm.divergence import FingerprintBackend
 from device_comm.selection import Candidate, SelectingBackend, Selection
+from device_comm.shm.signature import signature_with_sizes
 from device_comm.wrappers import HostStaging, OnStream
 from shm_broadcast import Board, Deadline, DivergenceError, GroupTimeoutError
 
@@ -125,13 +125,6 @@ class Later:
         self.waited += 1
 
 
-class Echo(Told):
-    """Rank 0 of 2, where rank 1 gives what rank 0 gives."""
-
-    def start(self, operation: Operation, *_: object) -> None:
-        operation.output.view(2, -1)[:] = operation.source
-
-
 class NoStream:
     """A side stream that is the current one."""
 
@@ -165,7 +158,6 @@ def in_a_window(inner: Any) -> Backend:
 
 
 WRAPPERS: dict[type[Backend], Callable[[Any], Backend]] = {
-    CheckedBackend: lambda inner: CheckedBackend(inner, Echo()),
     HostStaging: lambda inner: HostStaging(inner, "cpu"),
     IpcAlgorithm: lambda inner: IpcAlgorithm(inner, Algorithm.ONE_SHOT),
     FingerprintBackend: lambda inner: FingerprintBackend(inner, Board.create(2, 0), b"token"),
@@ -187,8 +179,8 @@ def of_the_project(kind: type) -> set[type]:
     return found.union(*map(of_the_project, found))
 
 
-def test_whatever_comes_late_in_a_long_description_is_compared() -> None:
-    """Rank 1 of 2 gives the digest and text of another operation than rank 0."""
+def test_members_compare_each_collective_before_it_starts() -> None:
+    """Rank 1 of 2 gives the signature of another operation than rank 0."""
     sizes = tuple(range(4000, 4100))
     x = torch.empty(sum(sizes))
 
@@ -201,20 +193,26 @@ def test_whatever_comes_late_in_a_long_description_is_compared() -> None:
             rows = operation.output
             rows[0], rows[1] = operation.source, torch.frombuffer(theirs, dtype=torch.uint8)
 
-    for other, same in [
-        (operation(ReduceOp.SUM, 4099), True),
-        (operation(ReduceOp.MAX, 4099), False),
-        (operation(ReduceOp.SUM, 5000), False),
+    same = "reduce_scatterv SUM float32[-1]"
+    for other, text in [
+        (operation(ReduceOp.SUM, 4099), ""),
+        (operation(ReduceOp.MAX, 4099), "reduce_scatterv MAX float32[-1]"),
+        (operation(ReduceOp.SUM, 5000), f"{same} of other sizes"),
     ]:
-        theirs = bytearray(divergence._row(divergence._describe(other)))
-        backend = CheckedBackend(Told(), Other())
+        theirs = bytearray(signature_with_sizes(other))
+        inner = Told()
+        backend = FingerprintBackend(inner, Board.create(2, 0), b"token", Other())
         ours = operation(ReduceOp.SUM, 4099)
-        if same:
+        if not text:
             backend.start(ours)
-        else:
-            with pytest.raises(DivergenceError, match="reduce_scatterv") as caught:
-                backend.start(ours)
-            assert caught.value.rank == 1
+            assert inner.started == [ours]
+            continue
+        with pytest.raises(DivergenceError) as caught:
+            backend.start(ours)
+        assert (caught.value.rank, inner.started) == (1, [])
+        assert str(caught.value) == (
+            f"rank 1 issued {text} where this rank issued {same}, collective 1 of tp"
+        )
 
 
 def test_no_wrapper_is_forgotten_here() -> None:
@@ -262,7 +260,6 @@ def test_who_this_is_is_passed_on(kind: type[Backend]) -> None:
 
 
 OWN: dict[type[Backend], dict[str, Any]] = {
-    CheckedBackend: {"detects_divergence": True},
     HostStaging: {"backend": "host", "series": False},
     IpcAlgorithm: {"verbs": frozenset({"all_reduce"})},
     FingerprintBackend: {"detects_divergence": True},

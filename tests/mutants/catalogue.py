@@ -532,17 +532,17 @@ MUTANTS = (
     Mutant(
         "R3 who has called something else is found out later",
         "device_comm/divergence.py",
-        "if ours == told.digest:",
-        "if ours:",
+        "if ours == theirs.digest(last):",
+        "if ours or last:",
         (
             "tests/coordinator/test_late_divergence.py::test_members_that_have_slipped_are_told_soon",
         ),
     ),
     Mutant(
         "R3 who has not is not blamed for what is too long ago to be known",
-        "device_comm/divergence.py",
-        "return digest if 0 <= number <= self.count < number + _WITHIN else None",
-        "return digest if 0 <= number <= self.count else None",
+        "device_comm/call_number.py",
+        "return word & _U32 if word >> 32 == number & _U32 else None",
+        "return word & _U32",
         ("tests/device_comm/test_chain.py::test_what_is_too_long_ago_says_nothing",),
     ),
     Mutant(
@@ -554,9 +554,9 @@ MUTANTS = (
     ),
     Mutant(
         "R3 who has come to a collective is not late for it",
-        "device_comm/torch_waiting.py",
-        "if not self._has_come(status.collective)",
-        "if status.rank >= 0",
+        "device_comm/divergence.py",
+        "if theirs is None or CollectiveLog(bytearray(theirs.log)).count < number:",
+        "if theirs is None or theirs.group:",
         ("tests/coordinator/test_hosts.py::test_a_deadline_lists_who_is_behind_and_nobody_else",),
     ),
     Mutant(

@@ -40,4 +40,4 @@ def begun(
             for _ in range(count):
                 did.count_received(peer)
     taken = did.take()
-    return ((name, ranks, number, taken),) if taken else ()
+    return ((name, ranks, bytes([number]), *taken),) if any(taken) else ()

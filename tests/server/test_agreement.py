@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from device_comm import ReduceOp
+from device_comm.call_number import CollectiveLog, log_memory
 from device_comm.operation import Operation
 from device_comm.shm.signature import sign, signature_text, signature_with_sizes
 from server.calls.pending_call import Difference, fatal_divergence, first_divergence
 from server.errors import CallDivergedError
+from shm_broadcast.layout import FINGERPRINT_ENTRIES
 from shm_broadcast.state.fingerprint import Fingerprint
-from shm_broadcast.state.flight_recorder import OperationRecord
 from tests.server.begun import begun
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from coordinator.call_counts import GroupOperationCounts
 
 
@@ -179,19 +177,12 @@ def test_what_a_member_did_is_not_known_is_not_compared() -> None:
     assert first_divergence({0: did, 2: ()}) is not None
 
 
-def tally(
-    count: int, digest: int, signature: bytes = F32, group: int = 9
-) -> tuple[Fingerprint, ...]:
-    return (Fingerprint(group, count, digest, signature[:48].rstrip(b"\0")),)
-
-
-def did(number: int, size: int = 16, verb: str = "all_reduce", **other: object) -> OperationRecord:
-    plain = OperationRecord(verb, "tp", number, None, "done", number, number, size, None, "float32")
-    return replace(plain, **other)
-
-
-def pasts(*rows: tuple[OperationRecord, ...]) -> Callable[[int], tuple[OperationRecord, ...]]:
-    return rows.__getitem__
+def tally(*signatures: bytes, group: int = 9) -> tuple[Fingerprint, ...]:
+    """On the board: a member's collectives after four barriers."""
+    log = CollectiveLog(log_memory(FINGERPRINT_ENTRIES))
+    for each in (*(sign("barrier"),) * 4, *signatures):
+        log.add(each)
+    return (Fingerprint(group, bytes(log.memory)),)
 
 
 WIDER = sign("all_reduce", torch.float32, (8,), ReduceOp.SUM)
@@ -199,15 +190,25 @@ NARROW_AND_WIDE = "began all_reduce SUM float32[4]", "began all_reduce SUM float
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_whoever_ends_in_a_collective_that_differs_the_odd_rank_is_named(rank: int) -> None:
-    fingerprints = {0: tally(5, 77, WIDER), 1: tally(5, 33), 2: tally(5, 33)}
-    found = fatal_divergence(rank, "tp all_reduce", fingerprints, pasts((), (), ()))
-    assert found == Difference("tp", (1, 0), NARROW_AND_WIDE)
+@pytest.mark.parametrize("further", [0, 1, 3])
+def test_whoever_ends_in_a_collective_that_differs_the_odd_rank_is_named(
+    rank: int, further: int
+) -> None:
+    ahead = (F32,) * further
+    rests = [() if each == rank else ahead for each in range(3)]
+    fingerprints = {
+        0: tally(WIDER, *rests[0]),
+        1: tally(F32, *rests[1]),
+        2: tally(F32, *rests[2]),
+    }
+    assert fatal_divergence(rank, "tp all_reduce", fingerprints) == Difference(
+        "tp", (1, 0), NARROW_AND_WIDE
+    )
 
 
 def test_a_collective_behind_others_that_differ_is_not_the_difference() -> None:
-    found = fatal_divergence(0, "tp all_reduce", {0: tally(5, 77), 1: tally(5, 33)}, pasts((), ()))
-    assert found == Difference(
+    fingerprints = {0: tally(WIDER, F32), 1: tally(F32, F32)}
+    assert fatal_divergence(0, "tp all_reduce", fingerprints) == Difference(
         "tp", (0, 1), (NARROW_AND_WIDE[0], f"{NARROW_AND_WIDE[0]}, after others")
     )
 
@@ -215,41 +216,20 @@ def test_a_collective_behind_others_that_differ_is_not_the_difference() -> None:
 @pytest.mark.parametrize(
     ("operation", "other"),
     [
-        ("tp all_reduce", tally(5, 33)),  # the same
-        ("tp all_reduce", tally(4, 77)),  # not as far
-        ("tp all_reduce", tally(5, 77, group=8)),
+        ("tp all_reduce", tally(F32)),  # the same
+        ("tp all_reduce", tally()),  # not as far
+        ("tp all_reduce", tally(WIDER, F32, F32, F32, F32)),  # too far ahead
+        ("tp all_reduce", tally(WIDER, group=8)),
         ("tp all_reduce", ()),
-        ("tp barrier", tally(5, 77)),  # it has ended in another one
-        ("dequeue", tally(5, 77)),
-        ("", tally(5, 77)),
+        ("tp barrier", tally(WIDER)),  # it has ended in another one
+        ("dequeue", tally(WIDER)),
+        ("", tally(WIDER)),
     ],
 )
 def test_a_rank_that_ends_where_nothing_differs_is_lost(
     operation: str, other: tuple[Fingerprint, ...]
 ) -> None:
-    fingerprints = {0: tally(5, 33), 1: other}
-    assert fatal_divergence(0, operation, fingerprints, pasts((did(5),), (did(4),))) is None
-
-
-def test_a_rank_that_went_on_is_compared_by_its_history() -> None:
-    fingerprints = {0: tally(8, 1), 1: tally(5, 33), 2: tally(5, 33)}
-    same = did(4), did(5)
-    odd = did(4), did(5, 32), did(6, verb="barrier"), did(7), did(8)
-    assert fatal_divergence(2, "tp all_reduce", fingerprints, pasts(odd, same, same)) == Difference(
-        "tp",
-        (1, 0),
-        ("began all_reduce of 16 bytes float32", "began all_reduce of 32 bytes float32"),
-    )
-    assert fatal_divergence(2, "tp all_reduce", fingerprints, pasts(same, same, same)) is None
-
-
-def test_histories_that_may_be_of_another_group_are_not_compared() -> None:
-    fingerprints = {0: tally(8, 1), 1: tally(5, 33)}
-    twice = did(5, 32), did(5)
-    assert fatal_divergence(1, "tp all_reduce", fingerprints, pasts(twice, (did(5),))) is None
-    assert fatal_divergence(1, "tp all_reduce", fingerprints, pasts((did(5, 32),), twice)) is None
-    elsewhere = (did(5, 32, group="pp"),)
-    assert fatal_divergence(1, "tp all_reduce", fingerprints, pasts(elsewhere, (did(5),))) is None
+    assert fatal_divergence(0, operation, {0: tally(F32), 1: other}) is None
 
 
 def test_the_error_travels() -> None:

@@ -30,7 +30,7 @@ def ends() -> Iterator[tuple[Channel, Channel]]:
 
 def test_messages_come_in_order_and_whole(ends: tuple[Channel, Channel]) -> None:
     driver, worker = ends
-    begun = (("tp", (0, 1), 0, b"\1\0\377"),)
+    begun = (("tp", (0, 1), b"\0", b"\1\0\377", (0, 1)),)
     failed = Failed(3, begun, "E", "m", "t", exception=b"\0")
     messages = [Hello(7), WorkProgress(1, 2, "weights: é"), failed]
     for message in messages:

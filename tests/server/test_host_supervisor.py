@@ -292,7 +292,7 @@ def test_a_host_that_waits_for_the_port_hears_it_where_another_host_has_given_up
     )
     with ThreadPoolExecutor(1) as threads:
         port = threads.submit(discover_port, patient, Deadline.after(PATIENCE_SECONDS))
-        until(lambda: store.check(["group-coordinator/hosts/0/visits/1"]))
+        until(lambda: store.check(["group-coordinator/hosts/0/rounds/1"]))
         with pytest.raises(GroupTimeoutError, match="the head has not published its port"):
             discover_port(hasty, Deadline.after(0.2))
         publish_port(head, 4321, Deadline.after(PATIENCE_SECONDS))

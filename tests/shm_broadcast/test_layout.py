@@ -29,7 +29,7 @@ def test_c_agrees(name: str) -> None:
     assert getattr(_native, name) == getattr(layout, name)
 
 
-DIGEST = "398af1804c35969f"
+DIGEST = "e491b515e5e4642a"
 """Of all constants of both layouts, as of `layout.VERSION`."""
 
 
@@ -51,8 +51,8 @@ WIDTHS = {
     "SEGMENT": {"MAGIC": 4, "VERSION": 4, "SIZE": 8, "NONCE": 16},
     "BOARD": {"KEY": 32, "ABORT": 4, "MEMBERS": 4, "NAME": 48, "HISTORY": 4, "SLOTS": 0},
     "MEMBER": {
-        "EVENTCOUNT": 8, "STATE": 4, "PID": 4, "START_TIME": 8, "JOINING": 8, "COLLECTIVE": 8,
-        "COLLECTIVE_AS_OF": 8, "RANK": 4, "SEQUENCE": 8, "PROGRESS": 8, "OPERATION": 48,
+        "EVENTCOUNT": 8, "STATE": 4, "PID": 4, "START_TIME": 8, "JOINING": 8, "RANK": 4,
+        "SEQUENCE": 8, "PROGRESS": 8, "OPERATION": 48,
     },
     "FAILURE": {"CLAIMED": 4, "CULPRIT": 4, "KIND": 56, "MESSAGE": 448},
     "ENTRY": {
@@ -60,7 +60,9 @@ WIDTHS = {
         "DTYPE": 1, "OUTCOME": 1, "GROUP": 23,
     },
     "TOTAL": {"ENDED": 8, "FAILED": 8, "NS": 8, "BYTES": 8},
-    "FINGERPRINT": {"GROUP": 8, "WORD": 8, "LAST": 48},
+    "LOG": {"COUNT": 8, "ENTRIES": 0},
+    "COLLECTIVE": {"WORD": 8, "SIGNATURE": 56},
+    "FINGERPRINT": {"GROUP": 8},
     "RING": {
         "CAPACITY": 8, "READER_COUNT": 4, "CLOSED": 4, "BOARD": 16, "WRITER": 4, "PUBLISHED": 8,
         "SEQUENCE": 8, "GATE": 8, "READERS": 0,
@@ -68,7 +70,7 @@ WIDTHS = {
     "READER": {"CONSUMED": 8, "SEQUENCE": 8, "MEMBER": 4, "JOINED": 8, "READS": 8},
 }  # fmt: skip
 """The bytes of every field, by what it is a field of; 0: all other fields lie before it."""
-NO_FIELDS = {"TOTAL_GROUPS", "TOTAL_VERBS", "FINGERPRINT_CLOSED"}
+NO_FIELDS = {"TOTAL_GROUPS", "TOTAL_VERBS", "FINGERPRINT_CLOSED", "FINGERPRINT_ENTRIES"}
 """Numbers that are called like fields."""
 
 

@@ -214,7 +214,7 @@ def test_a_signal_handler_may_close_it_in_the_middle_of_a_push(progress: Progres
     lane.submit(ByHand([], "a"), soon, background=True)
 
     def close_within() -> None:
-        with lane._polling:
+        with lane.polling:
             progress.close()
 
     closing = threading.Thread(target=close_within, daemon=True)
