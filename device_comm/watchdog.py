@@ -227,7 +227,7 @@ def call_watched(
 
 
 class StreamWatch(Subject):
-    """The operations of one communicator on streams, and the one that is being launched.
+    """The operations of one communicator on streams, and the operation now being launched.
 
     Operations end in order, so only the oldest and the newest unfinished ones are kept, with one
     event per operation. Replays of a graph are not observable: after a capture the group is watched
@@ -275,7 +275,7 @@ class StreamWatch(Subject):
         WATCHDOG.add(self)
 
     def look(self) -> bool:
-        """Drop what is done; report the failure of the oldest operation."""
+        """Drop finished operations; report the failure of the oldest unfinished one."""
         issued = self._replay
         try:
             while (oldest := self._oldest) is not None and oldest.done():

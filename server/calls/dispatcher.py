@@ -317,7 +317,7 @@ class Dispatcher:
             spin.observe(time.monotonic_ns() - since)
 
     def _receive(self, rank: int, call: PendingCall | None, deadline: Deadline) -> None:
-        """Receive a reply of ``rank``; ``call`` is the one that this thread waits for."""
+        """Receive a reply of ``rank``; ``call`` is awaited by this thread."""
         table = self._table
         if call is not None:
             call.amid = True

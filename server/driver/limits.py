@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shm_broadcast import SharedMemoryError
 
-from ..errors import DescriptorLimitError, ProcessLimitError
+from ..errors import DescriptorLimitError, ProcessLimitError, WorkerStartError
 
 _OF_A_POOL = 18
 _OF_A_WORKER = 8
@@ -62,11 +62,12 @@ def translated_limit_errors(n_here: int, n_elsewhere: int | None) -> Iterator[No
             if open_files() + more > _limit(resource.RLIMIT_NOFILE):
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         yield
-    except (OSError, RuntimeError, SharedMemoryError) as error:
+    except (OSError, RuntimeError, SharedMemoryError, WorkerStartError) as error:
         numbers = [getattr(each, "errno", 0) for each in (error, error.__cause__)]
         if errno.EAGAIN in numbers or str(error) == _NO_THREAD:
             raise ProcessLimitError(_limit(resource.RLIMIT_NPROC)) from error
-        if errno.EMFILE not in numbers:
+        # A worker, which has the same limit, reports the text.
+        if errno.EMFILE not in numbers and os.strerror(errno.EMFILE) not in str(error):
             raise
         limit = others = _limit(resource.RLIMIT_NOFILE)
         with suppress(OSError):

@@ -151,6 +151,7 @@ class PoolDriver(WorkerEvents):
     def _abandon_start(self) -> None:
         if self.table.generation:
             self._end(PoolClosedError("the pool has not started"))
+        self._to_send.put(None)  # the sender may run, though the collector could not start
         if self.dispatcher is not None:
             self.dispatcher.release()
 

@@ -237,10 +237,13 @@ class ReadyBarrier(WorkerEvents):
             self._show(sorted(self._absent))
             pause = min(deadline.remaining(), self._secondary_remaining(), tick())
             supervisor.step(self, min(pause, max(self._look_at - time.monotonic(), 0.0)))
-            if self._failure is not None:
-                raise self._failure
-            if self._secondary is not None and not self._secondary_remaining():
-                raise self._secondary
+            failure = self._failure or (None if self._secondary_remaining() else self._secondary)
+            if failure is not None:
+                self._failure = self._secondary = None
+                try:
+                    raise failure
+                finally:
+                    del failure  # its traceback holds this frame, a reference cycle
             if self._look_at <= time.monotonic():
                 self._look_for_stuck()
             if deadline.expired and self._absent:

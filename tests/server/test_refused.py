@@ -88,7 +88,7 @@ def test_calls_are_late_or_stuck_in_time_where_no_further_thread_may_be_started(
             pool.call("echo", timeout=60.0)
 
 
-@pytest.mark.parametrize("refused", ["pool-meeting", "pool-collector", "pool-supervisor"])
+@pytest.mark.parametrize("refused", ["pool-collector", "pool-supervisor"])
 def test_a_pool_that_may_not_start_all_its_threads_leaves_none(refused: str) -> None:
     with refusing_threads(refused), pytest.raises(ProcessLimitError):
         WorkerPool(Worker, tp=2)
