@@ -120,7 +120,7 @@ class RemoteWriter(RemoteEnd):
         parts: Sequence[Buffer],
         deadline: Deadline | float | None,
         check: Callable[[], None] | None = None,
-    ) -> None:
+    ) -> bool:
         """Send one message, a list of contiguous buffers of any size, to every open reader.
 
         Waits while a reader has no credit left or has not connected, and until the deadline for
@@ -129,6 +129,9 @@ class RemoteWriter(RemoteEnd):
 
         Args:
             check: called every `SLICE_SECONDS` of waiting; its exceptions end the call.
+
+        Returns:
+            Whether any reader was connected.
 
         Raises:
             GroupTimeoutError: no reader gets the message; names the readers that are behind.
@@ -144,7 +147,7 @@ class RemoteWriter(RemoteEnd):
             self._wait(price, operation, until, check)
             for link in self._links.values():
                 link.spent += price
-            self._post(frames)
+            is_sent = self._post(frames)
             self._messages += 1
             if price > self.handle.credit_bytes:
                 try:
@@ -154,6 +157,7 @@ class RemoteWriter(RemoteEnd):
                 except BaseException:
                     self._closing = True
                     raise
+            return is_sent
 
     def poll(self) -> None:
         """Handle frames from readers. Never waits; does nothing while another thread sends.
@@ -215,19 +219,20 @@ class RemoteWriter(RemoteEnd):
             self._probe_at = now + PROBE_SECONDS
             self._post([encode(Probe())])
 
-    def _post(self, frames: Sequence[bytes | memoryview]) -> None:
-        """Send one zmq message to every connected reader; the bytes are copied once for all."""
+    def _post(self, frames: Sequence[bytes | memoryview]) -> bool:
+        """Send one zmq message to every connected reader; the bytes are copied once for all.
+
+        Returns whether there is such a reader.
+        """
         shared = [zmq.Frame(frame, copy=True) for frame in frames]
-        lost = [
-            link
-            for link in self._links.values()
-            if link.state == "busy" and not self._send_to(link.identity, shared)
-        ]
+        connected = [link for link in self._links.values() if link.state == "busy"]
+        lost = [link for link in connected if not self._send_to(link.identity, shared)]
         if lost:
             self._receive_all()  # a reader that closed its end has sent `Closed` before
         for link in lost:
             if link.state == "busy":
                 link.state = "lost"
+        return bool(connected)
 
     def _require_readers(self, operation: str) -> None:
         for link in self._links.values():

@@ -177,19 +177,18 @@ class QueueWriter:
     ) -> None:
         ring, remote = self._ring, self._remote
 
-        def send() -> None:
-            if remote is not None:
-                header = REMOTE_HEADER.pack(self._codec.code, len(main))
-                remote.send([header, *main, *buffers], deadline, lambda: self._check("enqueue"))
+        def send() -> bool:
+            if remote is None:
+                return False
+            parts = [REMOTE_HEADER.pack(self._codec.code, len(main)), *main, *buffers]
+            return remote.send(parts, deadline, lambda: self._check("enqueue"))
 
         if ring is not None and not ring.has_no_readers():
             before_last = None if remote is None or remote.has_no_readers() else send
             with suppress(_NoReadersError):
                 self._write(ring, main, buffers, deadline, before_last)
                 return
-        send()  # the ring has no readers; without remote readers this does nothing
-        all_closed = remote is None or remote.has_no_readers()
-        if all_closed and (ring is not None or remote is not None):
+        if not send() and (ring is not None or remote is not None):
             raise GroupClosedError("enqueue: every reader has closed the queue")
 
     def _write(
@@ -198,7 +197,7 @@ class QueueWriter:
         main: Sequence[Buffer],
         buffers: Sequence[memoryview],
         deadline: Deadline,
-        before_last: Callable[[], None] | None,
+        before_last: Callable[[], object] | None,
     ) -> None:
         """Write a message to the ring; raise _NoReadersError if its last reader closes."""
         placed = self._place(buffers)

@@ -180,7 +180,7 @@ class RingWriter:
         wait_for_room: Callable[[int], None],
         *,
         placed: Collection[int] = (),
-        before_last: Callable[[], None] | None = None,
+        before_last: Callable[[], object] | None = None,
         withdraw: Callable[[], None] = lambda: None,
     ) -> None:
         """Stream one message through the ring; return when its last record is published.
@@ -321,7 +321,7 @@ class RingWriter:
         codec: int,
         body: Body,
         wait_for_room: Callable[[int], None],
-        before_last: Callable[[], None] | None,
+        before_last: Callable[[], object] | None,
     ) -> None:
         offset = 0
         while True:
