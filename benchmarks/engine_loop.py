@@ -10,6 +10,7 @@ Both sides compute the same model, with random weights, and must draw the same t
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import tempfile
 import time
@@ -26,7 +27,7 @@ from torch.nn.functional import linear, silu
 
 import coordinator
 from benchmarks.harness import Figure, Report, machine, parser
-from benchmarks.rank_processes import RankProcesses
+from benchmarks.rank_processes import RankProcesses, tie
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -182,7 +183,9 @@ LOOPS = {"ours": After, "before the port": Before}
 
 def serve(rank: int, kind: type[Loop], arguments: Sequence[Any], requests: Connection) -> None:
     """A rank's process: take part in what is asked for, until nothing is."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    tie(rank, N)
     loop = kind(rank, *arguments)
     while (request := requests.recv()) is not None:
         if rank != 0:
