@@ -134,6 +134,7 @@ class Fingerprints:
         for entry in self._entries(member):
             owner = words.load64(entry + layout.FINGERPRINT_GROUP)
             log = bytes(self._memory.memory[entry : entry + _STRIDE])
+            words.fence()  # the log is read before the owner's second load
             if owner and words.load64(entry + layout.FINGERPRINT_GROUP) == owner:
                 closed, group = divmod(owner, layout.FINGERPRINT_CLOSED)
                 fingerprints.append(Fingerprint(group, log, bool(closed)))
