@@ -28,6 +28,8 @@ MAX_NAMED: Final = 32
 
 _HEADER: Final = struct.Struct("<II")
 _ATTEMPTS: Final = 10
+_HAS_WAITS: Final = 1 << 31
+"""A bit of the record's size: without it the record's waits are over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,7 @@ class StatusPublisher:
         self._place = ""
         self._groups: dict[Membership, int] = {}  # and how many of each are open
         self._waits: dict[Hashable, Wait] = {}
+        self._size = 0
         self._publish()
 
     def publish_place(self, group: str, rank: int) -> None:
@@ -110,10 +113,17 @@ class StatusPublisher:
         """Publish ``wait`` since ``since`` (monotonic ns) for ``members``; for none, remove it."""
         if members:
             name = _cut(operation, layout.OPERATION_BYTES)
-            self._waits[wait] = Wait(name, since / 1e9, tuple(members[:MAX_NAMED]), len(members))
+            new = Wait(name, since / 1e9, tuple(members[:MAX_NAMED]), len(members))
+            if self._waits.get(wait) != new:
+                self._waits[wait] = new
+                self._publish()
+        elif self._waits.pop(wait, None) is not None and (self._waits or not self._hide_waits()):
             self._publish()
-        elif self._waits.pop(wait, None) is not None:
-            self._publish()
+
+    def _hide_waits(self) -> bool:
+        """Clear a bit: a thread that wakes up encodes no record. False: the record is another."""
+        size = self._size
+        return self._memory.words.compare_and_swap32(self._slot, size | _HAS_WAITS, size)
 
     def _publish(self) -> None:
         changed = self._changed = object()
@@ -122,7 +132,9 @@ class StatusPublisher:
             groups = tuple(replace(group, closed=not n_open) for group, n_open in counts)
             waits = tuple(self._waits.values())[:MAX_WAITS]
             data = _encode(PublishedStatus(self._place, groups, waits, self._stacks))
-            self._memory.words.write(self._slot, _HEADER.pack(len(data), crc32(data)) + data)
+            self._size = len(data)
+            size = self._size | (_HAS_WAITS if waits else 0)
+            self._memory.words.write(self._slot, _HEADER.pack(size, crc32(data)) + data)
             if self._changed is changed:
                 return
             changed = self._changed  # by another thread, whose record this one may have replaced
@@ -136,10 +148,12 @@ def read_status(read: Callable[[int, int], bytes], member: int, n_members: int) 
     for _ in range(_ATTEMPTS):
         data = read(layout.status_slot(member, n_members), layout.STATUS_STRIDE)
         size, checksum = _HEADER.unpack_from(data)
+        has_waits, size = bool(size & _HAS_WAITS), size & ~_HAS_WAITS
         record = data[_HEADER.size :][:size]
         if size and crc32(record) == checksum:
             status, now = _decode(record), time.monotonic()
-            waits = [replace(each, seconds=max(now - each.seconds, 0)) for each in status.waits]
+            current = status.waits if has_waits else ()
+            waits = [replace(each, seconds=max(now - each.seconds, 0)) for each in current]
             waits.sort(key=lambda wait: -wait.seconds)
             return replace(status, waits=tuple(waits))
     return PublishedStatus()
