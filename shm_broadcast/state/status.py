@@ -81,6 +81,7 @@ class StatusPublisher:
         self._groups: dict[Membership, int] = {}  # and how many of each are open
         self._waits: dict[Hashable, Wait] = {}
         self._size = 0
+        self._changed = object()
         self._publish()
 
     def publish_place(self, group: str, rank: int) -> None:
@@ -117,11 +118,14 @@ class StatusPublisher:
             if self._waits.get(wait) != new:
                 self._waits[wait] = new
                 self._publish()
-        elif self._waits.pop(wait, None) is not None and (self._waits or not self._hide_waits()):
-            self._publish()
+        elif self._waits.pop(wait, None) is not None:
+            hidden = not self._waits and self._hide_waits()
+            if self._waits or not hidden:  # another thread may have begun to wait meanwhile
+                self._publish()
 
     def _hide_waits(self) -> bool:
         """Clear a bit: a thread that wakes up encodes no record. False: the record is another."""
+        self._changed = object()  # a thread that writes a record now writes it again
         size = self._size
         return self._memory.words.compare_and_swap32(self._slot, size | _HAS_WAITS, size)
 

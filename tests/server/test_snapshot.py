@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -41,7 +42,7 @@ from tests.shm_broadcast.members import status_of
 from tests.shm_broadcast.queues import Running
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 
 def boards_here(*, of: str = "") -> list[BoardSnapshot]:
@@ -180,6 +181,32 @@ def test_a_status_that_is_being_written_is_not_read() -> None:
         reads = iter([half, half, written])
         assert read_status(lambda _, __: next(reads), 0, 1).place == "tp 3"
         assert read_status(lambda _, __: half, 0, 1) == PublishedStatus()
+
+
+class SwapsLater:
+    """The words of a board; ``before`` runs when a thread is about to hide its wait."""
+
+    def __init__(self, words: Any, before: Callable[[], None]) -> None:
+        self._words, self._before = words, before
+
+    def compare_and_swap32(self, *given: int) -> bool:
+        self._before()
+        return bool(self._words.compare_and_swap32(*given))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._words, name)
+
+
+def test_a_wait_that_begins_while_another_ends_is_shown() -> None:
+    with Board.create(2, 0) as board:
+        memory: Any = SimpleNamespace(memory=board.memory)
+        memory.words = SwapsLater(
+            board.words, lambda: published.publish_wait("second", "recv", 1, [1])
+        )
+        published = StatusPublisher(memory, 0, 2, None)
+        published.publish_wait("first", "send", 1, [1])
+        published.publish_wait("first", "send", 1, ())
+        assert [each.operation for each in status_of(board, 0).waits] == ["recv"]
 
 
 def test_the_longest_status_has_room() -> None:
