@@ -140,7 +140,9 @@ still holds that value. So no wake-up is lost.
 4. Inspection. A member stores an entry of its history between two sequences: with a release fence
 before the entry, a release store of ``sequence`` after it; a reader copies entries between two
 loads of ``sequence``, with full fences. A total's ``ended`` is stored with release after the rest,
-and loaded with acquire before it. A status has a checksum, and needs no order.
+and loaded with acquire before it. A fingerprint's group is 0, with a full fence, while its log is
+cleared; a reader copies the log between two loads of the group, with a full fence. A status has a
+checksum, and needs no order.
 
 Tested on x86-64; on aarch64 emulated only. Every order above is explicit, none relies on TSO.
 ``models/doorbell_ring.pml`` checks rules 1-3 with store buffers.

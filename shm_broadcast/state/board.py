@@ -172,9 +172,7 @@ class Waiter(Slots):
         """
 
         checked, began = -math.inf, 0
-        wait = (
-            object()
-        )  # not `check`, which would then refer to itself, and stay until a collection
+        wait = object()  # not `check`, which would then refer to itself
 
         def check() -> None:
             nonlocal checked, began

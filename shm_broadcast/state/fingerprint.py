@@ -78,6 +78,7 @@ class Fingerprints:
             return 0
         # First 0: no reader may see a group with another group's log.
         self._words.store64(entry + layout.FINGERPRINT_GROUP, 0)
+        self._words.fence()
         self._words.write(entry, bytes(_STRIDE))
         self._words.store64(entry + layout.FINGERPRINT_GROUP, group)
         return entry
