@@ -83,13 +83,13 @@ class Subject(ABC):
         self._closed = False
 
     @abstractmethod
-    def look(self) -> bool:
+    def update(self) -> bool:
         """Poll it; return True if it needs more watching."""
 
     def poll(self) -> bool:
-        """Call `look`, unless it is closed."""
+        """Call `update`, unless it is closed."""
         with self._polling:
-            return not self._closed and self.look()
+            return not self._closed and self.update()
 
     def close(self, timeout: float = 1.0) -> None:
         """End the watch, for good; wait up to ``timeout`` s for a `poll` in another thread."""
@@ -177,7 +177,7 @@ class BlockingCall(Subject):
         self._show_at = time.monotonic() + _SHOWN_SECONDS
         self._shown: ExitStack | None = None
 
-    def look(self) -> bool:
+    def update(self) -> bool:
         """End the call if it has failed; publish it for inspection after a while."""
         issued = self._issued
         error = issued.failure(self._errors)
@@ -274,7 +274,7 @@ class StreamWatch(Subject):
         self._replays = True
         WATCHDOG.add(self)
 
-    def look(self) -> bool:
+    def update(self) -> bool:
         """Drop finished operations; report the failure of the oldest unfinished one."""
         issued = self._replay
         try:

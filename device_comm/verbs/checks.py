@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal, Required, SupportsIndex, TypeAlias, T
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_compiling
 
 from shm_broadcast.deadline import Deadline
 
@@ -51,7 +51,7 @@ def why_not_dense(x: Tensor) -> str | None:
     if x._is_zerotensor():  # autograd makes them
         return "one without memory: pass a clone() of it"
     # torch.compile warns of builtins that it does not support.
-    if not is_dynamo_compiling() and is_functorch_wrapped_tensor(x):
+    if not is_compiling() and is_functorch_wrapped_tensor(x):
         return "one that vmap, grad or another function of torch.func has wrapped"
     return None
 

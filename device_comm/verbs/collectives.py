@@ -248,23 +248,11 @@ class Collectives:
 
     @overload
     def reduce_scatter(
-        self,
-        x: Tensor,
-        dim: int = ...,
-        *,
-        op: AnyOp = ...,
-        out: Out = ...,
-        **how: Unpack[Now],
+        self, x: Tensor, dim: int = ..., *, op: AnyOp = ..., out: Out = ..., **how: Unpack[Now]
     ) -> Tensor: ...
     @overload
     def reduce_scatter(
-        self,
-        x: Tensor,
-        dim: int = ...,
-        *,
-        op: AnyOp = ...,
-        out: Out = ...,
-        **how: Unpack[Later],
+        self, x: Tensor, dim: int = ..., *, op: AnyOp = ..., out: Out = ..., **how: Unpack[Later]
     ) -> Work[Tensor]: ...
     def reduce_scatter(
         self,

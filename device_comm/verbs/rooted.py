@@ -92,23 +92,11 @@ class RootedCollectives:
 
     @overload
     def reduce(
-        self,
-        x: Tensor,
-        dst: int = ...,
-        *,
-        op: AnyOp = ...,
-        out: Out = ...,
-        **how: Unpack[Now],
+        self, x: Tensor, dst: int = ..., *, op: AnyOp = ..., out: Out = ..., **how: Unpack[Now]
     ) -> Tensor | None: ...
     @overload
     def reduce(
-        self,
-        x: Tensor,
-        dst: int = ...,
-        *,
-        op: AnyOp = ...,
-        out: Out = ...,
-        **how: Unpack[Later],
+        self, x: Tensor, dst: int = ..., *, op: AnyOp = ..., out: Out = ..., **how: Unpack[Later]
     ) -> Work[Tensor | None]: ...
     def reduce(
         self,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 from torch.autograd import profiler
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_compiling
 from torch.profiler import record_function
 
 from device_comm.call_number import call_number
@@ -85,7 +85,7 @@ class Runner:
         handler interrupted one: the owner of the data would be ambiguous. ``more`` has further
         operations of the same call.
         """
-        if is_dynamo_compiling():
+        if is_compiling():
             from device_comm.verbs.outside_graph import call_outside_graph  # noqa: PLC0415
 
             return call_outside_graph(self.run, operation, result, finish, more)

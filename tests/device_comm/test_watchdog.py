@@ -121,7 +121,7 @@ def test_a_call_that_blocks_is_shown_until_it_ends() -> None:
 class Broken(Subject):
     """Cannot be polled."""
 
-    def look(self) -> bool:
+    def update(self) -> bool:
         raise MemoryError
 
 
@@ -130,7 +130,7 @@ class Counted(Subject):
 
     polls = 0
 
-    def look(self) -> bool:
+    def update(self) -> bool:
         self.polls += 1
         return True
 
@@ -150,7 +150,7 @@ def test_a_close_waits_for_a_poll_that_is_under_way() -> None:
     begun, ended = threading.Event(), []
 
     class Slow(Subject):
-        def look(self) -> bool:
+        def update(self) -> bool:
             begun.set()
             time.sleep(0.1)
             ended.append(True)

@@ -141,7 +141,7 @@ class KernelWatchdog(Subject):
             return cause
         return GroupTimeoutError(operation, seconds)
 
-    def look(self) -> bool:
+    def update(self) -> bool:
         """Stop the kernels if the group has failed."""
         error, kernels = self._kernels.failure(self._errors), self._kernels
         if isinstance(error, PeerLostError) and error.peer.state == "closed":
