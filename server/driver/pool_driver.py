@@ -55,9 +55,16 @@ from .worker_processes import WorkerProcesses
 if TYPE_CHECKING:
     from .pool_plan import PoolPlan
 
+    Seen: TypeAlias = "tuple[tuple[MemberStatus, ...], str, Mapping[int, str], tuple[int, ...]]"
 
+_log = logging.getLogger(__name__)
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 5.0
+_THREAD_SECONDS = 10.0
+"""Time that a pool waits at its end for its threads, in which users' callbacks run."""
+_LOOK_SECONDS = 1e-3
+_LEAVE_SECONDS = 0.5
+"""Time for workers to exit if the pool breaks, or is shut down during a call."""
 
 
 class RestartBudget:
@@ -86,17 +93,6 @@ class RestartBudget:
         return min(
             _FIRST_PAUSE_SECONDS * 2.0 ** (self._failed_restarts - 2), _LONGEST_PAUSE_SECONDS
         )
-
-
-if TYPE_CHECKING:
-    Seen: TypeAlias = "tuple[tuple[MemberStatus, ...], str, Mapping[int, str], tuple[int, ...]]"
-
-_log = logging.getLogger(__name__)
-_THREAD_SECONDS = 10.0
-"""Time that a pool waits at its end for its threads, in which users' callbacks run."""
-_LOOK_SECONDS = 1e-3
-_LEAVE_SECONDS = 0.5
-"""Time for workers to exit if the pool breaks, or is shut down during a call."""
 
 
 class PoolDriver(WorkerEvents):
