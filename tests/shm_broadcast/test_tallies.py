@@ -112,6 +112,9 @@ def test_whoever_looks_meanwhile_finds_no_other_count_of_a_closed_group(
             def write(self, offset: int, data: bytes) -> None:
                 words.write(offset, data)
 
+            def fence(self) -> None:
+                words.fence()
+
             def store64(self, offset: int, value: int) -> None:
                 words.store64(offset, value)
                 monkeypatch.setattr(board.fingerprints, "_words", words)
