@@ -37,7 +37,7 @@ PEERS_STAMP := $(PEERS)/.installed
 AARCH64       := .aarch64
 AARCH64_STAMP := $(AARCH64)/.installed
 
-.PHONY: setup demo chat hosts-demo test jitter gpu-bundle gpu-ready gpu-test gpu-report ray-test vllm-setup vllm-test bench-peers bench docs mutants wheels release aarch64-setup aarch64-test check format clean
+.PHONY: setup demo chat hosts-demo test test-quick jitter gpu-bundle gpu-ready gpu-test gpu-report ray-test vllm-setup vllm-test bench-peers bench docs mutants wheels release aarch64-setup aarch64-test check format clean
 
 setup: $(STAMP)
 
@@ -64,6 +64,10 @@ hosts-demo: $(STAMP)
 # Files of tests side by side, more than there are cores: most of the time they wait.
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(TEST_FILES_AT_ONCE) --dist loadfile --no-loadscope-reorder
+
+# Without pools and new interpreters, for the work in between.
+test-quick: $(STAMP)
+	$(BIN)/python -m pytest -m quick -n $(TEST_FILES_AT_ONCE) --dist loadfile
 
 # The same with threads held up at random lines, which finds what seldom happens: make jitter FILES=...
 # Tables of thousands of cases would take longer than they may; signals at any moment, see tests/jitter.
