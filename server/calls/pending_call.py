@@ -175,6 +175,7 @@ def _messages(count: int) -> str:
 
 if TYPE_CHECKING:
     Late: TypeAlias = Callable[[float | None], CallTimeoutError]
+    NextItem: TypeAlias = Callable[[int, bool], Future[Any]]
 
 T = TypeVar("T")
 
@@ -452,9 +453,6 @@ class PendingCall:
         did = "ended the stream", "went on with it"
         return CallDivergedError(self.number, self.method, "world", ranks, did)
 
-
-if TYPE_CHECKING:
-    NextItem: TypeAlias = Callable[[int, bool], Future[Any]]
 
 _log = logging.getLogger(__name__)
 

@@ -11,7 +11,6 @@ import msgspec
 if TYPE_CHECKING:
     from pathlib import Path
 
-if TYPE_CHECKING:
     T = TypeVar("T")
 
 PositiveInt = Annotated[int, msgspec.Meta(gt=0)]

@@ -36,6 +36,7 @@ from ..config import TOLERANCES
 if TYPE_CHECKING:
     from coordinator import ParallelGroups
 
+    Activation: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 _BLOCK = 128
 """Rows computed at once; fewer use the caches badly, more need more memory for kernels."""
@@ -90,10 +91,6 @@ def _block(
     if activation is not None and activation not in _FUSED:
         y = activation(y)
     return y[:rows]
-
-
-if TYPE_CHECKING:
-    Activation: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)

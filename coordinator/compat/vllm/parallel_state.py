@@ -398,6 +398,7 @@ def init_distributed_environment(
 
 
 _LONGEST_SECONDS = 3600.0
+"""The time-out of the world's store where the caller sets none."""
 
 
 def _parallel_config() -> Any | None:

@@ -51,6 +51,12 @@ from shm_broadcast.errors import CoordinatorError, GroupClosedError
 if TYPE_CHECKING:
     from device_comm.work import Pending
 
+    Settle = Callable[[Callable[[], bool]], None]
+    """Waits until a condition holds; raises on a failure."""
+
+    Enqueue = Callable[["NcclLibrary", int, int], None]
+    """Issues operations, given (library, communicator, stream)."""
+
 
 class NcclMemory:
     """``size`` bytes at ``address`` on the current device.
@@ -163,11 +169,6 @@ class NcclHandle:
                 memory.free()
             else:
                 memory.keep()
-
-
-if TYPE_CHECKING:
-    Settle = Callable[[Callable[[], bool]], None]
-    """Waits until a condition holds; raises on a failure."""
 
 
 class NcclForming:
@@ -283,10 +284,6 @@ class BatchPending:
             self._release(self._batch)
         return self._batch.mark
 
-
-if TYPE_CHECKING:
-    Enqueue = Callable[[NcclLibrary, int, int], None]
-    """Issues operations, given (library, communicator, stream)."""
 
 _FINISH = 5.0
 """Seconds for which `close` waits for issued operations."""
