@@ -120,7 +120,7 @@ class Sender:
     def _copies(self, parts: Sequence[Tensor], dst: int) -> bool:
         cpu_bytes = sum(part.nbytes for part in parts if part.device.type == "cpu")
         return cpu_bytes <= COPIED_BYTES and (
-            cpu_bytes + _bytes_of(self._under_way.get(dst, ())) <= OUTSTANDING_BYTES
+            cpu_bytes + _bytes_of(self._in_flight(dst)) <= OUTSTANDING_BYTES
         )
 
     def whole(
@@ -167,11 +167,15 @@ class Sender:
             self._keep(comm.isend(x.clone() if copy else x, dst), x.nbytes, dst)
 
     def _keep(self, work: Work[None], size: int, dst: int) -> Work[None]:
-        under_way = self._under_way.setdefault(dst, deque())
-        under_way.append((size, work))
+        self._under_way.setdefault(dst, deque()).append((size, work))
+        self._in_flight(dst)
+        return work
+
+    def _in_flight(self, dst: int) -> Sequence[tuple[int, Work[None]]]:
+        under_way = self._under_way.get(dst, deque())
         while under_way and under_way[0][1].is_completed():
             self._finish_first(under_way, NEVER)
-        return work
+        return under_way
 
     def _finish_first(self, under_way: deque[tuple[int, Work[None]]], deadline: Deadline) -> None:
         under_way[0][1].wait(deadline)
