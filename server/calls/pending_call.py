@@ -218,14 +218,15 @@ class CallFuture(Future[Any]):
         if abandon is not None:
             abandon()
         if cancelled:
+            self.set_running_or_notify_cancel()  # the queue drops the call: nothing else calls this
             self._forget()
         return cancelled
 
     def set_running_or_notify_cancel(self) -> bool:
-        """Extend the base method: False, too, if a result was set already."""
+        """Extend the base method: False, too, if a result or a cancellation was set already."""
         with self._condition:
-            finished = self.done() and not self.cancelled()
-            return not finished and super().set_running_or_notify_cancel()
+            over = self._state in ("FINISHED", "CANCELLED_AND_NOTIFIED")
+            return not over and super().set_running_or_notify_cancel()
 
     def set_result(self, result: Any) -> None:
         """Set the result, and drop the call."""

@@ -521,6 +521,8 @@ class PoolDriver(WorkerEvents):
             if worker is not None:
                 with suppress(ChannelClosedError):  # the supervisor reports the worker's end
                     worker.channel.send(Resume(number))
+        if resumable:  # a queued call has room, and no reply follows if all ranks have failed
+            self._to_send.put(None)
         complete_futures(self.table)
         for call in moving:
             if call.move is not None:
