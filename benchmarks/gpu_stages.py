@@ -107,7 +107,7 @@ def _tests(python: str) -> list[Stage]:
     return [
         _test(python, "forked", "a forked rank uses the device", 90, "tests/test_ranks.py"),
         _test(python, "tables-2", "every verb, dtype and form, 2 processes", 240,
-              f"{TESTS}::test_table_on_one_device[2]", "tests/device_comm/test_host_comm.py"),
+              f"{TESTS}::test_table_on_one_device[2]", "tests/device_comm/test_tables.py"),
         _test(python, "faults", "a rank that dies, and one that is late", 240, TESTS,
               "-k", "dies or late"),
         _test(python, "graphs", "replays among eager calls, alternating streams", 400, TESTS,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from shm_broadcast import Board, BoardHandle
 from shm_broadcast.executor import ProgressEngine
 from tests.device_comm.soak import draw, run
-from tests.device_comm.test_shm_stress import make_groups
+from tests.device_comm.test_shm_comm import make_groups
 from tests.ranks import RanksFailedError, run_ranks
 
 if TYPE_CHECKING:

@@ -56,7 +56,7 @@ def test_all_programs_for_gpus_are_imported(lean: dict[str, str]) -> None:
     "works",
     [
         "tests/benchmarks/test_gpu_model.py::test_it_is_the_same_however_it_is_cut[2-1]",
-        "tests/device_comm/test_host_comm.py::test_table[3]",
+        "tests/device_comm/test_shm_comm.py::test_table[2-fast]",
     ],
     ids=["pool", "ranks"],
 )

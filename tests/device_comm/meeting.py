@@ -1,7 +1,7 @@
 """How ranks of a test wait for each other: beside the communicator, which is to fail in it.
 
-A rank that has been through a barrier does not know that its peers have returned from it. Whoever
-aborts, dies or closes next has met them here before.
+After a barrier a rank does not know that its peers have returned from it: one that aborts, dies or
+closes next has met them here before.
 """
 
 from __future__ import annotations
@@ -12,14 +12,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pytest
-import torch
-
-from shm_broadcast import GroupTimeoutError
 from tests.patience import STALL_SECONDS, until
 
 if TYPE_CHECKING:
-    from device_comm import Communicator
     from device_comm.watch import Watch
 
 SOON = 1.0 + STALL_SECONDS
@@ -47,24 +42,3 @@ def die(path: str) -> None:
 def moment_of_death(path: str) -> float:
     """When a rank has called `die`, on the clock that all processes share."""
     return float(Path(f"{path}.died").read_text())
-
-
-def wait_twice(comm: Communicator, path: str) -> list[float]:
-    """Wait in vain for a late peer, the second of two ranks, and then again; what came."""
-    late = f"{path}.late"
-    if comm.rank == 1:
-        meet(1, 2, late)
-    works = [comm.all_reduce(torch.ones(2), async_op=True)]
-    if comm.rank == 0:
-        works.append(comm.irecv((2,), torch.float32, 1))
-        for work in works:
-            for seconds in (0, 0.05):
-                with pytest.raises(GroupTimeoutError):
-                    work.wait(seconds)
-            assert not work.is_completed()
-        meet(0, 2, late)
-    else:
-        comm.send(torch.full((2,), 3.0), 0)
-    results = [work.wait() for work in works]
-    results.append(comm.all_reduce(torch.ones(2)))
-    return [float(value) for result in results for value in result]

@@ -27,7 +27,6 @@ FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 COMPLEX = [torch.complex64, torch.complex128]
 REDUCED = [torch.bool, *INTEGERS, *FLOATS, *COMPLEX]
 MOVED = [*REDUCED, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2]
-
 _BITWISE = [ReduceOp.BOR, ReduceOp.BAND, ReduceOp.BXOR]
 _ORDERED = [ReduceOp.MIN, ReduceOp.MAX]
 _PERIOD = 12
@@ -96,6 +95,13 @@ def reduced(parts: Sequence[Tensor], op: ReduceOp) -> Tensor:
             else:
                 total = total ^ part
     return total.to(dtype)
+
+
+def strided(x: Tensor) -> Tensor:
+    """The values of ``x`` in a tensor that is not contiguous."""
+    wide = torch.zeros((*x.shape, 2), dtype=x.dtype, device=x.device)
+    wide[..., 0] = x
+    return wide[..., 0]
 
 
 def same(result: Tensor | None, expected: Tensor) -> None:

@@ -15,35 +15,47 @@ by itself, so that ranks need not talk about it. To run all of it over another b
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+from device_comm import ALL_VERBS, Work
+from tests.fuzz.program import Step
+from tests.fuzz.verbs import Given, call_tensor_verb
 
-from device_comm import ALL_VERBS, Communicator, Work
-from device_comm.operation import Verb
-from tests.device_comm.oracle import same
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
-Body = Callable[..., None]
-FORMS = ["plain", "out", "strided_out", "async"]
+    import torch
+
+    from device_comm import Communicator
+    from device_comm.operation import Verb
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table.
-
-    Attributes:
-        name: unique.
-        verbs: what the communicator must offer.
-        dtype: likewise.
-        body: raises AssertionError if the communicator is wrong.
-    """
-
     name: str
     verbs: frozenset[str]
     dtype: torch.dtype
     body: Callable[[Communicator], None]
+
+
+def verb_case(verb: str, *of: Any, **others: Any) -> Case:
+    """A row for a `Step`, with the inputs and the result of random programs."""
+    step = Step(verb, "", *of, **others)
+    name = verb.removesuffix("_uneven")
+    return Case(str(step), frozenset({name}), step.dtype, partial(_check_step, step))
+
+
+def _check_step(step: Step, comm: Communicator) -> None:
+    found, check = call_tensor_verb(comm, Given(step, 0, comm.rank, comm.world_size))
+    if step.run_on:
+        work = found
+        assert isinstance(work, Work)
+        found = work.wait()
+        assert work.is_completed()
+        assert work.wait() is found, "a second wait returns something else"
+    check(found)
 
 
 def run_table(
@@ -91,50 +103,3 @@ def check_table(failures_by_rank: Sequence[dict[str, str]]) -> None:
         shown = "\n".join(f"{name}\n{text}" for name, text in list(failed.items())[:5])
         names = "\n".join(failed)
         raise AssertionError(f"{len(failed)} cases failed:\n{names}\n\n{shown}")
-
-
-def strided(x: Tensor) -> Tensor:
-    """The values of ``x`` in a tensor that is not contiguous."""
-    wide = torch.zeros((*x.shape, 2), dtype=x.dtype, device=x.device)
-    wide[..., 0] = x
-    return wide[..., 0]
-
-
-def apply(
-    verb: Callable[..., object],
-    form: str,
-    x: Tensor | None,
-    expected: Tensor | None,
-    device: torch.device,
-    **options: object,
-) -> None:
-    """Call ``verb`` in one of `FORMS`; check its result, and what it must leave alone.
-
-    ``expected`` is None where the verb returns None, as on ranks that are not the root.
-    """
-    before = None if x is None else x.clone()
-    out = None
-    if form.endswith("out") and expected is not None:
-        out = torch.zeros(expected.shape, dtype=expected.dtype, device=device)
-        out = strided(out) if form == "strided_out" else out
-        options = {**options, "out": out}
-    if form == "async":
-        work = verb(x, async_op=True, **options)
-        assert isinstance(work, Work)
-        result = work.wait()
-        assert work.is_completed()
-        assert work.wait() is result, "a second wait returns something else"
-    else:
-        result = verb(x, **options)
-    if expected is None:
-        assert result is None
-    else:
-        assert isinstance(result, Tensor)
-        assert out is None or result is out, "the result is not out"
-        same(result, expected)
-        assert out is not None or result is x or result.is_contiguous()
-        if x is not None and result is not x:
-            shared = result.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-            assert not shared or not result.numel(), "the result shares memory with the input"
-    if x is not None and before is not None:
-        same(x, before.cpu())

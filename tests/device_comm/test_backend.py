@@ -7,19 +7,28 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+import torch.distributed as dist
 
 import device_comm
-from device_comm import ALL_VERBS, Backend, Capabilities, Communicator, Identity, Operation
+from device_comm import (
+    ALL_VERBS,
+    Backend,
+    Capabilities,
+    Communicator,
+    Identity,
+    Operation,
+    ReduceOp,
+    check_reduction,
+    reduce_in_rank_order,
+)
 from device_comm.operation import NO_TENSOR
-from device_comm.verbs.checks import output_pieces, pack_pieces, resized
 from shm_broadcast import CoordinatorError, GroupAbortedError, GroupTimeoutError
+from tests.device_comm.oracle import REDUCED, ops_for, reduced, same, values
+
+pytestmark = pytest.mark.quick
 
 
 class Recorder(Backend):
-    """Rank 1 of 3: keeps what it is asked to start."""
-
     def __init__(self, verbs: frozenset[str] = ALL_VERBS) -> None:
         super().__init__(Identity.of(1, 3, name="tp", timeout=9), Capabilities("recorder", verbs))
         self.started: list[Operation] = []
@@ -43,7 +52,6 @@ def record(verbs: frozenset[str] = ALL_VERBS) -> tuple[Communicator, Recorder]:
 
 
 ODD = torch.randn(6, 3, 2, dtype=torch.complex64, requires_grad=True).transpose(0, 1).conj()
-
 X = torch.zeros(3, 2)
 
 
@@ -178,29 +186,26 @@ def test_sizes_are_elements() -> None:
     assert equal.source_parts(3) == equal.output_parts(3) == (8, 8, 8)
 
 
-def test_a_list_is_one_call_of_several_operations() -> None:
-    comm, backend = record()
-    comm.all_gatherv([torch.ones(1, 5), torch.ones(1, 0), torch.ones(1)], timeout=3)
-    first, second = backend.started
-    assert (
-        (first.verb, first.name) == (second.verb, second.name) == ("all_gatherv", "tp all_gatherv")
-    )
-    assert first.deadline is second.deadline
-    assert first.deadline.timeout == 3
-
-
-def test_an_operation_says_what_and_how_long() -> None:
+def test_an_operation_has_its_verb_name_and_deadline() -> None:
     comm, backend = record()
     comm.barrier()
     comm.barrier(async_op=True, timeout=3)
-    first, second = backend.started
+    comm.all_gatherv([torch.ones(1, 5), torch.ones(1, 0), torch.ones(1)], timeout=3)
+    first, second, *listed = backend.started
     assert (first.verb, first.name, first.background) == ("barrier", "tp barrier", False)
     assert first.deadline is first.deadline
     assert (first.deadline.timeout, second.deadline.timeout) == (9, 3)
     assert second.background
+    assert [(each.verb, each.name) for each in listed] == [("all_gatherv", "tp all_gatherv")] * 2
+    assert listed[0].deadline is listed[1].deadline
+    assert listed[0].deadline.timeout == 3
+    assert Operation("barrier").deadline.timeout is None
+    x = torch.zeros(6)
+    assert Operation("broadcast", x).buffer is x
+    assert Operation("broadcast", output=x).buffer is x
 
 
-def test_what_a_backend_does_not_offer_is_refused_by_name() -> None:
+def test_verbs_that_a_backend_lacks_are_refused_by_name() -> None:
     comm, backend = record(frozenset({"all_reduce"}))
     comm.all_reduce(torch.ones(1))
     with pytest.raises(NotImplementedError, match="recorder has no all_gather"):
@@ -226,36 +231,52 @@ def test_a_wrong_identity_is_refused(wrong: dict[str, Any]) -> None:
         Identity.of(**(right | wrong))
 
 
-@given(
-    shape=st.lists(st.integers(0, 4), min_size=1, max_size=4),
-    data=st.data(),
-    count=st.integers(1, 4),
-)
-def test_pieces_and_their_landing_undo_each_other(
-    shape: list[int], data: st.DataObject, count: int
-) -> None:
-    dim = data.draw(st.integers(0, len(shape) - 1))
-    shape[dim] *= count
-    x = torch.arange(torch.Size(shape).numel()).reshape(shape)
-    pieces = pack_pieces(x, dim, count)
-    expected = torch.cat([part.reshape(-1) for part in x.chunk(count, dim)])
-    if x.numel():
-        assert pieces.is_contiguous()
-        assert pieces.view(-1).tolist() == expected.tolist()
-    for out in (None, torch.zeros_like(x), torch.zeros(*shape, 2, dtype=x.dtype)[..., 0]):
-        empty = record()[0].runner.new
-        buffer, finish = output_pieces(empty, out, x.shape, dim, count, x, x)
-        if x.numel():
-            buffer.view(-1).copy_(pieces.reshape(-1))
-        result = buffer if finish is None else finish()
-        assert torch.equal(result, x)
-        assert out is None or result is out
-
-
-def test_resized() -> None:
-    assert resized((2, 3, 4), 1, 9) == (2, 9, 4)
-
-
-def test_what_is_exported_exists() -> None:
+def test_exported_names_exist() -> None:
     assert all(hasattr(device_comm, name) for name in device_comm.__all__)
     assert len(set(device_comm.__all__)) == len(device_comm.__all__)
+
+
+# --- Reductions ----------------------------------------------------------------------------------
+
+
+def test_reduce_ops_have_the_numbers_of_bagua_and_the_names_of_torch() -> None:
+    numbers = {
+        "SUM": 0,
+        "PRODUCT": 1,
+        "MIN": 2,
+        "MAX": 3,
+        "BOR": 7,
+        "BAND": 8,
+        "BXOR": 9,
+        "AVG": 10,
+    }
+    assert {op.name: op.value for op in ReduceOp} == numbers
+    for op in ReduceOp:
+        assert op.torch == getattr(dist.ReduceOp, op.name)
+
+
+@pytest.mark.parametrize("dtype", REDUCED, ids=str)
+def test_the_local_reduction_is_right(dtype: torch.dtype) -> None:
+    parts = [values(rank, (4, 3), dtype) for rank in range(3)]
+    for op in ReduceOp:
+        if op not in ops_for(dtype):
+            with pytest.raises(TypeError, match=r"AVG|BOR|BAND|BXOR|MIN|MAX"):
+                check_reduction(op, dtype)
+            continue
+        check_reduction(op, dtype)
+        output = torch.empty_like(parts[0])
+        reduce_in_rank_order(parts, op, output)
+        same(output, reduced(parts, op))
+    if dtype is torch.float16:  # accumulated in float32
+        parts = [torch.tensor([value], dtype=dtype) for value in (6e4, 6e4, -6e4)]
+        output = torch.empty_like(parts[0])
+        reduce_in_rank_order(parts, ReduceOp.SUM, output)
+        assert output.item() == 6e4
+
+
+def test_reductions_that_cannot_be_are_refused() -> None:
+    for dtype in (torch.uint64, torch.float8_e4m3fn, torch.complex32):
+        with pytest.raises(TypeError, match="not reduced"):
+            check_reduction(ReduceOp.SUM, dtype)
+    with pytest.raises(TypeError, match=r"must be a coordinator\.ReduceOp, not 0"):
+        check_reduction(0, torch.float32)

@@ -1,14 +1,18 @@
-"""What ranks write down of their operations: all verbs, by the short way and by the long one."""
+"""The flight recorder of operations, its clock, and the ranges of a profiler."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
 import signal
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from device_comm import Backend, Capabilities, Communicator, Identity
 from device_comm.call_number import VERBS
@@ -23,16 +27,19 @@ from shm_broadcast import (
     PeerLostError,
     layout,
 )
+from tests.device_comm.cuda.fake_library import COMPILER, compile_library
 from tests.device_comm.shm_ranks import make_comm
+from tests.pages.blocks import block_of
 from tests.patience import until
 from tests.ranks import run_ranks
 from tests.shm_broadcast.queues import Running
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Callable
 
     from device_comm import Operation
     from shm_broadcast.state.flight_recorder import OperationRecord
+
 
 N = 2
 FLOATS = 6
@@ -46,31 +53,26 @@ def test_the_codes_are_those_of_the_extension() -> None:
     assert DTYPE_CODES[torch.float32] == layout.DTYPE_NAMES.index("float32") == 3
 
 
-def every_verb(rank: int, comm: Communicator) -> None:
-    """Each verb that the short way has, twice: it takes transfers only when there is a pipe."""
+def call_every_verb(rank: int, n: int, board: BoardHandle, path: str, fast: list[bool]) -> None:
+    """Each verb of the fast path, twice: it takes transfers only when there is a pipe."""
     x, one = torch.ones(FLOATS), torch.ones(3)
-    for _ in range(2):
-        comm.all_reduce_(x)
-        comm.all_gather(x)
-        comm.reduce_scatter(x)
-        comm.all_to_all(x)
-        comm.broadcast_(x, src=1)
-        comm.reduce(x, dst=1)
-        comm.gather(x, dst=1)
-        comm.scatter(x if rank == 1 else None, src=1, out=None if rank == 1 else one)
-        comm.barrier()
-        comm.send(x, 1) if rank == 0 else comm.recv(out=x, src=0)
-        comm.recv(out=one, src=1) if rank == 0 else comm.send(one, 0)
+    with make_comm(rank, board, path, fast_path=fast[rank]) as comm:
+        for _ in range(2):
+            comm.all_reduce_(x)
+            for verb in (comm.all_gather, comm.reduce_scatter, comm.all_to_all):
+                verb(x)
+            comm.broadcast_(x, src=1)
+            comm.reduce(x, dst=1)
+            comm.gather(x, dst=1)
+            comm.scatter(x if rank == 1 else None, src=1, out=None if rank == 1 else one)
+            comm.barrier()
+            comm.send(x, 1) if rank == 0 else comm.recv(out=x, src=0)
+            comm.recv(out=one, src=1) if rank == 0 else comm.send(one, 0)
 
 
 EXPECTED = [
-    ("all_reduce", BYTES, None),
-    ("all_gather", BYTES, None),
-    ("reduce_scatter", BYTES, None),
-    ("all_to_all", BYTES, None),
-    ("broadcast", BYTES, 1),
-    ("reduce", BYTES, 1),
-    ("gather", BYTES, 1),
+    *((verb, BYTES, None) for verb in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")),
+    *((verb, BYTES, 1) for verb in ("broadcast", "reduce", "gather")),
     ("scatter", (12, BYTES), 1),
     ("barrier", 0, None),
     (("send", "recv"), BYTES, (1, 0)),
@@ -78,13 +80,8 @@ EXPECTED = [
 ]
 
 
-def call_every_verb(rank: int, n: int, board: BoardHandle, path: str, fast: list[bool]) -> None:
-    with make_comm(rank, board, path, fast_path=fast[rank]) as comm:
-        every_verb(rank, comm)
-
-
 @pytest.mark.parametrize("fast", [[True, True], [False, False], [True, False]])
-def test_every_verb_is_written_down(fast: list[bool], tmp_path: Path) -> None:
+def test_every_verb_is_recorded(fast: list[bool], tmp_path: Path) -> None:
     with Board.create(N, None) as board:
         run_ranks(N, call_every_verb, board.handle(), str(tmp_path / "group"), fast)
         for rank in range(N):
@@ -110,7 +107,6 @@ def test_every_verb_is_written_down(fast: list[bool], tmp_path: Path) -> None:
 def overlapping(
     mine: tuple[OperationRecord, ...], theirs: tuple[OperationRecord, ...]
 ) -> list[OperationRecord]:
-    """My all-reduces that overlap in time with the other rank's of the same number."""
     other = {each.number: each for each in theirs if each.verb == "all_reduce"}
     return [
         each
@@ -155,7 +151,7 @@ def go_on_by_itself(rank: int, n: int, board: BoardHandle, path: str) -> None:
         comm.barrier()
 
 
-def test_what_goes_on_in_the_background_ends_there(tmp_path: Path) -> None:
+def test_background_operations_are_recorded_until_they_end(tmp_path: Path) -> None:
     """Nobody waits for the first two, nor for the send."""
     with Board.create(N, None) as board:
         run_ranks(N, go_on_by_itself, board.handle(), str(tmp_path / "group"))
@@ -166,6 +162,13 @@ def test_what_goes_on_in_the_background_ends_there(tmp_path: Path) -> None:
             assert {each.outcome for each in past} == {"done"}
             numbers = [each.number for each in past if each.verb != ("send", "recv")[rank]]
             assert numbers == [1, 2, 3, 4, 5]
+
+
+OUTCOMES: dict[str, tuple[str | None, ...]] = {
+    "late": ("timed out", None),
+    "divergent": ("diverged", "diverged"),
+    "lost": ("peer lost", None),
+}
 
 
 def fail(rank: int, n: int, board: BoardHandle, path: str, how: str, fast: bool) -> None:
@@ -190,20 +193,11 @@ def fail(rank: int, n: int, board: BoardHandle, path: str, how: str, fast: bool)
 
 
 @pytest.mark.parametrize("fast", [True, False])
-@pytest.mark.parametrize(
-    ("how", "outcomes"),
-    [
-        ("late", ("timed out", None)),
-        ("divergent", ("diverged", "diverged")),
-        ("lost", ("peer lost", None)),
-    ],
-)
-def test_what_fails_says_how(
-    how: str, outcomes: tuple[str | None, ...], fast: bool, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("how", OUTCOMES)
+def test_a_failed_operation_has_its_outcome(how: str, fast: bool, tmp_path: Path) -> None:
     with Board.create(N, None) as board:
         run_ranks(N, fail, board.handle(), str(tmp_path / "group"), how, fast, may_die=[1])
-        for rank, outcome in enumerate(outcomes):
+        for rank, outcome in enumerate(OUTCOMES[how]):
             past = board.recorded(rank)
             assert past[0].outcome == "done"
             assert [each.outcome for each in past[1:]] == ([outcome] if outcome else [])
@@ -235,13 +229,6 @@ def test_the_parent_reads_what_a_killed_rank_was_in(fast: bool, tmp_path: Path) 
 
 
 class Broken(Backend):
-    """Rank 0 of two, whose operations raise."""
-
-    def __init__(self, board: Board) -> None:
-        super().__init__(
-            Identity.of(0, 2, name="tp", watch=board), Capabilities("broken", ALL_VERBS)
-        )
-
     def start(self, operation: Operation) -> None:
         del operation
         raise KeyboardInterrupt
@@ -249,7 +236,121 @@ class Broken(Backend):
 
 def test_an_interrupted_operation_has_failed() -> None:
     with Board.create(2, 0) as board:
+        identity = Identity.of(0, 2, name="tp", watch=board)
         with pytest.raises(KeyboardInterrupt):
-            Communicator(Broken(board)).all_reduce(torch.ones(3))
+            Communicator(Broken(identity, Capabilities("broken", ALL_VERBS))).all_reduce(
+                torch.ones(3)
+            )
         (past,) = board.recorded(0)
         assert (past.verb, past.outcome) == ("all_reduce", "failed")
+
+
+# --- Ranges of a profiler ------------------------------------------------------------------------
+
+
+def use(comm: Communicator) -> list[torch.Tensor]:
+    x = torch.arange(1024.0) + comm.rank
+    reduced = [comm.all_reduce(x), comm.all_reduce_(x.clone()), comm.all_reduce(x.view(32, 32).T)]
+    begun = comm.all_gather(x, async_op=True)
+    if comm.rank == 0:
+        comm.send(x, 1)
+    else:
+        reduced.append(comm.recv(1024, torch.float32, 0))
+    comm.barrier()
+    return [*reduced, begun.wait()]
+
+
+def profiled(rank: int, n: int, board: BoardHandle, path: str) -> dict[str, int]:
+    with make_comm(rank, board, path) as comm:
+        plain = use(comm)
+        with profile(activities=[ProfilerActivity.CPU]) as recorded:
+            shown = use(comm)
+        assert all(torch.equal(a, b) for a, b in zip(plain, shown, strict=True))
+        again = use(comm)
+        assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+    counts = {each.key: each.count for each in recorded.key_averages()}
+    return {key: count for key, count in counts.items() if key.startswith("group-coordinator")}
+
+
+def test_each_operation_is_a_range(tmp_path: Path) -> None:
+    documented = {*block_of("docs/debugging.md", "group-coordinator all_reduce tp").splitlines()}
+    with Board.create(N, None) as board:
+        counts = run_ranks(N, profiled, board.handle(), str(tmp_path / "group"))
+        for rank, ranges in enumerate(counts):
+            assert ranges == {
+                "group-coordinator all_reduce tp 4096 B": 3,
+                "group-coordinator all_gather tp 4096 B": 1,
+                f"group-coordinator {('send', 'recv')[rank]} tp 4096 B": 1,
+                "group-coordinator barrier tp 0 B": 1,
+            }
+            assert documented <= ranges.keys()
+            past = board.recorded(rank)
+            assert len(past) == 3 * 6
+            assert {each.outcome for each in past} == {"done"}
+
+
+# --- The clock that reads the processor's counter, with both of them made up ---------------------
+
+ROOT = Path(__file__).parents[2]
+SOURCE = """
+#include "atomics.h"
+static uint64_t the_ns, the_ticks, slow;
+static uint64_t read_clock(void) {
+    uint64_t now = the_ns;
+    uint64_t ticks = slow;
+    slow = ticks ? 40 : 0;
+    the_ticks += ticks;
+    the_ns += ticks / 2;
+    return now;
+}
+#define gc_now_ns() read_clock()
+#define __builtin_ia32_rdtsc() the_ticks
+#include "pace.h"
+static gc_pace pace;
+uint64_t read_pace(uint64_t ns, uint64_t ticks, uint64_t first) {
+    the_ns = ns;
+    the_ticks = ticks;
+    slow = first;
+    return gc_pace_now(&pace);
+}
+"""
+SECOND, MS = 1_000_000_000, 1_000_000
+HOUR = 3600 * SECOND
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Callable[[int, int, int], int]:
+    """Reads the clock at a time in ns and in ticks; its first reading takes some ticks more."""
+    if COMPILER is None or platform.machine() != "x86_64":
+        pytest.skip("no C compiler, or no such counter")
+    source = tmp_path / "pace.c"
+    source.write_text(SOURCE)
+    headers = [f"-I{ROOT / floor / 'native'}" for floor in ("shm_broadcast", "device_comm")]
+    path = compile_library(source, tmp_path / "pace.so", "-std=gnu11", "-D_GNU_SOURCE", *headers)
+    function = ctypes.CDLL(path).read_pace
+    function.argtypes, function.restype = [ctypes.c_uint64] * 3, ctypes.c_uint64
+    return cast("Callable[[int, int, int], int]", function)
+
+
+@pytest.mark.parametrize("jump", [HOUR, 6 * SECOND, -HOUR])
+def test_the_clock_goes_on_when_its_counter_jumps(
+    jump: int, read: Callable[[int, int, int], int]
+) -> None:
+    """As when a virtual machine was suspended."""
+    begin, ticks = 5 * SECOND, 10 * HOUR
+    for after in range(0, 100 * MS, MS // 2):
+        jumped = jump if after >= 45 * MS else 0
+        now = read(begin + after, ticks + 2 * after + jumped, 0)
+        assert abs(now - begin - after) <= MS
+
+
+@pytest.mark.parametrize("slow", [60, 900, 1500])
+def test_a_slow_reading_does_not_shift_the_clock(
+    slow: int, read: Callable[[int, int, int], int]
+) -> None:
+    """As behind a switch of processes, when nothing of the clock is in the caches."""
+    begin, ticks = 5 * SECOND, 10 * HOUR
+    steps = range(0, 100 * MS, MS // 5)
+    off = [read(begin + after, ticks + 2 * after, slow) - begin - after for after in steps]
+    # Half of what each further reading takes: 40 ticks of half a ns.
+    assert min(off) >= -10

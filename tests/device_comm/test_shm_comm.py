@@ -1,26 +1,27 @@
-"""The table over `ShmBackend`, with the C extension and without; who touches its memory first."""
+"""The table over shared memory, on the fast path and the slow one; random operations."""
 
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import pytest
-import torch
 
 from device_comm.shm.layout import RANK_PRESENT, GroupLayout
+from shm_broadcast import Board, BoardHandle
+from shm_broadcast.executor import ProgressEngine
 from shm_broadcast.segment import Segment
-from tests.device_comm.cases_move import move_cases
-from tests.device_comm.cases_named import named_cases
-from tests.device_comm.cases_reduce import reduce_cases
 from tests.device_comm.shm_ranks import make_comm, shm_of
-from tests.device_comm.suite import check_table, run_table
+from tests.device_comm.soak import draw, run
+from tests.device_comm.suite import check_table
 from tests.device_comm.whole_table import run_whole_table
 from tests.ranks import NEW_BOARD, run_ranks
 
 if TYPE_CHECKING:
-    from shm_broadcast import BoardHandle
+    from device_comm import Communicator
+
 
 FAST = {"fast": [True] * 4, "slow": [False] * 4, "mixed": [True, False, True, False]}
 
@@ -36,20 +37,6 @@ def table(rank: int, n: int, path: str, board: BoardHandle, fast: list[bool]) ->
 )
 def test_table(n: int, fast: str, store_path: str) -> None:
     check_table(run_ranks(n, table, store_path, NEW_BOARD, FAST[fast]))
-
-
-def subgroup_table(rank: int, n: int, path: str, board: BoardHandle) -> dict[str, str]:
-    grid = [[1, 3], [2, 0]]
-    index = next(index for index, ranks in enumerate(grid) if rank in ranks)
-    with make_comm(rank, board, f"{path}{index}", members=grid[index]) as comm:
-        assert comm.rank == grid[index].index(rank)
-        failures = run_table(comm, reduce_cases, [torch.float32, torch.int64])
-        failures |= run_table(comm, move_cases, [torch.int64])
-        return failures | run_table(comm, named_cases)
-
-
-def test_table_on_groups_that_do_not_start_at_rank_0(store_path: str) -> None:
-    check_table(run_ranks(4, subgroup_table, store_path, NEW_BOARD))
 
 
 def touches(rank: int, n: int, path: str, board: BoardHandle) -> list[tuple[str, Any]]:
@@ -87,3 +74,40 @@ def test_every_rank_touches_its_slots_first(store_path: str) -> None:
         settled = [("settles", slot) for slot in group.written_by(rank)]
         made: list[tuple[str, Any]] = [("maps", [])] if rank == 0 else []
         assert events == [*made, *settled, ("maps", [1, 1, 1])]
+
+
+# --- Random operations of several groups ---------------------------------------------------------
+
+GROUPS = {2: [[0, 1], [1, 0]], 4: [[0, 1, 2, 3], [0, 2], [3, 1], [2, 0, 3]]}
+
+
+def make_groups(
+    stack: ExitStack, rank: int, n: int, watch: Board, path: str, progress: ProgressEngine
+) -> tuple[list[Communicator | None], list[int]]:
+    """This rank's end of each group of `GROUPS`, None where it is no member; and their sizes."""
+    comms: list[Communicator | None] = []
+    for index, members in enumerate(GROUPS[n]):
+        options = {"members": members, "name": f"group {index}", "timeout": 60}
+        made = rank in members and make_comm(
+            rank, watch, f"{path}{index}", progress=progress, **options
+        )
+        comms.append(stack.enter_context(made) if made else None)
+    return comms, [len(members) for members in GROUPS[n]]
+
+
+def soak(rank: int, n: int, path: str, board: BoardHandle, count: int, seed: int) -> int:
+    with ExitStack() as stack:
+        watch = stack.enter_context(Board.attach(board, rank))
+        progress = ProgressEngine(watch)
+        stack.callback(progress.close)
+        comms, sizes = make_groups(stack, rank, n, watch, path, progress)
+        done = run(draw(seed, count, sizes), comms)
+        comms[0].barrier()  # no rank closes what others still read
+        return done
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize(("n", "count"), [(2, 4_000), (4, 4_000)])
+def test_random_operations(n: int, count: int, store_path: str) -> None:
+    done = run_ranks(n, soak, store_path, NEW_BOARD, count, 7, timeout=200)
+    assert done[0] > count / 3

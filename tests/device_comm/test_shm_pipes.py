@@ -15,7 +15,6 @@ from device_comm.shm.channel import (
     KEPT_ROOM,
     OVERFLOW_KEPT_BYTES,
     PIECE_BYTES,
-    RESERVED_BYTES,
     RING_BYTES,
     SMALL_BYTES,
     OverflowPool,
@@ -32,14 +31,14 @@ from shm_broadcast import (
     Segment,
     SharedMemoryError,
 )
-from tests.calls import in_call
-from tests.device_comm.shm_ranks import make_comm, shm_of
+from tests.device_comm.shm_ranks import make_comm, on_comms, on_ranks, shm_of
 from tests.forked import in_a_child
-from tests.ranks import NEW_BOARD, run_ranks
 from tests.shm_broadcast.leaks import no_descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from device_comm import Communicator
 
 N = 2
 
@@ -48,28 +47,20 @@ N = 2
 def pipes() -> Iterator[list[PeerPipes]]:
     group = GroupLayout.for_ranks(N)
     with Board.create(N, 0) as board, Segment.create(group.size, "test") as segment:
-        both = [
-            PeerPipes(
-                board,
-                GroupMembership(board, range(N), rank, segment, group),
-                rank,
-                segment,
-                group,
-            )
-            for rank in range(N)
-        ]
+        both = []
+        for rank in range(N):
+            member = GroupMembership(board, range(N), rank, segment, group)
+            both.append(PeerPipes(board, member, rank, segment, group))
         yield both
         for each in both:
             each.close()
 
 
 def send(pipes: list[PeerPipes], x: torch.Tensor) -> SendTask:
-    """Rank 0's task of sending to rank 1."""
     return SendTask(pipes[0], 1, "send", x)
 
 
 def receive(pipes: list[PeerPipes], out: torch.Tensor, operation: str = "recv") -> ReceiveTask:
-    """Rank 1's task of receiving from rank 0."""
     return ReceiveTask(pipes[1], 0, operation, (out,))
 
 
@@ -91,7 +82,7 @@ def test_messages_of_every_size_arrive(pipes: list[PeerPipes], size: int) -> Non
         assert torch.equal(out, (torch.arange(size) + turn).to(torch.uint8))
 
 
-def test_a_sender_whose_memory_cannot_be_mapped_for_now_is_not_lost(pipes: list[PeerPipes]) -> None:
+def test_a_message_is_kept_while_its_memory_cannot_be_mapped(pipes: list[PeerPipes]) -> None:
     x = torch.arange(KEPT_ROOM // 8)
     out = torch.zeros_like(x)
     receiving = receive(pipes, out)
@@ -117,93 +108,28 @@ def test_messages_go_on_where_the_ring_ends(pipes: list[PeerPipes]) -> None:
         assert torch.equal(out, x), number
 
 
-def test_a_full_pipe_makes_the_sender_wait(pipes: list[PeerPipes]) -> None:
-    """A number takes a chunk of 64 bytes and 64 bytes of data."""
-    count = RING_BYTES // (2 * HEADER_BYTES)
+@pytest.mark.parametrize("elements", [1, 0])
+def test_a_full_pipe_makes_the_sender_wait(pipes: list[PeerPipes], elements: int) -> None:
+    """A message takes a chunk of 64 bytes, and a number takes 64 bytes of data."""
+    count = RING_BYTES // ((1 + elements) * HEADER_BYTES)
+
+    def message(number: int) -> torch.Tensor:
+        return torch.full((elements,), number)
+
     for number in range(count):
-        assert send(pipes, torch.tensor([number])).advance(0)
-    last = send(pipes, torch.tensor([count]))
+        assert send(pipes, message(number)).advance(0)
+    last = send(pipes, message(count))
     assert not last.advance(0)
     assert not last.ready()
     assert list(last.missing()) == [1]
     for number in range(count + 1):
-        out = torch.zeros(1, dtype=torch.int64)
+        out = message(-1)
         assert receive(pipes, out).advance(0)
-        assert out.item() == number
+        assert torch.equal(out, message(number))
         if number == 0:
             assert last.ready()
             assert last.advance(0)
-
-
-@pytest.mark.parametrize("size", [3, 300_000])
-def test_a_message_of_another_call_is_not_taken(pipes: list[PeerPipes], size: int) -> None:
-    """Small ones are inside chunks, large ones in spills."""
-    with in_call(3):
-        sending = send(pipes, torch.ones(size))
-        while not sending.advance(0):
-            pass
-    out = torch.zeros(size)
-    with in_call(4):
-        receiving = receive(pipes, out)
-    expected = r"send of \d+ bytes of torch.float32 in call 3 where .* recv of .* in call 4"
-    with pytest.raises(DivergenceError, match=expected):
-        receiving.advance(0)
-    assert not out.any()
-    with in_call(3):
-        receiving = receive(pipes, out)
-    assert receiving.advance(0)
-    assert out.all()
-
-
-def test_small_messages_take_no_spill_when_room_comes_late(pipes: list[PeerPipes]) -> None:
-    """Between the look that finds no room and the next one, the receiver makes some."""
-    for number in range(RING_BYTES // (2 * HEADER_BYTES)):
-        assert send(pipes, torch.tensor([number])).advance(0)
-    last, end = send(pipes, torch.tensor([-1])), pipes[0].to(1)
-    mover = end.mover
-    pushed: list[int] = []
-
-    class LateRoom:
-        def push(self, *given: int) -> int:
-            sent = mover.push(*given)
-            if not pushed:
-                receive(pipes, torch.zeros(1, dtype=torch.int64)).advance(0)
-            pushed.append(sent)
-            return sent
-
-    end.mover = LateRoom()
-    assert last.advance(0)
-    assert pushed == [0, 8]
-    assert pipes[0].overflows.size == 0
-
-
-def test_large_messages_leave_room_for_others(pipes: list[PeerPipes]) -> None:
-    """256 of them need no receiver: what does not fit the pipe is in spills, or waits for some."""
-    sent = [torch.full((60_000,), number, dtype=torch.uint8) for number in range(40)]
-    for x in sent:
-        assert send(pipes, x).advance(0)
-    small = torch.arange(20)
-    for number in small.tolist():
-        assert send(pipes, torch.tensor([number])).advance(0)
-    assert RESERVED_BYTES >= (40 + 2 * 20) * HEADER_BYTES
-    for x in sent:
-        out = torch.zeros_like(x)
-        assert receive(pipes, out).advance(0)
-        assert torch.equal(out, x)
-    for number in small.tolist():
-        out = torch.zeros(1, dtype=torch.int64)
-        assert receive(pipes, out).advance(0)
-        assert out.item() == number
-
-
-def test_a_message_of_another_dtype_or_size_is_refused(pipes: list[PeerPipes]) -> None:
-    assert send(pipes, torch.ones(3)).advance(0)
-    for wrong in (torch.zeros(3, dtype=torch.int32), torch.zeros(4)):
-        with pytest.raises(DivergenceError, match=r"send of 12 bytes of torch\.float32"):
-            receive(pipes, wrong, "tp recv").advance(0)
-    out = torch.zeros(3)
-    assert receive(pipes, out).advance(0)
-    assert torch.equal(out, torch.ones(3))
+    assert not receive(pipes, message(-1)).ready()
 
 
 def test_a_message_without_elements_is_not_taken_for_the_next_one(pipes: list[PeerPipes]) -> None:
@@ -223,37 +149,24 @@ def test_a_message_without_elements_is_not_taken_for_the_next_one(pipes: list[Pe
     assert out.all()
 
 
-def test_a_full_pipe_makes_a_message_without_elements_wait(pipes: list[PeerPipes]) -> None:
-    count = RING_BYTES // HEADER_BYTES
-    for _ in range(count):
-        assert send(pipes, torch.ones(0)).advance(0)
-    last = send(pipes, torch.ones(0))
-    assert not last.advance(0)
-    assert not last.ready()
-    assert receive(pipes, torch.ones(0)).advance(0)
-    assert last.ready()
-    assert last.advance(0)
-    for _ in range(count):
-        assert receive(pipes, torch.ones(0)).advance(0)
-    assert not receive(pipes, torch.ones(0)).ready()
-
-
-def test_a_sender_that_closes(pipes: list[PeerPipes]) -> None:
-    out = torch.zeros(3)
-    receiving = receive(pipes, out, "tp recv")
+@pytest.mark.parametrize("found", [True, False])
+def test_a_sender_that_closes_is_named(pipes: list[PeerPipes], found: bool) -> None:
+    """What it sent before can be received if the receiver had found its pipe."""
+    receiving = receive(pipes, torch.zeros(3), "tp recv")
     assert send(pipes, torch.ones(3)).advance(0)
-    assert receiving.ready()
+    assert not found or receiving.ready()
     pipes[0].membership.mark_left()
     pipes[0].close()
-    assert receiving.advance(0), "what was sent can be received"
-    again = receive(pipes, out, "tp recv")
-    assert again.ready()
+    if found:
+        assert receiving.advance(0)
+        receiving = receive(pipes, torch.zeros(3), "tp recv")
+    assert receiving.ready()
     with pytest.raises(GroupClosedError, match="tp recv: rank 0 has closed the group") as caught:
-        again.advance(0)
+        receiving.advance(0)
     assert caught.value.rank == 0
 
 
-def test_a_sender_that_closes_before_it_has_sent(pipes: list[PeerPipes]) -> None:
+def test_a_sender_that_closes_before_it_has_sent_is_named(pipes: list[PeerPipes]) -> None:
     receiving = receive(pipes, torch.zeros(3))
     assert not receiving.advance(0)
     pipes[0].membership.mark_left()
@@ -262,17 +175,7 @@ def test_a_sender_that_closes_before_it_has_sent(pipes: list[PeerPipes]) -> None
         receiving.advance(0)
 
 
-def test_a_sender_that_closes_before_its_pipe_is_found(pipes: list[PeerPipes]) -> None:
-    assert send(pipes, torch.ones(3)).advance(0)
-    pipes[0].membership.mark_left()
-    pipes[0].close()
-    receiving = receive(pipes, torch.zeros(3))
-    assert receiving.ready()
-    with pytest.raises(GroupClosedError, match="recv: rank 0 has closed the group"):
-        receiving.advance(0)
-
-
-def test_a_receiver_that_closes(pipes: list[PeerPipes]) -> None:
+def test_a_receiver_that_closes_is_named(pipes: list[PeerPipes]) -> None:
     while (sending := send(pipes, torch.ones(0))).advance(0):
         pass
     assert not sending.ready()
@@ -283,37 +186,10 @@ def test_a_receiver_that_closes(pipes: list[PeerPipes]) -> None:
     assert not pipes[0].undelivered()
 
 
-def test_spills_are_used_again_and_bounded() -> None:
-    pool = OverflowPool()
-    first = pool.take(KEPT_ROOM, 0)
-    second = pool.take(KEPT_ROOM, 0)
-    assert second is not first
-    first.mark(taken=False)
-    assert pool.take(KEPT_ROOM, 0) is first
-    many = [first, second, *(pool.take(KEPT_ROOM, 0) for _ in range(6))]
-    assert [overflow.kept for overflow in many] == [True] * 4 + [False] * 4
-    for overflow in many:
-        overflow.mark(taken=False)
-    assert pool.take(10, 0).kept
-    pages = 4 * 4096
-    assert pool.size <= OVERFLOW_KEPT_BYTES + pages
-    pool.close()
-    assert pool.size == 0
-
-
-def test_what_was_emptied_is_forgotten_without_another_spill() -> None:
-    pool = OverflowPool()
-    overflows = [pool.take(KEPT_ROOM, 0) for _ in range(8)]
-    for overflow in overflows[:6]:
-        overflow.mark(taken=False)
-    pool.forget()
-    assert [overflow.segment.closed for overflow in overflows] == [False] * 4 + [True] * 2 + [
-        False
-    ] * 2
-    pool.close()
-
-
-def flushed(rank: int, n: int, board: BoardHandle, path: str) -> None:
+@on_ranks(3)
+def test_a_flush_waits_for_receivers_and_frees_spills(
+    rank: int, n: int, path: str, board: BoardHandle
+) -> None:
     large = torch.ones(8 << 20, dtype=torch.uint8)
     with make_comm(rank, board, path) as comm:
         if rank == 0:
@@ -333,10 +209,6 @@ def flushed(rank: int, n: int, board: BoardHandle, path: str) -> None:
         if rank == 0:
             comm.flush(10)
             assert shm_of(comm)._pipes.overflows.size <= OVERFLOW_KEPT_BYTES + 4 * 4096
-
-
-def test_a_flush_waits_for_those_that_have_not_received_and_frees_what_was(store_path: str) -> None:
-    run_ranks(3, flushed, NEW_BOARD, store_path)
 
 
 def test_threads_that_send_to_different_ranks_take_different_spills() -> None:
@@ -366,7 +238,7 @@ def test_threads_that_send_to_different_ranks_take_different_spills() -> None:
     assert problems == []
 
 
-def test_a_message_that_nobody_receives_takes_few_spills(pipes: list[PeerPipes]) -> None:
+def test_a_message_that_no_rank_receives_takes_few_spills(pipes: list[PeerPipes]) -> None:
     x = torch.zeros(64 << 20, dtype=torch.uint8)
     x[::4096] = 7
     assert send(pipes, x).advance(0)
@@ -395,37 +267,29 @@ def test_spills_that_wait_are_bounded(pipes: list[PeerPipes]) -> None:
     assert receive(pipes, torch.empty_like(large)).advance(0)
 
 
-def crossed(rank: int, n: int, path: str, board: BoardHandle) -> list[float]:
-    with make_comm(rank, board, path) as comm:
-        got = []
-        for size in (10, 100_000, 9_000_000):
-            comm.send(torch.full((size,), float(rank + 1)), 1 - rank)
-            got.append(float(comm.recv((size,), torch.float32, 1 - rank).mean()))
-        comm.barrier()
-        return got
+@on_comms(2)
+def test_crossed_blocking_sends_complete(comm: Communicator) -> None:
+    rank = comm.rank
+    for size in (10, 100_000, 9_000_000):
+        comm.send(torch.full((size,), float(rank + 1)), 1 - rank)
+        got = comm.recv((size,), torch.float32, 1 - rank)
+        assert got.min() == got.max() == 2 - rank
+    comm.barrier()
 
 
-def test_crossed_blocking_sends_complete(store_path: str) -> None:
-    assert run_ranks(2, crossed, store_path, NEW_BOARD) == [[2.0] * 3, [1.0] * 3]
-
-
-MORE_THAN_FIT = 2 * RING_BYTES // (2 * HEADER_BYTES) + 3
-
-
-def many_unreceived(rank: int, n: int, path: str, board: BoardHandle) -> int:
-    count = MORE_THAN_FIT
+@on_ranks(2)
+def test_more_messages_than_a_pipe_holds_wait_in_the_background(
+    rank: int, n: int, path: str, board: BoardHandle
+) -> None:
+    count = 2 * RING_BYTES // (2 * HEADER_BYTES) + 3
     with make_comm(rank, board, path) as comm:
         if rank == 0:
             works = [comm.isend(torch.tensor([number]), 1) for number in range(count)]
             comm.barrier()
             for work in works:
                 work.wait()
-            return sum(work.is_completed() for work in works)
-        comm.barrier()
-        got = [int(comm.recv((1,), torch.int64, 0)) for _ in range(count)]
-        assert got == list(range(count))
-        return len(got)
-
-
-def test_more_messages_than_a_pipe_holds_wait_in_the_background(store_path: str) -> None:
-    assert run_ranks(2, many_unreceived, store_path, NEW_BOARD) == [MORE_THAN_FIT] * 2
+            assert all(work.is_completed() for work in works)
+        else:
+            comm.barrier()
+            got = [int(comm.recv((1,), torch.int64, 0)) for _ in range(count)]
+            assert got == list(range(count))

@@ -1,15 +1,21 @@
-"""What `TorchBackend` does when a peer dies, aborts, is late or is wrong."""
+"""What TorchBackend does with deadlines, broken connections, errors before and after torch."""
 
 from __future__ import annotations
 
 import gc
+import math
+import os
 import subprocess
 import sys
 import threading
 import time
 import weakref
-from tempfile import mkdtemp
+from contextlib import ExitStack, nullcontext
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,204 +23,59 @@ import torch.distributed as dist
 
 from device_comm import Communicator, ReduceOp, TorchBackend, torch_backend, torch_waiting, watchdog
 from device_comm.torch_waiting import ErrorTranslator
+from device_comm.watch import LoneWatch
 from shm_broadcast import (
     Board,
     BoardHandle,
     CoordinatorError,
     Deadline,
     GroupAbortedError,
-    GroupClosedError,
     GroupTimeoutError,
+    MemberStatus,
     PeerLostError,
 )
 from shm_broadcast.errors import TransportError
 from tests.commands import run_to_end
-from tests.device_comm.meeting import SOON, die, meet, moment_of_death, wait_twice
+from tests.device_comm.meeting import SOON, meet
+from tests.device_comm.shm_ranks import on_ranks
 from tests.forked import in_a_child
-from tests.patience import NAMED_WITHIN, failure_of, quickest, until
+from tests.patience import failure_of, until
 from tests.ranks import NEW_BOARD, init_gloo, run_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from device_comm.watch import Watch
-
-Verb = str
+    from collections.abc import Callable, Iterable
 
 
-def make(rank: int, n: int, path: str, board: BoardHandle | None) -> Communicator:
+def make(rank: int, n: int, path: str, board: BoardHandle) -> Communicator:
     group = init_gloo(rank, n, path)
-    watch = None if board is None else Board.attach(board, rank)
-    comm = Communicator(TorchBackend(group, "cpu", watch, name="tp", timeout=20))
+    comm = Communicator(
+        TorchBackend(group, "cpu", Board.attach(board, rank), name="tp", timeout=20)
+    )
     comm.barrier()
     meet(rank, n, path)
     return comm
 
 
-def start(comm: Communicator, verb: Verb) -> object:
-    """Begin something that needs every peer, or the next one."""
-    x = torch.ones(comm.world_size, 100_000)
-    calls: dict[str, Callable[[], object]] = {
-        "all_reduce": lambda: comm.all_reduce(x),
-        "product": lambda: comm.all_reduce(x.to(torch.complex64), op=ReduceOp.PRODUCT),
-        "all_gather": lambda: comm.all_gather(x),
-        "all_gatherv": lambda: comm.all_gatherv(x),
-        "reduce_scatter": lambda: comm.reduce_scatter(x, dim=0),
-        "all_to_all": lambda: comm.all_to_all(x),
-        "recv": lambda: comm.recv((5,), torch.float32, comm.world_size - 1),
-        "barrier": lambda: comm.barrier(),
-        "work": lambda: comm.all_reduce(x, async_op=True).wait(),
-        "irecv": lambda: comm.irecv((5,), torch.float32, comm.world_size - 1).wait(),
-    }
-    return calls[verb]()
-
-
-VERBS = [
-    "all_reduce",
-    "product",
-    "all_gather",
-    "all_gatherv",
-    "reduce_scatter",
-    "all_to_all",
-    "recv",
-    "barrier",
-    "work",
-    "irecv",
-]
-
-
-def last_is_killed(
-    rank: int, n: int, path: str, board: BoardHandle | None, verb: Verb
-) -> tuple[CoordinatorError, CoordinatorError, float]:
+def one_gives_up(rank: int, n: int, path: str, board: BoardHandle) -> CoordinatorError:
+    """Each receives from the other, the first for a moment only; it is then held up."""
     comm = make(rank, n, path, board)
-    if rank == n - 1:
-        time.sleep(0.3)
-        die(path)
-    error, raised = failure_of(lambda: start(comm, verb))
-    later = failure_of(lambda: comm.all_reduce(torch.ones(1)))[0]
-    return error, later, raised - moment_of_death(path)
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_a_killed_peer_is_named_within_a_second(verb: Verb, tmp_path: Path) -> None:
-    def attempt() -> float:
-        return seconds_until_named(verb, mkdtemp(dir=tmp_path) + "/store")
-
-    assert quickest(attempt, NAMED_WITHIN) < NAMED_WITHIN
-
-
-def seconds_until_named(verb: Verb, path: str) -> float:
-    n = 3
-    *survivors, _ = run_ranks(n, last_is_killed, path, NEW_BOARD, verb, may_die=[n - 1])
-    for error, later, _ in survivors:
-        if isinstance(error, PeerLostError):
-            assert error.rank == n - 1
-        else:
-            assert isinstance(error, GroupAbortedError)
-            assert error.failure.kind == "PeerLostError"
-        assert isinstance(later, GroupAbortedError)
-        assert f"lost rank {n - 1}" in later.failure.message
-    return max(seconds for _, _, seconds in survivors)
-
-
-def test_a_killed_peer_without_a_board(tmp_path: Path) -> None:
-    def attempt() -> float:
-        path = mkdtemp(dir=tmp_path) + "/store"
-        (error, later, seconds), _ = run_ranks(
-            2, last_is_killed, path, None, "all_reduce", may_die=[1]
-        )
-        assert isinstance(error, TransportError)
-        assert error.rank == 1
-        assert isinstance(later, GroupAbortedError)
-        return float(seconds)
-
-    assert quickest(attempt, NAMED_WITHIN) < NAMED_WITHIN
-
-
-def last_aborts(
-    rank: int, n: int, path: str, board: BoardHandle, verb: Verb
-) -> tuple[CoordinatorError, float]:
-    comm = make(rank, n, path, board)
-    if rank == n - 1:
-        time.sleep(0.3)
-        comm.abort(KeyError("the reason"))
-        return failure_of(lambda: start(comm, "all_reduce"))
-    return failure_of(lambda: start(comm, verb))
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_an_abort_frees_whoever_waits(verb: Verb, tmp_path: Path) -> None:
-    def attempt() -> float:
-        path = mkdtemp(dir=tmp_path) + "/store"
-        results = run_ranks(2, last_aborts, path, NEW_BOARD, verb)
-        for error, _ in results:
-            assert isinstance(error, GroupAbortedError)
-            assert (error.failure.rank, error.failure.kind) == (1, "KeyError")
-            assert "the reason" in error.failure.message
-        (_, freed), (_, refused) = results
-        return float(freed - refused)
-
-    assert quickest(attempt, NAMED_WITHIN) < NAMED_WITHIN
-
-
-def last_is_late(
-    rank: int, n: int, path: str, board: BoardHandle | None, verb: Verb
-) -> tuple[CoordinatorError, CoordinatorError | None, float]:
-    comm = make(rank, n, path, board)
-    x = torch.ones(3)
-    over = f"{path}.over"
-    if rank == n - 1:
-        meet(rank, n, over)
-        return failure_of(lambda: comm.all_reduce(x))[0], None, 0.0
-    comm.backend.timeout = 0.3
-    began = time.monotonic()
-    error, raised = failure_of(lambda: start(comm, verb))
-    meet(rank, n, over)
-    return error, failure_of(lambda: comm.all_reduce(x))[0], raised - began
-
-
-@pytest.mark.parametrize("verb", ["all_reduce", "recv"])
-def test_a_deadline_names_the_late_and_ends_the_group(verb: Verb, store_path: str) -> None:
-    first, second = run_ranks(2, last_is_late, store_path, NEW_BOARD, verb)
-    error, later, seconds = first
-    assert isinstance(error, GroupTimeoutError)
-    assert [member.rank for member in error.waiting_for] == [1]
-    assert error.timeout == 0.3
-    assert 0.29 < seconds < SOON
-    for ended in (later, second[0]):
-        assert isinstance(ended, GroupAbortedError)
-        assert ended.failure.rank == 0
-        assert f"tp {verb}: timed out after 0.3 s" in ended.failure.message
-
-
-def held_up_once_ended(watch: Watch) -> None:
-    """Hold this rank up when it is freed from what it waits in, until the group is aborted."""
-    call = watchdog.call_watched
 
     def held_up(*arguments: Any) -> None:
         try:
-            call(*arguments)
+            watchdog.call_watched(*arguments)
         except BaseException:
-            until(lambda: watch.aborted)
+            until(lambda: comm.watch.aborted)
             raise
 
-    vars(torch_backend)["call_watched"] = held_up
-
-
-def one_gives_up(rank: int, n: int, path: str, board: BoardHandle) -> CoordinatorError:
-    """Each receives from the other, the first for a moment only."""
-    comm = make(rank, n, path, board)
     if rank == 0:
-        held_up_once_ended(comm.backend.watch)
-    error, _ = failure_of(
-        lambda: comm.recv((5,), torch.float32, 1 - rank, timeout=20 if rank else 0.3)
-    )
+        vars(torch_backend)["call_watched"] = held_up
+    timeout = 20 if rank else 0.3
+    error, _ = failure_of(lambda: comm.recv((5,), torch.float32, 1 - rank, timeout=timeout))
     meet(rank, n, f"{path}.over")
     return error
 
 
-def test_peers_hear_of_a_deadline_before_the_connections_break(store_path: str) -> None:
+def test_peers_receive_a_deadline_before_connections_break(store_path: str) -> None:
     error, told = run_ranks(2, one_gives_up, store_path, NEW_BOARD)
     assert isinstance(error, GroupTimeoutError), error
     assert error.timeout == 0.3
@@ -223,78 +84,34 @@ def test_peers_hear_of_a_deadline_before_the_connections_break(store_path: str) 
     assert (told.failure.rank, told.failure.kind) == (0, "GroupTimeoutError")
 
 
-def test_a_deadline_without_a_board_breaks_the_connections(store_path: str) -> None:
-    (error, later, seconds), (told, _, _) = run_ranks(
-        2, last_is_late, store_path, None, "all_reduce"
-    )
-    assert isinstance(error, GroupTimeoutError)
-    assert isinstance(later, GroupAbortedError)
-    assert 0.29 < seconds < SOON
-    assert isinstance(told, TransportError)
-    assert told.rank == 0
-
-
-def wait_again(rank: int, n: int, path: str, board: BoardHandle) -> list[float]:
-    return wait_twice(make(rank, n, path, board), path)
-
-
-def test_a_work_can_be_waited_for_again_after_its_deadline(store_path: str) -> None:
-    results = run_ranks(2, wait_again, store_path, NEW_BOARD)
-    assert results == [[2, 2, 3, 3, 2, 2], [2, 2, 2, 2]]
-
-
-def wait_for_one_that_left(came: threading.Event) -> None:
-    with Board.create(2, 0) as board:
+@pytest.mark.parametrize("sent", [True, False])
+def test_a_peer_that_has_closed_is_named_unless_it_had_sent(sent: bool) -> None:
+    arrived, began = threading.Event(), time.monotonic()
+    named = pytest.raises(PeerLostError, match=r"recv: rank 1 \(pid \d+\) has closed the group, ")
+    if sent:
+        threading.Timer(0.5, arrived.set).start()
+    with Board.create(2, 0) as board, nullcontext() if sent else named:
         Board.attach(board.handle(), 1).close()
-        boundary = ErrorTranslator(board)
-        boundary.wait(came.is_set, Deadline.after(3 * SOON), "recv", [1], poll=0.01)
-
-
-def test_what_a_peer_sent_before_it_left_may_come_late() -> None:
-    came = threading.Event()
-    threading.Timer(1.0, came.set).start()
-    wait_for_one_that_left(came)
-    assert came.is_set()
-
-
-def test_a_peer_that_left_without_sending_is_named() -> None:
-    began = time.monotonic()
-    with pytest.raises(PeerLostError, match=r"recv: rank 1 \(pid \d+\) has closed the group, "):
-        wait_for_one_that_left(threading.Event())
+        limit = Deadline.after(3 * SOON)
+        ErrorTranslator(board).wait(arrived.is_set, limit, "recv", [1], poll=0.01)
+    assert arrived.is_set() is sent
     assert time.monotonic() - began < 2 * SOON
 
 
-def wrong_on_one(rank: int, n: int, path: str, board: BoardHandle) -> str:
+@on_ranks(2)
+def test_a_wrong_argument_on_one_rank_is_blamed_on_it(
+    rank: int, n: int, path: str, board: BoardHandle
+) -> None:
     comm = make(rank, n, path, board)
     x = torch.ones(4)
     if rank == 1:
         with pytest.raises(ValueError, match="src=2"):
             comm.broadcast(x, src=2)
-        return "raised"
-    error = failure_of(lambda: comm.broadcast(x, src=1, timeout=0.5))[0]
-    assert isinstance(error, GroupTimeoutError)
-    return str(error)
-
-
-def test_a_wrong_argument_on_one_rank_is_blamed_on_it(store_path: str) -> None:
-    said, other = run_ranks(2, wrong_on_one, store_path, NEW_BOARD)
-    assert other == "raised"
-    assert "waiting for rank 1" in said
-    assert "last seen in tp barrier" in said
-
-
-def closed(rank: int, n: int, path: str, board: BoardHandle) -> None:
-    with make(rank, n, path, board) as comm:
-        assert "open" in repr(comm)
-    comm.close()
-    assert comm.closed
-    assert "closed" in repr(comm)
-    with pytest.raises(GroupClosedError):
-        comm.all_reduce(torch.ones(1))
-
-
-def test_close_twice(store_path: str) -> None:
-    run_ranks(2, closed, store_path, NEW_BOARD)
+    else:
+        with pytest.raises(
+            GroupTimeoutError, match=r"(?s)waiting for rank 1.*last seen in tp barrier"
+        ):
+            comm.broadcast(x, src=1, timeout=0.5)
 
 
 def leaves(rank: int, n: int, path: str, board: BoardHandle, fails: bool) -> list[str]:
@@ -320,7 +137,6 @@ def leaves(rank: int, n: int, path: str, board: BoardHandle, fails: bool) -> lis
 
 
 def exchange_messages(rank: int, comm: Communicator) -> None:
-    """Both ways, in the foreground, in the background, and in a series."""
     following = iter([[torch.empty(3)], []])
     for sender in (0, 1):
         if rank == sender:
@@ -334,7 +150,6 @@ def exchange_messages(rank: int, comm: Communicator) -> None:
 
 
 def fail_to_receive(rank: int, comm: Communicator, watch: Board) -> None:
-    """One rank aborts while the other one receives."""
     if rank == 0:
         until(lambda: watch.member_status(1).operation == "tp recv")
         comm.abort("wanted")
@@ -367,7 +182,7 @@ for call in (lambda: comm.all_reduce(torch.ones(1)), lambda: comm.recv((1,), tor
 """
 
 
-def test_what_hangs_does_not_hold_up_the_end_of_the_process(store_path: str) -> None:
+def test_a_call_that_hangs_does_not_delay_the_exit(store_path: str) -> None:
     command = [sys.executable, "-c", _TIMES_OUT_AND_ENDS]
     with subprocess.Popen([*command, "1", store_path], stdin=subprocess.PIPE) as late:
         ended = run_to_end(*command, "0", store_path, timeout=240)
@@ -376,6 +191,7 @@ def test_what_hangs_does_not_hold_up_the_end_of_the_process(store_path: str) -> 
 
 
 def give_up(rank: int, n: int, path: str, board: BoardHandle) -> list[int]:
+    """How many of torch's works are kept after each round, and after one that times out."""
     comm = make(rank, n, path, board)
     kept = []
     for _ in range(3):
@@ -385,36 +201,164 @@ def give_up(rank: int, n: int, path: str, board: BoardHandle) -> list[int]:
     if rank == 0:
         failure_of(lambda: comm.all_reduce(torch.ones(1), timeout=0.2))
         kept.append(len(torch_waiting._kept))
-        in_a_child(nothing_is_kept)
+        in_a_child(lambda: torch_waiting._kept and os._exit(1))
     return kept
 
 
-def nothing_is_kept() -> None:
-    assert torch_waiting._kept == set()
-
-
-def test_torchs_thread_is_not_the_one_that_drops_what_was_given_up(store_path: str) -> None:
-    """It would be ended by Python's end, and end the process: see `under_way`."""
+def test_torchs_thread_does_not_drop_a_work_that_was_given_up(store_path: str) -> None:
+    """Python's end would end that thread, and with it the process: see `under_way`."""
     assert run_ranks(2, give_up, store_path, NEW_BOARD) == [[0, 0, 0, 1], [0, 0, 0]]
 
 
-class Ended:
-    """Stands for torch's handle of a collective."""
-
-    def __init__(self, ended: bool) -> None:
-        self.ended = ended
-
-    def is_completed(self) -> bool:
-        return self.ended
+# --- What cannot begin, and numbers that are none ------------------------------------------------
 
 
-def test_what_has_ended_is_kept_until_others_begin() -> None:
-    first, second, third = Ended(ended=True), Ended(ended=False), Ended(ended=False)
-    try:
-        for work, kept in (first, {first}), (second, {second}), (third, {second, third}):
-            torch_waiting.retain_until_done(work)
-            assert torch_waiting._kept == kept
-    finally:
-        for work in (first, second, third):
-            torch_waiting.release(work)
-    assert torch_waiting._kept == set()
+@on_ranks(2)
+def test_a_series_may_have_tensors_without_elements(
+    rank: int, n: int, path: str, board: BoardHandle
+) -> None:
+    sent = [torch.empty(0), torch.full((2,), 1.0), torch.empty(0), torch.full((2,), 2.0)]
+    with make(rank, n, path, board) as comm:
+        for asynchronous in (True, False):
+            if rank == 0:
+                for x in sent:
+                    comm.send(x, dst=1)
+                continue
+            received = [torch.zeros_like(x) for x in sent]
+            parts = iter([received[:2], received[2:3], received[3:], []])
+            if asynchronous:
+                comm.irecv_series(partial(next, parts), 0).wait(30)
+            else:
+                for x in received:
+                    comm.recv(out=x, src=0, timeout=30)
+            assert [x.tolist() for x in received] == [x.tolist() for x in sent]
+        comm.barrier()
+
+
+CANNOT_BEGIN = {
+    "all_reduce": ("transport_reduction", MemoryError),
+    "broadcast": ("as_transport_dtype", RuntimeError),
+    "all_gather": ("as_transport_dtype", RuntimeError),
+    "send": ("as_transport_dtype", RuntimeError),
+    "isend": ("as_transport_dtype", MemoryError),
+    "irecv": ("as_transport_dtype", RuntimeError),
+}
+"""Verbs, and what fails in them before torch is called: no error of a connection."""
+
+
+def fails_to_begin(rank: int, n: int, path: str, boards: list[BoardHandle]) -> None:
+    """Rank 1 cannot begin a verb; what it does next is no answer to what rank 0 has begun."""
+    init_gloo(rank, n, path)
+    x = torch.ones(4, dtype=torch.bfloat16)
+    for board, (verb, (place, error)) in zip(boards, CANNOT_BEGIN.items(), strict=True):
+        group = dist.new_group([0, 1])
+        with Communicator(TorchBackend(group, "cpu", Board.attach(board, rank))) as comm:
+            comm.barrier()
+            out_of_it = Path(f"{path}-{verb}")
+            if rank == 1:
+                until(out_of_it.exists)  # what ends the group may overtake what else was sent
+                call: Any = getattr(comm, verb)
+                how = {"out": x} if verb == "irecv" else {"x": x}
+                failing = Mock(side_effect=error("no room"))
+                with (
+                    mock.patch(f"device_comm.torch_backend.{place}", failing),
+                    pytest.raises(error, match="no room"),
+                ):
+                    call(**how)
+            else:
+                out_of_it.touch()
+                reported = f"rank 1 reported: {error.__name__}: no room"
+                with pytest.raises(GroupAbortedError, match=reported):
+                    comm.all_reduce(x)
+            with pytest.raises(GroupAbortedError, match="no room"):
+                comm.all_reduce(x)
+
+
+def test_a_rank_that_cannot_begin_ends_the_group(store_path: str) -> None:
+    with ExitStack() as closing:
+        boards = [closing.enter_context(Board.create(2, None)) for _ in CANNOT_BEGIN]
+        run_ranks(2, fails_to_begin, store_path, [board.handle() for board in boards])
+
+
+@on_ranks(3)
+def test_nan_stays_nan_whichever_rank_has_it(
+    rank: int, n: int, path: str, board: BoardHandle
+) -> None:
+    nan = math.nan
+    with Communicator(TorchBackend(init_gloo(rank, n, path))) as comm:
+        for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+            x = torch.tensor([[nan, 1, 2, 4], [1, nan, 3, 4], [1, 1, nan, 5]][rank], dtype=dtype)
+            largest = comm.all_reduce(x, op=ReduceOp.MAX)
+            assert largest.isnan().tolist() == [True, True, True, False]
+            assert largest[3] == 5
+            least = comm.reduce(x, op=ReduceOp.MIN, dst=0)
+            if least is not None:
+                assert least.isnan().tolist() == [True, True, True, False]
+                assert least[3] == 4
+
+
+# --- The cause of a broken connection ------------------------------------------------------------
+
+LOST = PeerLostError("tp recv", MemberStatus(1, 4, "lost"))
+BROKE = RuntimeError("Connection closed by peer\nand a trace")
+
+
+def translated(watch: SlowNews, timeout: float) -> Exception:
+    return ErrorTranslator(watch).translate(BROKE, "tp recv", [1], Deadline.after(timeout))
+
+
+class SlowNews(LoneWatch):
+    """Knows after so many looks that a peer was lost, or that none was."""
+
+    def __init__(self, lost_at: float, known_at: float) -> None:
+        super().__init__(0)
+        self.looks = 0
+        self._lost_at = lost_at
+        self._known_at = known_at
+
+    def suspect(self, members: Iterable[int]) -> Callable[[], bool]:
+        assert list(members) == [1]
+        return lambda: self.looks >= self._known_at
+
+    def wait(self, ready: Callable[[], bool], deadline: Deadline, *_: object, **__: object) -> None:
+        while not ready():
+            if self.looks >= self._lost_at:
+                raise LOST
+            if deadline.expired:
+                raise GroupTimeoutError("tp recv", deadline.timeout)
+            self.looks += 1
+            time.sleep(0.001)
+
+
+@pytest.mark.parametrize(
+    ("lost_at", "known_at", "timeout"),
+    [(200, 300, 60), (50, 10**9, 0.01)],
+    ids=["however long its news takes", "though the deadline is near"],
+)
+def test_the_cause_of_a_broken_connection_is_waited_for(
+    lost_at: float, known_at: float, timeout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if timeout > 1:
+        monkeypatch.setattr(torch_waiting, "_CAUSE_SECONDS", 0.0)
+    assert translated(SlowNews(lost_at, known_at), timeout) is LOST
+
+
+def test_no_rank_is_blamed_once_all_are_known_to_be_there() -> None:
+    watch = SlowNews(lost_at=10**9, known_at=5)
+    error = translated(watch, timeout=60)
+    assert isinstance(error, TransportError)
+    assert error.rank == 1
+    assert "Connection closed by peer" in str(error)
+    assert "trace" not in str(error)
+    assert watch.looks == 5
+
+
+def test_an_unknown_cause_is_waited_for_until_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_waiting, "_CAUSE_SECONDS", 0.0)
+    began = time.monotonic()
+    error = translated(SlowNews(lost_at=10**9, known_at=10**9), timeout=0.05)
+    assert isinstance(error, TransportError)
+    assert 0.05 <= time.monotonic() - began < 30
+    late = translated(SlowNews(lost_at=10**9, known_at=10**9), timeout=0)
+    assert isinstance(late, GroupTimeoutError)
+    assert late.timeout == 0

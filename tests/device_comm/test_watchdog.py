@@ -1,20 +1,20 @@
-"""The thread that ends calls that block, and work on streams, when a group fails."""
+"""Threads that end what blocks, and that run it; watching a group without a board."""
 
 from __future__ import annotations
 
-import gc
 import os
 import threading
 import time
-import weakref
 from typing import TYPE_CHECKING
+from unittest.mock import Mock
 
 import pytest
 
 from device_comm import LoneWatch
-from device_comm.torch_waiting import ErrorTranslator
+from device_comm.torch_waiting import HELPERS, ErrorTranslator, HelperThreads
 from device_comm.watchdog import WATCHDOG, Issued, StreamWatch, Subject, call_watched
 from shm_broadcast import NEVER, Board, Deadline, GroupAbortedError, GroupTimeoutError
+from tests.device_comm.meeting import SOON
 from tests.patience import until
 from tests.refused_threads import refusing_threads
 from tests.shm_broadcast.members import status_of
@@ -29,8 +29,6 @@ def threads() -> list[threading.Thread]:
 
 
 class Call:
-    """A call that blocks until it is ended."""
-
     def __init__(self) -> None:
         self.ended = threading.Event()
 
@@ -46,36 +44,32 @@ class Call:
         call_watched(self, issued, ErrorTranslator(watch), self.end)
 
 
-def test_an_abort_ends_the_call_and_is_what_it_raises() -> None:
-    watch = LoneWatch(0)
-    threading.Timer(0.1, watch.abort, (KeyError("why"),)).start()
-    with pytest.raises(GroupAbortedError, match="why") as caught:
-        Call().watched(watch)
-    assert isinstance(caught.value.__cause__, RuntimeError)
+@pytest.mark.parametrize(
+    ("end", "raised", "text"),
+    [
+        ("abort", GroupAbortedError, "why"),
+        ("deadline", GroupTimeoutError, r"receiving: timed out after 0\.1 s"),
+        ("by itself", RuntimeError, "ended"),
+        ("unwatched", OSError, "Too many open files"),
+    ],
+)
+def test_a_call_that_blocks_is_ended_and_raises_the_reason(
+    end: str, raised: type[Exception], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch, call = LoneWatch(0), Call()
+    if end == "abort":
+        threading.Timer(0.1, watch.abort, (KeyError("why"),)).start()
+    if end == "by itself":
+        call.ended.set()
+    if end == "unwatched":
+        refuse = Mock(side_effect=OSError(24, "Too many open files"))
+        monkeypatch.setattr(ErrorTranslator, "wait", refuse)
+    with pytest.raises(raised, match=text):
+        call.watched(watch, Deadline.after(0.1) if end == "deadline" else NEVER)
+    assert call.ended.is_set()
 
 
-def test_a_deadline_ends_the_call_and_is_what_it_raises() -> None:
-    with pytest.raises(GroupTimeoutError, match=r"receiving: timed out after 0\.1 s"):
-        Call().watched(LoneWatch(0), Deadline.after(0.1))
-
-
-def test_what_the_call_raises_by_itself_is_left_alone() -> None:
-    call = Call()
-    call.ended.set()
-    with pytest.raises(RuntimeError, match="ended"):
-        call.watched(LoneWatch(0))
-
-
-def test_a_call_that_cannot_be_watched_over_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(24, "Too many open files")
-
-    monkeypatch.setattr(ErrorTranslator, "wait", refuse)
-    with pytest.raises(OSError, match="Too many open files"):
-        Call().watched(LoneWatch(0))
-
-
-def test_one_thread_for_all_calls_that_leaves_when_there_are_none() -> None:
+def test_one_thread_watches_all_calls_and_exits_when_there_are_none() -> None:
     calls, watch = [Call() for _ in range(5)], LoneWatch(0)
     running = [Running(call.watched, watch) for call in calls]
     until(lambda: len(WATCHDOG._subjects) >= 5)
@@ -87,20 +81,6 @@ def test_one_thread_for_all_calls_that_leaves_when_there_are_none() -> None:
     until(lambda: not threads())
     with pytest.raises(GroupAbortedError, match="over"):
         Call().watched(watch)
-
-
-def test_a_call_that_was_ended_leaves_nothing() -> None:
-    watch, call = LoneWatch(0), Call()
-    watch.abort(KeyError("why"))
-    gc.disable()
-    try:
-        with pytest.raises(GroupAbortedError) as caught:
-            call.watched(watch)
-        left = weakref.ref(call)
-        del caught, call
-        until(lambda: left() is None)
-    finally:
-        gc.enable()
 
 
 def test_a_call_that_blocks_is_shown_until_it_ends() -> None:
@@ -119,15 +99,11 @@ def test_a_call_that_blocks_is_shown_until_it_ends() -> None:
 
 
 class Broken(Subject):
-    """Cannot be polled."""
-
     def update(self) -> bool:
         raise MemoryError
 
 
 class Counted(Subject):
-    """Counts its polls."""
-
     polls = 0
 
     def update(self) -> bool:
@@ -188,3 +164,92 @@ def test_a_watch_for_which_there_was_no_thread_gets_one_with_the_next_call() -> 
         watch.follow_replays()
         until(lambda: watch.tick > 0.02)
         watch.close()
+
+
+# --- Threads that run calls that block -----------------------------------------------------------
+
+
+def names() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "blocking-call"]
+
+
+def test_calls_run_side_by_side_and_threads_are_used_again() -> None:
+    until(lambda: not names())
+    helpers = HelperThreads()
+    gate, woken = threading.Event(), threading.Semaphore(0)
+    jobs = [helpers.start(gate.wait, woken.release) for _ in range(3)]
+    assert len(names()) == 3
+    assert not any(job.done for job in jobs)
+    gate.set()
+    for _ in jobs:
+        assert woken.acquire(timeout=10)
+    assert all(job.done and job.error is None for job in jobs)
+    for _ in range(20):
+        helpers.start(int, woken.release)
+        assert woken.acquire(timeout=10)
+    assert len(names()) < 10  # a thread may not be back yet when the next call comes
+
+
+def test_a_forked_child_has_threads_of_its_own() -> None:
+    woken = threading.Event()
+    HELPERS.start(int, woken.set)
+    assert woken.wait(10)
+    until(lambda: HELPERS._free > 0)
+    child = os.fork()
+    if child == 0:
+        woken.clear()
+        HELPERS.start(int, woken.set)
+        os._exit(0 if woken.wait(10) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_call_for_which_there_was_no_thread_is_not_made_in_the_place_of_the_next() -> None:
+    helpers = HelperThreads()
+    made: list[str] = []
+    with refusing_threads("blocking-call"), pytest.raises(RuntimeError, match="new thread"):
+        helpers.start(lambda: made.append("refused"), int)
+    woken = threading.Event()
+    helpers.start(lambda: made.append("next"), woken.set)
+    assert woken.wait(10)
+    assert made == ["next"]
+
+
+# --- Watching alone ------------------------------------------------------------------------------
+
+
+def test_a_ring_wakes() -> None:
+    watch, done = LoneWatch(0), threading.Event()
+
+    def ring() -> None:
+        time.sleep(0.05)
+        done.set()
+        watch.notify(0)
+
+    began = time.monotonic()
+    threading.Thread(target=ring).start()
+    watch.wait(done.is_set, Deadline.after(3 * SOON), "waiting", tuple, poll=3 * SOON)
+    assert time.monotonic() - began < SOON
+
+
+class SilentError(Exception):
+    def __str__(self) -> str:
+        raise ValueError
+
+
+@pytest.mark.parametrize(("error", "text"), [(KeyError("why"), "'why'"), (SilentError(), "")])
+def test_an_abort_ends_waiting_and_the_first_one_counts(error: Exception, text: str) -> None:
+    watch = LoneWatch(2)
+    watch.check("before")
+    assert watch.aborted is None
+    with pytest.raises(GroupTimeoutError, match=r"waiting: timed out after 0\.1 s"):
+        watch.wait(bool, Deadline.after(0.1), "waiting", tuple)
+    threading.Timer(0.05, watch.abort, (error, 3)).start()
+    with pytest.raises(GroupAbortedError) as caught:
+        watch.wait(bool, Deadline.after(3 * SOON), "waiting", tuple)
+    watch.abort("later")
+    failure = caught.value.failure
+    assert watch.aborted == failure
+    assert (failure.rank, failure.kind, failure.culprit) == (2, type(error).__name__, 3)
+    assert text in failure.message
+    with pytest.raises(GroupAbortedError):
+        watch.check("after")

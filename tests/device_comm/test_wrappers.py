@@ -1,15 +1,12 @@
-"""Whatever a backend offers, each wrapper passes on: nothing of its face, of what it can do, or of
-an operation is lost on the way.
-
-The face is not written down here but looked up, so that a member that is added to it and forgotten
-in a wrapper is found.
-"""
+"""Each wrapper passes on all that a backend offers, and adds its own."""
 
 from __future__ import annotations
 
+import gc
 import importlib
 import pkgutil
-from contextlib import contextmanager
+import weakref
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -36,11 +33,14 @@ from device_comm.cuda.nccl.nccl_backend import NcclWindow
 from device_comm.divergence import FingerprintBackend
 from device_comm.selection import Candidate, SelectingBackend, Selection
 from device_comm.shm.signature import signature_with_sizes
-from device_comm.wrappers import HostStaging, OnStream
+from device_comm.wrappers import CudaSideStream, HostStaging, OnStream
 from shm_broadcast import Board, Deadline, DivergenceError, GroupTimeoutError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from device_comm import Pending
+
 
 FACE = {
     name for name, member in vars(Backend).items() if callable(member) and not name.startswith("_")
@@ -63,58 +63,40 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
 
 
 class Told(Backend):
-    """Rank 0 of 2, with an answer of its own to everything; keeps what it is told."""
+    """Rank 0 of 2, with an answer of its own to everything; records each call."""
 
     def __init__(self, capabilities: Capabilities | None = None) -> None:
-        super().__init__(
-            Identity.of(0, 2, name="tp"), capabilities or Capabilities("told", ALL_VERBS)
-        )
+        has = capabilities or Capabilities("told", ALL_VERBS)
+        super().__init__(Identity.of(0, 2, name="tp"), has)
         self.told: list[tuple[Any, ...]] = []
         self.started: list[Operation] = []
-        self.room = torch.empty(0)
         self.pending: Later | None = None
+        self.answers = {
+            "norms": True,
+            "sends_eagerly": True,
+            "empty": torch.empty(0),
+            "explain": Explanation("tp", (), (("the best way", "there is a reason"),)),
+            "graph_capture": nullcontext(),
+        }
 
     def start(self, operation: Operation, *_: object) -> Later | None:
         self.started.append(operation)
         return self.pending
 
-    def flush(self, deadline: Deadline) -> None:
-        self.told.append(("flush", deadline))
 
-    def check(self) -> None:
-        self.told.append(("check",))
+def _recorded(name: str) -> Callable[..., Any]:
+    def method(self: Told, *given: Any) -> Any:
+        self.told.append((name, *given[: len(ARGUMENTS[name])]))
+        return self.answers.get(name)
 
-    def norms(self, x: torch.Tensor, weight: torch.Tensor, *_: object) -> bool:
-        self.told.append(("norms", x, weight))
-        return True
+    return method
 
-    def sends_eagerly(self, peer: int, size: int) -> bool:
-        self.told.append(("sends_eagerly", peer, size))
-        return True
 
-    def empty(self, *given: Any) -> torch.Tensor:
-        self.told.append(("empty", *given))
-        return self.room
-
-    def explain(self) -> Explanation:
-        self.told.append(("explain",))
-        return Explanation("tp", (), (("the best way", "there is a reason"),))
-
-    @contextmanager
-    def graph_capture(self) -> Iterator[None]:
-        self.told.append(("graph_capture",))
-        yield
-
-    def discard(self) -> None:
-        self.told.append(("discard",))
-
-    def close(self) -> None:
-        self.told.append(("close",))
+for _name in ARGUMENTS:
+    setattr(Told, _name, _recorded(_name))
 
 
 class Later:
-    """An operation that is done when it is waited for."""
-
     def __init__(self) -> None:
         self.waited = 0
 
@@ -125,33 +107,36 @@ class Later:
         self.waited += 1
 
 
-class NoStream:
-    """A side stream that is the current one."""
+class Side:
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.done = True
+        self.captures = False
 
     @contextmanager
     def as_current(self) -> Iterator[None]:
+        self.log.append("enter")
         yield
+        self.log.append("leave")
 
     def stream_wait(self) -> None:
-        pass
+        self.log.append("follow")
 
     def mark(self) -> Callable[[], bool]:
-        return lambda: True
+        assert not self.captures, "operation not permitted when stream is capturing"
+        return self._is_done
 
     def is_capturing(self) -> bool:
-        return False
+        return self.captures
 
-
-class Capturing:
-    """Streams of which a capture keeps the order."""
-
-    def capturing(self) -> bool:
-        return True
+    def _is_done(self) -> bool:
+        assert not self.captures, "operation not permitted when stream is capturing"
+        return self.done
 
 
 def in_a_window(inner: Any) -> Backend:
-    """Over what offers as much of an `NcclBackend` as it takes."""
-    inner.streams, inner.register = Capturing(), lambda *_: None
+    inner.streams = SimpleNamespace(capturing=lambda: True)
+    inner.register = lambda *_: None
     inner.after = lambda _: inner.pending
     memory: Any = SimpleNamespace(address=0, size=128)
     return NcclWindow(inner, memory, DEADLINE, lambda *_: torch.zeros(128, dtype=torch.uint8))
@@ -162,21 +147,14 @@ WRAPPERS: dict[type[Backend], Callable[[Any], Backend]] = {
     IpcAlgorithm: lambda inner: IpcAlgorithm(inner, Algorithm.ONE_SHOT),
     FingerprintBackend: lambda inner: FingerprintBackend(inner, Board.create(2, 0), b"token"),
     NcclWindow: in_a_window,
-    OnStream: lambda inner: OnStream(inner, NoStream()),
+    OnStream: lambda inner: OnStream(inner, Side()),
     SelectingBackend: lambda inner: SelectingBackend(Selection([Candidate("told", inner)])),
 }
-
 LENT = {HostStaging, IpcAlgorithm, NcclWindow}
 """These leave what they wrap to its maker to close."""
 
 ANSWERED = {HostStaging: ("empty", "norms")}
 """Its device is not that of what it wraps."""
-
-
-def of_the_project(kind: type) -> set[type]:
-    below: list[type] = kind.__subclasses__()
-    found = {each for each in below if not each.__module__.startswith("tests.")}
-    return found.union(*map(of_the_project, found))
 
 
 def test_members_compare_each_collective_before_it_starts() -> None:
@@ -221,13 +199,19 @@ def test_no_wrapper_is_forgotten_here() -> None:
             engine = module.name.startswith("coordinator.plugins.")  # needs what is not there
             if not engine and not module.name.endswith((".cupy_driver", "_native")):
                 importlib.import_module(module.name)
-    assert of_the_project(Wrapper) | {SelectingBackend} == set(WRAPPERS)
+
+    def below(kind: type) -> set[type]:
+        kinds: list[type] = kind.__subclasses__()
+        found = {each for each in kinds if not each.__module__.startswith("tests.")}
+        return found.union(*map(below, found))
+
+    assert below(Wrapper) | {SelectingBackend} == set(WRAPPERS)
     assert {"start", "fail", "after_fork_in_child"} | set(ARGUMENTS) == FACE
 
 
 @pytest.mark.parametrize("method", sorted(ARGUMENTS))
 @pytest.mark.parametrize("kind", WRAPPERS)
-def test_every_method_reaches_what_is_wrapped(kind: type[Backend], method: str) -> None:
+def test_every_method_reaches_the_wrapped_backend(kind: type[Backend], method: str) -> None:
     inner = Told(Capabilities("told", ALL_VERBS, overlaps=False))
     wrapper = WRAPPERS[kind](inner)
     answer = getattr(wrapper, method)(*ARGUMENTS[method])
@@ -239,24 +223,18 @@ def test_every_method_reaches_what_is_wrapped(kind: type[Backend], method: str) 
     if method == "sends_eagerly":
         assert answer is True
     elif method == "empty":
-        assert (answer is inner.room) is not kept
+        assert (answer is inner.answers["empty"]) is not kept
     elif method == "explain":
         assert ("the best way", "there is a reason") in answer.unavailable
 
 
 @pytest.mark.parametrize("kind", WRAPPERS)
-def test_a_failure_is_told_to_the_group_and_discards_what_is_wrapped(kind: type[Backend]) -> None:
+def test_a_failure_aborts_the_group_and_discards_the_backend(kind: type[Backend]) -> None:
     inner = Told()
     wrapper = WRAPPERS[kind](inner)
     wrapper.fail(GroupTimeoutError("tp barrier", 3))
     assert inner.told == [("discard",)]
     assert inner.watch.aborted is not None
-
-
-@pytest.mark.parametrize("kind", WRAPPERS)
-def test_who_this_is_is_passed_on(kind: type[Backend]) -> None:
-    inner = Told()
-    assert WRAPPERS[kind](inner).identity == inner.identity
 
 
 OWN: dict[type[Backend], dict[str, Any]] = {
@@ -271,7 +249,7 @@ OWN: dict[type[Backend], dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", WRAPPERS)
 @pytest.mark.parametrize("value", [True, False])
-def test_what_is_wrapped_can_do_the_wrapper_can_do(kind: type[Backend], value: bool) -> None:
+def test_a_wrapper_has_the_capabilities_of_its_backend(kind: type[Backend], value: bool) -> None:
     has = Capabilities("told", ALL_VERBS)
     flags = [each.name for each in fields(has) if isinstance(getattr(has, each.name), bool)]
     assert "overlaps" in flags
@@ -281,9 +259,7 @@ def test_what_is_wrapped_can_do_the_wrapper_can_do(kind: type[Backend], value: b
 
 
 def operations() -> list[Operation]:
-    """One of each verb that a wrapper has to pass on as it is, all-to-alls of both kinds, and an
-    all-reduce that all can do.
-    """
+    """One of each verb, all-to-alls of both kinds, and an all-reduce that all wrappers can do."""
     x, y = torch.arange(4.0), torch.zeros(4)
     sizes = {"source_sizes": (1, 3), "output_sizes": (3, 1)}
     plain = [
@@ -317,7 +293,7 @@ def test_an_operation_arrives_as_it_was(kind: type[Backend], operation: Operatio
 
 @pytest.mark.parametrize("background", [True, False])
 @pytest.mark.parametrize("kind", WRAPPERS)
-def test_what_is_under_way_is_waited_for(kind: type[Backend], background: bool) -> None:
+def test_pending_operations_are_waited_for(kind: type[Backend], background: bool) -> None:
     inner = Told()
     inner.pending = Later()
     answer = Communicator(WRAPPERS[kind](inner)).all_reduce(torch.ones(2), async_op=background)
@@ -331,4 +307,86 @@ def test_what_is_under_way_is_waited_for(kind: type[Backend], background: bool) 
 def test_no_wrapper_lets_calls_go_past_it(kind: type[Backend]) -> None:
     inner = Told()
     inner.fast_path = object()
-    assert WRAPPERS[kind](inner).fast_path is None
+    wrapper = WRAPPERS[kind](inner)
+    assert wrapper.fast_path is None
+    assert wrapper.identity == inner.identity
+
+
+# --- Operations on a stream of their own ----------------------------------------------------------
+
+
+class Doubling(Backend):
+    """Two ranks that hold the same: a sum is twice the input, in the order of a stream."""
+
+    def __init__(self, side: Side | None, device: str = "cpu") -> None:
+        has = Capabilities("toy", ALL_VERBS, stream_ordered=True)
+        super().__init__(Identity.of(0, 2, device), has)
+        self._side = side
+
+    def start(self, operation: Operation) -> Pending | None:
+        torch.add(operation.source, operation.source, out=operation.output)
+        if self._side is None:
+            return None
+        self._side.log.append(operation.verb)
+        return InOrder(self._side)
+
+
+class InOrder:
+    def __init__(self, side: Side) -> None:
+        self._side = side
+
+    def ready(self) -> bool:
+        return False
+
+    def wait(self, deadline: Deadline) -> None:  # noqa: ARG002 - the device waits
+        self._side.log.append("wait")
+
+
+def on_stream() -> tuple[Communicator, Side]:
+    side = Side()
+    side.done = False
+    return Communicator(OnStream(Doubling(side), side)), side
+
+
+def test_a_call_is_ordered_with_the_current_stream() -> None:
+    comm, side = on_stream()
+    assert comm.all_reduce(torch.ones(2)).tolist() == [2, 2]
+    assert side.log == ["enter", "all_reduce", "wait", "leave", "follow"]
+    side.log.clear()
+    work = comm.all_reduce(torch.ones(2), async_op=True)
+    assert side.log == ["enter", "all_reduce", "leave"]
+    assert not work.is_completed()
+    assert work.wait().tolist() == [2, 2]
+    assert side.log[3:] == ["enter", "wait", "leave", "follow"]
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_tensors_live_until_the_stream_has_passed(captured: bool) -> None:
+    """In a capture, no event may be recorded or polled."""
+    comm, side = on_stream()
+    comm.all_reduce(torch.ones(2), async_op=True)
+    side.captures, x = captured, torch.ones(2)
+    alive = weakref.ref(x)
+    assert comm.all_reduce(x, async_op=True).wait().tolist() == [2, 2]
+    del x
+    assert comm.all_reduce(torch.ones(2)).tolist() == [2, 2]
+    gc.collect()
+    assert alive() is not None
+    side.captures, side.done = False, True
+    comm.all_reduce(torch.ones(2))
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu() -> None:
+    side: Any = torch.cuda.Stream()
+    comm = Communicator(OnStream(Doubling(None, "cuda"), CudaSideStream(side)))
+    for _ in range(50):
+        x = torch.zeros(1 << 22, device="cuda")
+        torch.cuda._sleep(1_000_000)
+        x += 1
+        y = comm.all_reduce(x)
+        work = comm.all_reduce(x, async_op=True)
+        del x
+        assert (y + work.wait()).eq(4).all().item()

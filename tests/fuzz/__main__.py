@@ -12,8 +12,8 @@ import secrets
 import sys
 import time
 
-from tests.fuzz.faults import KINDS
 from tests.fuzz.fleet import TRANSPORTS
+from tests.fuzz.generate import KINDS
 from tests.fuzz.search import search_layouts, search_programs
 from tests.fuzz.sockets import SOCKETS, search_socket
 

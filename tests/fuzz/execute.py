@@ -19,24 +19,26 @@ from coordinator.hosts import HostTopology, find_nodes
 from coordinator.messages.transport import COPIED_BYTES
 from coordinator.torch_groups import default_store
 from device_comm import Work
-from tests.fuzz.object_verbs import (
+from tests.fuzz.program import groups_of
+from tests.fuzz.verbs import (
     MESSAGES,
     OBJECT_VERBS,
+    Given,
     barrier,
+    call_dispatch,
     call_object_verb,
+    call_tensor_verb,
     receive,
     send,
     sent_bytes,
 )
-from tests.fuzz.program import groups_of
-from tests.fuzz.verbs import Given, call_dispatch, call_tensor_verb
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from coordinator import GroupCoordinator
-    from tests.fuzz.faults import Fault
     from tests.fuzz.fleet import Post
+    from tests.fuzz.generate import Fault
     from tests.fuzz.program import Program, Step
 
 _LAST = 1 << 20
@@ -44,8 +46,6 @@ _LAST = 1 << 20
 
 
 class ProgramRank:
-    """A rank that carries out programs."""
-
     def __init__(self, post: Post) -> None:
         self._groups = {
             name: self._make(post, name, members)
@@ -68,25 +68,17 @@ class ProgramRank:
             return post.make_group(name, members)
 
     def run(self, program: Program, fault: Fault | None) -> str:
-        """Carry out a program; what went wrong first, with where, or ``""``."""
         return Executors(self._groups).run(program, fault)
 
 
 @dataclass
 class Executors:
-    """One rank's way through one program.
-
-    Attributes:
-        groups: by name of their kind, the group that this rank is in.
-    """
-
     groups: Mapping[str, GroupCoordinator]
     _receives: list[tuple[int, GroupCoordinator, Given]] = field(default_factory=list)
     _waits: dict[int, list[Callable[[], None]]] = field(default_factory=lambda: defaultdict(list))
     _received_last: dict[tuple[str, int], int] = field(default_factory=dict)
 
     def run(self, program: Program, fault: Fault | None = None) -> str:
-        """Carry it out; what went wrong first, with where, or ``""``."""
         place: int | str = 0
         me = self.groups["world"].rank
         try:
@@ -147,7 +139,6 @@ class Executors:
             self._receives.append((due, group, given))
 
     def _receive_if(self, wanted: Callable[[int, GroupCoordinator], bool]) -> None:
-        """Receive the messages that are wanted, by when they are due and their group."""
         now = [each for each in self._receives if wanted(*each[:2])]
         self._receives = [each for each in self._receives if each not in now]
         for _, group, given in now:
@@ -156,7 +147,6 @@ class Executors:
 
 
 def begin(group: GroupCoordinator, given: Given) -> tuple[Any, Callable[[Any], None]]:
-    """Call a collective verb; its result or work, and what checks the result."""
     verb = given.step.verb
     if verb in OBJECT_VERBS:
         return call_object_verb(group, given)

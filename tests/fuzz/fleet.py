@@ -1,8 +1,4 @@
-"""Ranks that carry out one example after the other.
-
-Each fleet has a transport: ``shm`` (shared memory), ``python`` (the same without the C extension),
-``torch`` (torch process groups). A fleet in which an example went wrong is ended and made anew.
-"""
+"""Ranks that carry out one example after the other, over shared memory or torch process groups."""
 
 from __future__ import annotations
 
@@ -20,16 +16,14 @@ import psutil
 import torch
 
 from coordinator import GroupCoordinator, StatelessGroupCoordinator
-from tests.fuzz.faults import ENDED, STOPPED_SECONDS
+from tests.fuzz.generate import ENDED, STOPPED_SECONDS
 from tests.patience import NAMED_WITHIN, STALL_SECONDS, until
 from tests.ranks import CONTEXT, init_gloo
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from torch.distributed import Store
-
-    from tests.fuzz.faults import Fault
+    from tests.fuzz.generate import Fault
 
 TRANSPORTS = ("shm", "torch")
 START_SECONDS = 180.0
@@ -40,47 +34,16 @@ FAULT_SECONDS = NAMED_WITHIN + 2 * STALL_SECONDS
 """For all ranks to hear of a fault, each perhaps from one that has just heard of it."""
 
 
-class MakeGroup(Protocol):
-    """How a rank makes a group."""
-
-    def __call__(
-        self,
-        name: str,
-        members: Sequence[Sequence[int]],
-        *,
-        queue: bool = False,
-        store: Store | None = None,
-    ) -> GroupCoordinator:
-        """Make the group of one kind that this rank is in; it is closed with its process.
-
-        Args:
-            name: of the kind.
-            members: of all groups of that kind.
-            queue: whether it gets a queue for broadcasts.
-            store: where a stateless one meets; None: it is not stateless.
-        """
-
-
 @dataclass(frozen=True)
 class Post:
-    """Where a rank stands.
-
-    Attributes:
-        rank: its number.
-        n: how many there are.
-        folder: theirs.
-        make_group: makes the group of one kind that this rank is in.
-    """
-
     rank: int
     n: int
     folder: Path
-    make_group: MakeGroup
+    make_group: Callable[..., GroupCoordinator]
+    """Makes the group of a kind, by its name and all its members, that this rank is in."""
 
 
 class Rank(Protocol):
-    """What a rank does; made in its process."""
-
     def __init__(self, post: Post) -> None: ...
 
     def run(self, example: Any, fault: Fault | None, /) -> str:
@@ -112,7 +75,6 @@ class Fleet:
             raise RuntimeError(f"{n} ranks do not start over {transport}: {told}")
 
     def run(self, example: object, fault: Fault | None) -> dict[int, str]:
-        """Carry out an example, in which something may happen; what went wrong, by rank."""
         seconds = EXAMPLE_SECONDS if fault is None else FAULT_SECONDS
         data = pickle.dumps((example, fault))
         for pipe in self._pipes:
@@ -124,14 +86,12 @@ class Fleet:
         return wrong if fault is None else fault.unjustified(wrong)
 
     def _continue(self, rank: int) -> None:
-        """Wait for a rank to have stopped itself, and for a while longer; then let it go on."""
         process = psutil.Process(self._processes[rank].pid)
         until(lambda: process.status() == psutil.STATUS_STOPPED or self._pipes[rank].poll())
         time.sleep(STOPPED_SECONDS)
         process.resume()
 
     def _answers(self, seconds: float) -> dict[int, str]:
-        """What each rank says, or that it says nothing."""
         found: dict[int, str] = {}
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         while waiting:
@@ -166,20 +126,15 @@ def _serve(
     with ExitStack() as closing:
 
         def make_group(
-            name: str,
-            members: Sequence[Sequence[int]],
-            *,
-            queue: bool = False,
-            store: Store | None = None,
+            name: str, members: Sequence[Sequence[int]], queue: bool = False, store: Any = None
         ) -> GroupCoordinator:
             options = (rank, "gloo", transport != "torch")
             if store is None:
-                made = GroupCoordinator(members, *options, queue, name)
-            else:
-                made = StatelessGroupCoordinator(
-                    members, *options, store, queue, name, global_rank=rank
-                )
-            return closing.enter_context(made)
+                return closing.enter_context(GroupCoordinator(members, *options, queue, name))
+            named = {"global_rank": rank}
+            return closing.enter_context(
+                StatelessGroupCoordinator(members, *options, store, queue, name, **named)
+            )
 
         try:
             init_gloo(rank, n, f"{folder}/store", START_SECONDS)

@@ -1,40 +1,28 @@
 """What a random program is: plain data that every rank reads the same, and a failure prints.
 
-A program is a list of steps, which the members of a step's group carry out in their order. What a
-step begins asynchronously, each member ends at a later place of its own. Inputs are computed from
-the number of the step and the rank, so that every rank knows what every other one gives.
+The members of a step's group carry it out; what it begins asynchronously, each ends at a later
+place of its own. Inputs are computed from the number of the step and the rank.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 
 from device_comm import ReduceOp
-from tests.device_comm.suite import strided
+from tests.device_comm.oracle import strided
 
 LAYOUTS = ("plain", "strided", "offset", "transposed", "expanded")
 
 
 @dataclass(frozen=True)
 class Step:
-    """One verb of one group.
+    """One verb of one group, for its members in their order.
 
-    Attributes:
-        verb: of `tests.fuzz.generate.VERBS`.
-        group: a name of `groups_of`.
-        dtype: of the tensors.
-        shape: of one rank's input, before the verb's sizes are put in.
-        layout: how the input lies in memory.
-        form: how the verb is called, of `tests.fuzz.generate.forms_of`.
-        op: for reductions.
-        root: a rank in the group: the source, destination or sender.
-        peer: the rank in the group that a message goes to; of `dispatch`, not 0 if the members have
-            to ask each other for their sizes.
-        dim: along which is gathered or scattered.
-        sizes: rows by rank, or by pair of ranks.
-        later: by rank in the group, how many steps later what was begun is waited for.
+    ``shape``: of one rank's input, before the verb's sizes are put in; ``sizes``: rows by rank, or
+    by pair of ranks; ``later``: by rank, how many steps later what was begun is waited for;
+    ``peer``: the receiver of a message; if not 0, the members of a `dispatch` exchange their sizes.
     """
 
     verb: str
@@ -50,30 +38,27 @@ class Step:
     sizes: tuple[int, ...] = ()
     later: tuple[int, ...] = ()
 
+    def __str__(self) -> str:
+        told = [
+            f" {each.name}={getattr(self, each.name)}"
+            for each in fields(self)[2:]
+            if getattr(self, each.name) != each.default
+        ]
+        return "".join([self.verb, *told])
+
     @property
     def run_on(self) -> bool:
-        """Whether it is begun only."""
         return self.form.startswith("async")
 
 
 @dataclass(frozen=True)
 class Program:
-    """Steps that ``world_size`` ranks carry out."""
-
     world_size: int
     steps: tuple[Step, ...] = field(default=())
 
     def __str__(self) -> str:
-        defaults = Step("", "")
         lines = [f"{self.world_size} ranks, groups {groups_of(self.world_size)}"]
-        for number, step in enumerate(self.steps):
-            told = [f"{number}: {step.group}.{step.verb}"]
-            told += [
-                f"{name}={value}"
-                for name, value in vars(step).items()
-                if name not in ("verb", "group") and value != getattr(defaults, name)
-            ]
-            lines.append(" ".join(told))
+        lines += [f"{number}: {step.group}.{step}" for number, step in enumerate(self.steps)]
         return "\n".join(lines)
 
 

@@ -11,28 +11,23 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from tests.fuzz.execute import ProgramRank
-from tests.fuzz.faults import struck_programs
 from tests.fuzz.fleet import Fleet
-from tests.fuzz.generate import programs
-from tests.fuzz.moves import moves
-from tests.fuzz.moving import MovingRank
+from tests.fuzz.generate import programs, struck_programs
+from tests.fuzz.moves import MovingRank, moves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from hypothesis.strategies import SearchStrategy
 
-    from tests.fuzz.faults import Fault
     from tests.fuzz.fleet import Rank
+    from tests.fuzz.generate import Fault
 
 T = TypeVar("T")
-
 _ANY_NUMBER = 1_000_000
 
 
 class RanksFailedError(AssertionError):
-    """An example after which some rank does not hold what it has to."""
-
     def __init__(
         self, example: object, fault: Fault | None, transport: str, wrong: dict[int, str]
     ) -> None:
@@ -47,17 +42,7 @@ class _TimeOverError(BaseException):
 def falsify(
     examples: SearchStrategy[T], check: Callable[[T], None], number: int, seconds: float
 ) -> int:
-    """Check one example after the other for so long; how many it were.
-
-    Args:
-        examples: where they come from.
-        check: raises if one is wrong.
-        number: the seed.
-        seconds: for how long to look; what was found is made shorter for as long as it takes.
-
-    Raises:
-        What ``check`` raises of the shortest example that was found to fail.
-    """
+    """Check one example after the other for so long; how many it were."""
     end = 0.0
     count = 0
     failed = False
@@ -95,28 +80,12 @@ def falsify(
 def search_programs(
     n: int, transport: str, number: int, seconds: float, faults: Sequence[str] = ()
 ) -> int:
-    """Run random programs on ``n`` ranks for so long; how many it were.
-
-    Args:
-        n: ranks.
-        transport: of `tests.fuzz.fleet.TRANSPORTS`.
-        number: the seed.
-        seconds: for how long.
-        faults: kinds of `tests.fuzz.faults.KINDS`, one of which befalls each program.
-
-    Raises:
-        RanksFailedError: of the shortest program that was found to fail.
-    """
     plain = st.tuples(programs(n), st.none())
     struck = struck_programs(n, tuple(faults)) if faults else plain
     return _search(ProgramRank, n, transport, struck, number, seconds)
 
 
 def search_layouts(n: int, transport: str, number: int, seconds: float) -> int:
-    """Move random tensors from layout to layout on ``n`` ranks for so long; how many it were.
-
-    The arguments, and what is raised, are those of `search_programs`.
-    """
     examples = st.tuples(moves(n), st.none())
     return _search(MovingRank, n, transport, examples, number, seconds)
 

@@ -11,39 +11,26 @@ import pytest
 from coordinator import GroupCoordinator
 from device_comm import ALL_VERBS
 from tests.fuzz.execute import begin
-from tests.fuzz.faults import KINDS
 from tests.fuzz.fleet import TRANSPORTS
-from tests.fuzz.generate import VERBS, forms_of
-from tests.fuzz.object_verbs import MESSAGES, receive, send
+from tests.fuzz.generate import KINDS, VERBS, forms_of
 from tests.fuzz.program import Step
 from tests.fuzz.search import search_layouts, search_programs
 from tests.fuzz.sockets import SOCKETS, search_socket
-from tests.fuzz.verbs import Given
+from tests.fuzz.verbs import MESSAGES, Given, receive, send
 
 SECONDS = 5.0
 FAULT_SECONDS = 3.0
 SOCKET_SECONDS = 3.0
-
 NO_VERBS = {
     *("from_device_mesh", "from_context", "from_process_group", "make_sibling_device_group"),
     *("start_broadcaster", "create_mq_broadcaster", "create_single_reader_mq_broadcasters"),
-    *(
-        "abort",
-        "check",
-        "close",
-        "destroy",
-        "after_fork_in_child",
-        "explain",
-        "status",
-        "graph_capture",
-    ),
-    *("allocate_combine_input", "exchanging_rows_in", "sharing"),
+    *("abort", "check", "close", "destroy", "after_fork_in_child", "explain", "status"),
+    *("graph_capture", "allocate_combine_input", "exchanging_rows_in", "sharing"),
 }
 """What a group can do besides exchanging something among its members."""
 
 
 def is_composed(name: str) -> bool:
-    """Return whether a tensor verb only calls other verbs."""
     module = inspect.unwrap(getattr(GroupCoordinator, name)).__module__
     return module.startswith("device_comm.verbs.") and name.rstrip("_") not in ALL_VERBS
 
@@ -75,7 +62,7 @@ def test_random_programs_give_what_the_oracle_does(transport: str, n: int) -> No
 
 @pytest.mark.stress
 @pytest.mark.parametrize("fault", KINDS)
-def test_what_befalls_one_rank_is_found_by_all_and_nothing_else_is(fault: str) -> None:
+def test_all_ranks_find_the_fault_of_one_and_no_other(fault: str) -> None:
     number = secrets.randbelow(1 << 32)
     print(f"python -m tests.fuzz --seed {number} --transport shm --ranks 3 --fault {fault}")  # noqa: T201
     assert search_programs(3, "shm", number, FAULT_SECONDS, (fault,)) > 0
@@ -90,7 +77,7 @@ def test_any_layout_goes_to_any_other(n: int) -> None:
 
 
 @pytest.mark.parametrize("kind", SOCKETS)
-def test_whatever_comes_over_a_socket_is_understood_or_refused(kind: str) -> None:
+def test_bytes_from_a_socket_are_understood_or_refused(kind: str) -> None:
     number = secrets.randbelow(1 << 32)
     print(f"python -m tests.fuzz --seed {number} --what {kind}")  # noqa: T201
     assert search_socket(kind, number, SOCKET_SECONDS) > 0

@@ -1,16 +1,16 @@
-"""Every verb over tensors as a step: how it is called, and what it gives, by plain torch."""
+"""Every verb as a step: how it is called, and what it gives, by plain torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from device_comm import ReduceOp
-from tests.device_comm.oracle import reduced, same, values
-from tests.device_comm.suite import strided
+from tests.device_comm.oracle import reduced, same, strided, values
 from tests.fuzz.program import Step, lay_out
 
 if TYPE_CHECKING:
@@ -18,21 +18,14 @@ if TYPE_CHECKING:
 
     from coordinator import GroupCoordinator
 
+
+# --- Verbs over tensors --------------------------------------------------------------------------
+
 _SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class Given:
-    """A step as one of its members sees it.
-
-    Attributes:
-        step: it.
-        number: its place in the program.
-        rank: this member's rank in the group.
-        n: how many members.
-        slicing: the group among which dicts are sliced; None: they are not.
-    """
-
     step: Step
     number: int
     rank: int
@@ -48,17 +41,14 @@ class Given:
         return lay_out(values(giver, shape, step.dtype, self.number), step.layout)
 
     def inputs(self, rows: int | None = None) -> list[Tensor]:
-        """What all members give."""
         return [self.input(rank, rows) for rank in range(self.n)]
 
     @property
     def rows(self) -> int:
-        """Rows of one member's part along ``dim``."""
         return self.step.shape[self.step.dim]
 
     @property
     def sizes(self) -> list[int]:
-        """Rows of each member."""
         return list(self.step.sizes[: self.n])
 
     def at_root(self, value: Any) -> Any:
@@ -68,15 +58,6 @@ class Given:
 
 @dataclass(frozen=True)
 class Case:
-    """What a member has to do, and what comes of it.
-
-    Attributes:
-        argument: the first one of the verb.
-        options: the others.
-        expected: its result.
-        in_place: the first argument of the in-place form, where that is another one.
-    """
-
     argument: Any
     options: Mapping[str, Any]
     expected: Any
@@ -84,7 +65,6 @@ class Case:
 
 
 def joined(parts: list[Tensor], dim: int) -> Tensor:
-    """torch.cat of any dtype."""
     dtype = parts[0].dtype
     if dtype.is_complex:
         return torch.cat(parts, dim)
@@ -116,8 +96,9 @@ def all_gather(given: Given) -> Case:
 
 def all_gatherv(given: Given) -> Case:
     dim = given.step.dim
-    parts = [given.input(rank, rows) for rank, rows in enumerate(given.sizes)]
-    return Case(parts[given.rank], {"dim": dim, "sizes": given.sizes}, joined(parts, dim))
+    sizes = given.sizes or [given.rows] * given.n
+    parts = [given.input(rank, rows) for rank, rows in enumerate(sizes)]
+    return Case(parts[given.rank], {"dim": dim, "sizes": given.sizes or None}, joined(parts, dim))
 
 
 def reduce_scatter(given: Given) -> Case:
@@ -128,10 +109,11 @@ def reduce_scatter(given: Given) -> Case:
 
 
 def reduce_scatterv(given: Given) -> Case:
-    step, sizes = given.step, given.sizes
+    step, sizes = given.step, given.sizes or [given.rows] * given.n
     parts = given.inputs(sum(sizes))
     mine = reduced(parts, step.op).split(sizes, step.dim)[given.rank]
-    return Case(parts[given.rank], {"dim": step.dim, "op": step.op, "sizes": sizes}, mine)
+    options = {"dim": step.dim, "op": step.op, "sizes": given.sizes or None}
+    return Case(parts[given.rank], options, mine)
 
 
 def combine(given: Given) -> Case:
@@ -204,14 +186,16 @@ WITH_FORMS: Mapping[str, Sequence[str]] = {
     verb: _FORMS.get(verb, (*_OUT_OF_PLACE, "in_place", "async_in_place")) for verb in TENSOR_VERBS
 }
 """How each verb over tensors may be called."""
+
 REDUCTIONS = frozenset({verb for verb in TENSOR_VERBS if "reduce" in verb} | {"combine"})
 WITHOUT_DIM = frozenset({verb for verb in TENSOR_VERBS if "all_reduce" in verb})
+
+
 WITHOUT_DIM |= {"broadcast", "reduce"}
 """The verbs that take tensors without dimensions, too."""
 
 
 def call_tensor_verb(group: GroupCoordinator, given: Given) -> tuple[Any, Callable[[Any], None]]:
-    """Call a verb over tensors; its result or work, and what checks the result."""
     step = given.step
     case = TENSOR_VERBS[step.verb](given)
     x, expected = case.argument, case.expected
@@ -221,12 +205,16 @@ def call_tensor_verb(group: GroupCoordinator, given: Given) -> tuple[Any, Callab
         options["async_op"] = True
     if step.form.endswith("in_place"):
         x = x if case.in_place is None else case.in_place
-        x = x.clone(memory_format=torch.contiguous_format)
-        return getattr(group, f"{name}_")(x, **options), lambda found: _check(found, expected)
+        gaps = step.layout == "strided"
+        x = _on(group, strided(x) if gaps else x.clone(memory_format=torch.contiguous_format))
+        was = x.clone()
+        check_in_place = partial(_check_in_place, given, expected, x, was)
+        return getattr(group, f"{name}_")(x, **options), check_in_place
+    x = x if x is None else _on(group, x)
     out = None
     # The others of a scatter know no shape but that of out.
     if expected is not None and ("out" in step.form or x is None):
-        out = torch.zeros_like(expected, memory_format=torch.contiguous_format)
+        out = _on(group, torch.zeros_like(expected, memory_format=torch.contiguous_format))
         out = strided(out) if step.form == "strided_out" else out
         options["out"] = out
     before = None if x is None else x.clone()
@@ -234,10 +222,39 @@ def call_tensor_verb(group: GroupCoordinator, given: Given) -> tuple[Any, Callab
     def check(found: Any) -> None:
         _check(found, expected)
         assert out is None or found is out, "the result is not out"
+        if found is not None and found is not x and out is None:
+            assert found.is_contiguous()
+            shared = x is not None and _memory_of(found) == _memory_of(x)
+            assert not shared or not found.numel(), "the result shares memory with the input"
         if before is not None:
-            same(x, before)
+            same(x, before.cpu())
 
     return getattr(group, name)(x, **options), check
+
+
+def _on(group: Any, x: Tensor) -> Tensor:
+    """``x`` on the group's device, with the same strides."""
+    device = getattr(group, "device", None)
+    if not isinstance(device, torch.device) or device == x.device:
+        return x
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
+
+
+def _memory_of(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+def _check_in_place(given: Given, expected: Any, x: Tensor, was: Tensor, found: Any) -> None:
+    """Check a result in the memory of the input, and that the rest of that is as it was."""
+    _check(found, expected)
+    if expected is None:
+        same(x, was.cpu())
+    elif found is not x:
+        dim, rows = given.step.dim, given.rows
+        assert given.step.verb in ("reduce_scatter", "scatter")
+        same(x.narrow(dim, 0, rows), expected)
+        rest = x.shape[dim] - rows
+        same(x.narrow(dim, rows, rest), was.narrow(dim, rows, rest).cpu())
 
 
 def _check(found: Any, expected: Any) -> None:
@@ -248,7 +265,6 @@ def _check(found: Any, expected: Any) -> None:
 
 
 def call_dispatch(group: GroupCoordinator, given: Given) -> tuple[Any, Callable[[Any], None]]:
-    """Dispatch rows to experts; the result or work, and what checks the result."""
     step, columns = given.step, given.step.shape[1:]
 
     def rows_of(dtype: torch.dtype, *columns: int) -> tuple[Tensor, Tensor]:
@@ -273,3 +289,108 @@ def call_dispatch(group: GroupCoordinator, given: Given) -> tuple[Any, Callable[
             same(each, whole)
 
     return found, check
+
+
+# --- Verbs over objects and dicts, and messages --------------------------------------------------
+
+
+def an_object(given: Given, rank: int) -> Any:
+    size = given.step.shape[0] if given.step.shape else 0
+    return {"from": rank, "step": given.number, "bytes": bytes([rank]) * size, "none": [None, 1.5]}
+
+
+def a_dict(given: Given, rank: int) -> dict[str, Any]:
+    return {
+        "x": given.input(rank),
+        "value": [rank, given.number],
+        "empty": torch.zeros(0, 3),
+        "again.x": values(rank, given.step.shape, torch.int64, given.number),
+        "text": "step",
+    }
+
+
+def same_dict(found: Any, expected: dict[str, Any]) -> None:
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        if isinstance(value, Tensor):
+            same(found[name], value)
+        else:
+            assert found[name] == value
+
+
+def same_object(found: Any, expected: Any) -> None:
+    assert found == expected, f"{found} is not {expected}"
+
+
+def call_object_verb(group: GroupCoordinator, given: Given) -> tuple[Any, Callable[[Any], None]]:
+    step, root = given.step, given.step.root
+    run_on = step.run_on
+    mine, roots = an_object(given, given.rank), an_object(given, root)
+    if step.verb == "all_gather_object":
+        everything = [an_object(given, rank) for rank in range(given.n)]
+        work = group.all_gather_object(mine, async_op=run_on)
+        return work, lambda found: same_object(found, everything)
+    if step.verb == "broadcast_object":
+        work = group.broadcast_object(given.at_root(roots), root, async_op=run_on)
+        return work, lambda found: same_object(found, roots)
+    if step.verb == "broadcast_object_list":
+        work = group.broadcast_object_list([mine, given.rank], root, async_op=run_on)
+        return work, lambda found: same_object(found, [roots, root])
+    dict_of_root = a_dict(given, root)
+    argument = given.at_root(dict_of_root)
+    work = group.broadcast_tensor_dict(argument, root, async_op=run_on)
+    return work, lambda found: same_dict(found, dict_of_root)
+
+
+OBJECT_VERBS = (
+    "all_gather_object",
+    "broadcast_object",
+    "broadcast_object_list",
+    "broadcast_tensor_dict",
+)
+
+
+def send(group: GroupCoordinator, given: Given) -> Any:
+    step, verb = given.step, given.step.verb.removeprefix("message_")
+    payload: Any = given.input()
+    options: dict[str, Any] = {}
+    if verb == "object":
+        payload = an_object(given, given.rank)
+    elif verb == "tensor_dict":
+        payload = a_dict(given, given.rank)
+        options["all_gather_group"] = given.slicing
+    name = f"send_{verb}".removesuffix("_tensor")
+    return getattr(group, f"i{name}" if step.run_on else name)(payload, step.peer, **options)
+
+
+def sent_bytes(given: Given) -> int:
+    sent: dict[str, Any] = {
+        "message_tensor": lambda: {"x": given.input()},
+        "message_object": dict,
+        "message_tensor_dict": lambda: a_dict(given, given.rank),
+    }[given.step.verb]()
+    return sum(value.nbytes for value in sent.values() if isinstance(value, Tensor))
+
+
+def receive(group: GroupCoordinator, given: Given) -> tuple[Any, Callable[[Any], None]]:
+    step, verb = given.step, given.step.verb.removeprefix("message_")
+    name = f"recv_{verb}".removesuffix("_tensor")
+    call = getattr(group, f"i{name}" if step.run_on else name)
+    if verb == "tensor":
+        expected = given.input(step.root)
+        if step.layout != "plain":
+            out = strided(torch.zeros(step.shape, dtype=step.dtype))
+            return call(src=step.root, out=out), lambda found: same(found, expected)
+        return call(step.shape, step.dtype, step.root), lambda found: same(found, expected)
+    if verb == "object":
+        return call(step.root), lambda value: same_object(value, an_object(given, step.root))
+    found = call(step.root, all_gather_group=given.slicing)
+    return found, lambda value: same_dict(value, a_dict(given, step.root))
+
+
+MESSAGES = ("message_tensor", "message_object", "message_tensor_dict")
+
+
+def barrier(group: GroupCoordinator, given: Given) -> tuple[Any, Callable[[Any], None]]:
+    work = group.barrier(async_op=given.step.run_on)
+    return work, lambda found: same_object(found, None)

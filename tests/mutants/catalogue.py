@@ -34,7 +34,7 @@ _STOPPED_ELSEWHERE = (
 )
 _SEALED = "tests/coordinator/test_sealed_store.py"
 _OTHER_HOSTS = "tests/shm_broadcast/test_other_hosts.py::test_a_process_of_another_host"
-_LARGE = "tests/device_comm/test_shm_large.py"
+_LARGE = "tests/device_comm/test_shm_faults.py"
 _EXCHANGE = "tests/coordinator/test_exchange.py"
 _DECODER = "tests/server/test_decoder_model.py"
 _DIVERGE = "tests/coordinator/test_divergence.py::test_members_that_diverge_are_told"
@@ -305,7 +305,7 @@ MUTANTS = (
         "device_comm/native/direct.c",
         "uint32_t call = comm_call(self);",
         "uint32_t call = 0;",
-        ("tests/device_comm/test_call_number.py::test_ranks_in_different_calls_do_not_meet",),
+        ("tests/device_comm/test_shm_divergence.py::test_ranks_in_different_calls_do_not_meet",),
     ),
     Mutant(
         "R1 ranks that differ about sizes do not use each other's data",
@@ -313,7 +313,7 @@ MUTANTS = (
         "if (contradicts(self) < s->n) return false;",
         "",
         (
-            "tests/device_comm/test_shm_uneven.py::"
+            "tests/device_comm/test_shm_steps.py::"
             "test_ranks_that_differ_about_any_sizes_use_no_data",
         ),
     ),
@@ -543,7 +543,7 @@ MUTANTS = (
         "device_comm/call_number.py",
         "return word & _U32 if word >> 32 == number & _U32 else None",
         "return word & _U32",
-        ("tests/device_comm/test_chain.py::test_what_is_too_long_ago_says_nothing",),
+        ("tests/device_comm/test_divergence.py::test_a_log_too_far_behind_shows_no_difference",),
     ),
     Mutant(
         "R3 groups of one name are not compared with each other",
@@ -735,7 +735,9 @@ MUTANTS = (
         "device_comm/shm/collectives.py",
         "operation.background, operation.ended",
         "operation.background, None",
-        ("tests/device_comm/test_recorder.py::test_what_goes_on_in_the_background_ends_there",),
+        (
+            "tests/device_comm/test_recorder.py::test_background_operations_are_recorded_until_they_end",
+        ),
     ),
     Mutant(
         "H1 a host that is not heard of is lost",

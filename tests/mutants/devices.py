@@ -159,7 +159,7 @@ CHOICES = (
         "device_comm/measuring.py",
         "_DTYPE: Final = torch.bfloat16",
         "_DTYPE: Final = torch.float32",
-        ("tests/device_comm/test_select.py::test_measured_is_in_the_type_that_models_have",),
+        ("tests/device_comm/test_selection.py::test_measured_is_in_the_type_that_models_have",),
     ),
 )
 

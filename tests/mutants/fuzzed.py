@@ -6,9 +6,9 @@ from tests.mutants.catalogue import Mutant
 
 _FUZZ = "tests/fuzz/test_fuzz.py"
 _PROGRAMS = f"{_FUZZ}::test_random_programs_give_what_the_oracle_does"
-_FAULTS = f"{_FUZZ}::test_what_befalls_one_rank_is_found_by_all_and_nothing_else_is"
+_FAULTS = f"{_FUZZ}::test_all_ranks_find_the_fault_of_one_and_no_other"
 _LAYOUTS = f"{_FUZZ}::test_any_layout_goes_to_any_other"
-_SOCKETS = f"{_FUZZ}::test_whatever_comes_over_a_socket_is_understood_or_refused"
+_SOCKETS = f"{_FUZZ}::test_bytes_from_a_socket_are_understood_or_refused"
 
 FUZZED_MUTANTS = (
     Mutant(

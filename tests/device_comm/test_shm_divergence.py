@@ -1,101 +1,130 @@
-"""The number of a thread's call, and what ranks begin in it."""
+"""Ranks that issue different operations over shared memory, or in different calls."""
 
 from __future__ import annotations
 
-import threading
 import zlib
-from typing import TYPE_CHECKING, TypeAlias
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from device_comm import Communicator, ReduceOp
-from device_comm.call_number import (
-    CALL_ENTRIES,
-    CollectiveLog,
-    OperationCounts,
-    call_number,
-    log_memory,
-    set_call_number,
-)
+from device_comm.call_number import OperationCounts
 from device_comm.shm.signature import sign, with_chunk
-from shm_broadcast import BoardHandle, DivergenceError, GroupAbortedError
+from shm_broadcast import Board, BoardHandle, CoordinatorError, DivergenceError, GroupAbortedError
 from tests.calls import in_call
-from tests.device_comm.shm_ranks import make_comm
+from tests.device_comm.shm_ranks import make_comm, wait_until_others_wait
+from tests.patience import failure_of
 from tests.ranks import NEW_BOARD, run_ranks
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
-    Taken: TypeAlias = tuple[bytes, tuple[int, ...]]
 
 N = 2
+DIFFERENT: dict[str, Callable[[Communicator], object]] = {
+    "verb": lambda comm: comm.all_gather(torch.ones(4)),
+    "op": lambda comm: comm.all_reduce(torch.ones(4), op=ReduceOp.MAX),
+    "dtype": lambda comm: comm.all_reduce(torch.ones(4, dtype=torch.int32)),
+    "shape": lambda comm: comm.all_reduce(torch.ones(2, 2)),
+    "size": lambda comm: comm.all_reduce(torch.ones(5)),
+    "large": lambda comm: comm.all_reduce(torch.ones(1_000_000)),
+    "strided": lambda comm: comm.all_reduce(torch.ones(5, 2)[:, 0]),
+    "barrier": lambda comm: comm.barrier(),
+    "later": lambda comm: comm.all_gather(torch.ones(4), async_op=True).wait(),
+}
 
 
-def test_every_thread_has_a_call_of_its_own() -> None:
-    seen: list[int] = []
-    with in_call(7):
-        assert call_number() == 7
-        thread = threading.Thread(target=lambda: seen.append(call_number()))
-        thread.start()
-        thread.join()
-    assert seen == [0]
-    assert call_number() == 0
+def one_differs(
+    rank: int, n: int, path: str, boards: list[BoardHandle]
+) -> list[tuple[CoordinatorError, CoordinatorError]]:
+    found = []
+    for board, (how, call) in zip(boards, DIFFERENT.items(), strict=True):
+        comm = make_comm(rank, board, f"{path}-{how}")
+        x = torch.ones(4)
+        comm.barrier()
+        if rank == n - 1:
+            wait_until_others_wait(comm)
+            error = failure_of(partial(call, comm))[0]
+        else:
+            error = failure_of(partial(comm.all_reduce_, x))[0]
+        assert torch.equal(x, torch.ones(4)), f"{how}: data was used"
+        found.append((error, failure_of(comm.barrier)[0]))
+    return found
 
 
-def test_numbers_have_32_bits() -> None:
-    with in_call((1 << 32) + 5):
-        assert call_number() == 5
-    with pytest.raises(TypeError):
-        set_call_number("one")
+def test_every_waiting_rank_names_the_one_that_differs(store_path: str) -> None:
+    n = 3
+    with ExitStack() as closing:
+        boards = [closing.enter_context(Board.create(n, None)).handle() for _ in DIFFERENT]
+        found = run_ranks(n, one_differs, store_path, boards)
+    for rank, errors in enumerate(found):
+        for how, (error, later) in zip(DIFFERENT, errors, strict=True):
+            assert isinstance(error, DivergenceError), how
+            assert error.rank == (0 if rank == n - 1 else n - 1)
+            ours, theirs = error.ours, error.theirs
+            if rank == n - 1:
+                ours, theirs = theirs, ours
+            assert ours == "all_reduce SUM float32[4]"
+            assert theirs != ours, how
+            assert isinstance(later, GroupAbortedError), how
+            assert later.failure.kind == "DivergenceError"
 
 
-def test_what_is_begun_outside_of_calls_does_not_count() -> None:
-    begun = OperationCounts(N)
-    begun.add(sign("all_reduce"))
-    begun.count_sent(1)
-    assert begun.take() == (b"", ())
-    with in_call(1):
-        for verb in ("all_reduce", "barrier", "all_reduce"):
-            begun.add(sign(verb))
-        begun.count_sent(1)
-        begun.count_received(0)
-    taken, messages = begun.take()
-    log = CollectiveLog(bytearray(taken))
-    signatures = [log.signature(number) for number in range(5)]
-    assert signatures == [b"", sign("all_reduce"), sign("barrier"), sign("all_reduce"), b""]
-    assert (log.count, messages) == (3, (0, 1, 1, 0))
-    assert begun.take() == (b"", ())
+def exchange(comm: Communicator, sizes: list[int] | None) -> object:
+    return comm.all_to_all(torch.ones(2, 3), input_sizes=sizes, output_sizes=sizes)
 
 
-def test_the_last_collectives_are_kept_in_order() -> None:
-    begun = OperationCounts(N)
-    signatures = [sign("all_reduce", torch.float32, (n,)) for n in range(20)]
-    with in_call(1):
-        for signature in signatures:
-            begun.add(signature)
-    log = CollectiveLog(bytearray(begun.take()[0]))
-    kept = [log.signature(n + 1) for n in range(20)]
-    assert kept == [b""] * (20 - CALL_ENTRIES) + signatures[20 - CALL_ENTRIES :]
+def send_and_meet(comm: Communicator) -> None:
+    comm.send(torch.ones(3), 1)
+    comm.barrier()
 
 
-def test_the_checksum_of_two_barriers() -> None:
-    """By hand: xor, multiply by the factor, fold the upper half onto the lower one."""
-    hashed = 0
-    for word in (0xFF00, 0, 0, 0, 0, 0, 0):  # verb 0, no reduction
-        product = (hashed ^ word) * 0x9E3779B97F4A7C15 % (1 << 64)
-        hashed = product ^ product // (1 << 32)
+PAIRS: dict[str, tuple[list[Callable[[Communicator], object]], list[str]]] = {
+    "sizes": (
+        [
+            lambda comm: comm.all_gatherv(torch.ones(2), sizes=[2, 1]),
+            lambda comm: comm.all_gatherv(torch.ones(1), sizes=[3, 1]),
+        ],
+        [
+            "rank 1 issued all_gatherv of [3, 1] where this rank issued all_gatherv of [2, 1]",
+            "rank 0 issued all_gatherv of [2, 1] where this rank issued all_gatherv of [3, 1]",
+        ],
+    ),
+    "sizes or none": (
+        [lambda comm: exchange(comm, None), lambda comm: exchange(comm, [1, 1])],
+        ["all_to_all float32[2, 3]"] * 2,
+    ),
+    "message": (
+        [send_and_meet, lambda comm: comm.recv((3,), torch.int64, 0)],
+        [
+            "DivergenceError",
+            "rank 0 issued send of 12 bytes of torch.float32 where this rank issued tp recv of 24 "
+            "bytes of torch.int64",
+        ],
+    ),
+}
+"""What ranks 0 and 1 call, and what their errors include."""
 
-    def after(digest: int) -> int:
-        product = (digest ^ hashed % (1 << 32)) * 0x9E3779B1 % (1 << 32)
-        return product ^ product // (1 << 16)
 
-    log = CollectiveLog(log_memory(CALL_ENTRIES))
-    assert [log.add(sign("barrier")) for _ in range(2)] == [after(0), after(after(0))]
-    assert [log.digest(n) for n in range(4)] == [0, after(0), after(after(0)), None]
-    assert log.digest(-1) is None
-    with pytest.raises(ValueError, match="length"):
-        log.add(b"barrier")
+def differ(rank: int, n: int, path: str, board: BoardHandle, how: str) -> str:
+    comm = make_comm(rank, board, path)
+    return str(failure_of(lambda: PAIRS[how][0][rank](comm))[0])
+
+
+@pytest.mark.parametrize("how", PAIRS)
+def test_both_operations_are_named(how: str, store_path: str) -> None:
+    found = run_ranks(N, differ, store_path, NEW_BOARD, how)
+    for text, included in zip(found, PAIRS[how][1], strict=True):
+        assert included in text
+
+
+# --- The fingerprint of a call -------------------------------------------------------------------
+
+Taken = tuple[bytes, tuple[int, ...]]
 
 
 def _verbs(comm: Communicator) -> None:
@@ -179,14 +208,11 @@ def _begun_unevenly(
 
 
 @pytest.mark.parametrize("fast", [(True, True), (True, False), (False, False)])
-def test_what_ranks_may_do_differently_differs_in_no_fingerprint(
+def test_permitted_differences_change_no_fingerprint(
     tmp_path: Path, fast: tuple[bool, bool]
 ) -> None:
     one, other = run_ranks(N, _begun_unevenly, NEW_BOARD, str(tmp_path / "comm"), fast)
     assert one == other != (b"", ())
-
-
-VERBS_OF_PAIRS = ("all_reduce", "broadcast", "recv", "barrier")
 
 
 def _one(comm: Communicator, verb: str) -> object:
@@ -215,7 +241,7 @@ def _skip(rank: int, _n: int, handle: BoardHandle, path: str, verb: str, fast: b
 
 
 @pytest.mark.parametrize("fast", [True, False])
-@pytest.mark.parametrize("verb", VERBS_OF_PAIRS)
+@pytest.mark.parametrize("verb", ["all_reduce", "broadcast", "recv", "barrier"])
 def test_ranks_in_different_calls_do_not_meet(tmp_path: Path, verb: str, fast: bool) -> None:
     told = run_ranks(N, _skip, NEW_BOARD, str(tmp_path / "comm"), verb, fast)
     blamed = told[1] if verb == "recv" else told[0]
