@@ -1,4 +1,4 @@
-"""What is sent: how much of it goes over the link, and whether what comes is the same."""
+"""Compare what is sent with what is received; count the elements on a link."""
 
 from __future__ import annotations
 
@@ -7,21 +7,29 @@ from typing import Any
 import torch
 
 
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+
 def same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
+    """Whether two trees have equal tensors and values, of the same types."""
+    if isinstance(b, torch.Tensor):
         return (
-            isinstance(b, torch.Tensor)
+            isinstance(a, torch.Tensor)
             and (a.dtype, a.shape, a.requires_grad) == (b.dtype, b.shape, b.requires_grad)
-            and torch.equal(a.contiguous().reshape(-1).view(torch.uint8),
-                            b.contiguous().reshape(-1).view(torch.uint8))
-        )  # fmt: skip
-    return type(a) is type(b) and a == b
+            and torch.equal(as_bytes(a), as_bytes(b))
+        )
+    if type(a) is not type(b):
+        return False
+    if isinstance(b, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in b)
+    if isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
 
 
-def agree(found: dict[str, Any], sent: dict[str, Any]) -> None:
-    assert list(found) == list(sent)
-    for key, value in sent.items():
-        assert same(found[key], value), (key, found[key], value)
+def agree(found: Any, sent: Any) -> None:
+    assert same(found, sent), (found, sent)
 
 
 def counting(send: Any, sent: list[int]) -> Any:

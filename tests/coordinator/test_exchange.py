@@ -1,4 +1,4 @@
-"""Values swapped over a store; the members are threads, for an exchange needs no more."""
+"""Members exchange values over a store; they are threads, for an exchange needs no more."""
 
 from __future__ import annotations
 
@@ -50,6 +50,23 @@ def members(
         return [call.result(timeout + 10) for call in calls]
 
 
+def begun(
+    store: Store,
+    rank: int,
+    n: int = 2,
+    name: str = "world",
+    seconds: float = 30,
+    called: tuple[int, ...] = (),
+) -> Rendezvous:
+    """A member's set-up of a group, in its first round or a later one."""
+    return Rendezvous(store, rank, n, name, Deadline.after(seconds), called=called).begin_round(
+        name
+    )
+
+
+# --- values --------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("prefixed", [False, True])
 def test_all_gather_is_by_rank(prefixed: bool) -> None:
     store: Store = PrefixStore("p", HashStore()) if prefixed else HashStore()
@@ -61,19 +78,72 @@ def test_all_gather_is_by_rank(prefixed: bool) -> None:
     assert members(3, body, store=store) == [[b"abc\0", b"bc\0", b"c\0"]] * 3
 
 
-def test_broadcast_from_any_member() -> None:
+def test_any_member_broadcasts_something() -> None:
     def body(exchange: Rendezvous) -> bytes:
         return exchange.broadcast("word", b"x" if exchange.rank == 2 else None, src=2)
 
     assert members(3, body) == [b"x"] * 3
-
-
-def test_the_source_of_a_broadcast_gives_something() -> None:
     with pytest.raises(ValueError, match="member 0 broadcasts and must pass"):
         members(1, lambda exchange: exchange.broadcast("word", None))
+    with pytest.raises(GroupTimeoutError, match="rank 1"):
+        members(3, lambda exchange: exchange.broadcast("hello", None, src=1), 0.2, present=[0, 2])
 
 
-def test_whoever_looks_on_sees_who_has_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_of_other_members_meet_elsewhere() -> None:
+    """Under the same name."""
+
+    def body(exchange: Rendezvous) -> list[bytes]:
+        ranks = [0, 2] if exchange.rank in (0, 2) else [3, 1]
+        sub = exchange.sub("half", ranks)
+        assert sub.size == 2
+        assert ranks[sub.rank] == exchange.rank
+        return sub.all_gather("who", bytes([exchange.rank]))
+
+    assert members(4, body) == [[b"\0", b"\2"], [b"\3", b"\1"], [b"\0", b"\2"], [b"\3", b"\1"]]
+    store = HashStore()
+
+    def meet(ranks: tuple[int, ...], rank: int) -> list[bytes]:
+        return begun(store, rank, name="tp", called=ranks).all_gather("ranks", b"%d" % ranks[rank])
+
+    with ThreadPoolExecutor(4) as threads:
+        pairs = [(ranks, rank) for ranks in ((0, 11), (1, 1)) for rank in range(2)]
+        found = list(threads.map(lambda each: meet(*each), pairs))
+    assert found == [[b"0", b"11"]] * 2 + [[b"1", b"1"]] * 2
+
+
+def test_a_store_that_has_gone_is_a_typed_error() -> None:
+    hosts = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+    port = hosts[0].port
+    guest = TCPStore("127.0.0.1", port, is_master=False)
+    exchange = Rendezvous(guest, 1, 2, "tp", Deadline.after(30), f"127.0.0.1:{port}", 0)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(exchange.all_gather, "hosts", b"x")
+        until(lambda: hosts[0].check(["hosts/1"]))
+        hosts.clear()
+        with pytest.raises(TransportError, match=r"hosts: .* with rank 0 broke: the store at 127"):
+            waiting.result(60)
+    with pytest.raises(TransportError, match="tp members"):
+        exchange.broadcast("members", None)
+
+
+def test_a_malformed_value_is_a_typed_error() -> None:
+    store = HashStore()
+    store.set("hosts/1", "rubbish")
+    exchange = Rendezvous(store, 0, 2, "tp", Deadline.after(0.1), called=(4, 6))
+    with pytest.raises(PeerProtocolError, match=r"tp.* 6.*'hosts/1' .* a number of members"):
+        exchange.all_gather("hosts", b"x")
+    with pytest.raises(PeerProtocolError, match=r"tp.* 6.*'hosts/1' .* of type int: "):
+        exchange.decoded(msgspec.msgpack.Decoder(int), "hosts", b"\xc1", 1)
+    exchange = begun(HashStore(), 0)
+    exchange.store.set(rendezvous.ABORTED_KEY, "rubbish")
+    with pytest.raises(TransportError, match="'aborted' in the store must be of type Failure"):
+        exchange.all_gather("hosts")
+
+
+# --- absent members ------------------------------------------------------------------------
+
+
+def test_the_board_shows_the_members_that_are_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_SHOW_SECONDS", 0.0)
     store = HashStore()
 
@@ -123,7 +193,7 @@ class Asked:
         return self._store.check(keys)
 
 
-def test_of_many_members_few_questions_tell_who_is_absent() -> None:
+def test_of_many_members_few_questions_find_the_absent() -> None:
     """Each member that waits asks every second, and one process answers them all."""
     store: Any = Asked()
     for came in range(255):
@@ -133,30 +203,13 @@ def test_of_many_members_few_questions_tell_who_is_absent() -> None:
     assert store.n_checks <= 2 * 8 + 1
 
 
-def test_an_absent_source_is_named() -> None:
-    with pytest.raises(GroupTimeoutError, match="rank 1"):
-        members(3, lambda exchange: exchange.broadcast("hello", None, src=1), 0.2, present=[0, 2])
-
-
-def test_subgroups_do_not_meet() -> None:
-    def body(exchange: Rendezvous) -> list[bytes]:
-        ranks = [0, 2] if exchange.rank in (0, 2) else [3, 1]
-        sub = exchange.sub("half", ranks)
-        assert sub.size == 2
-        assert ranks[sub.rank] == exchange.rank
-        return sub.all_gather("who", bytes([exchange.rank]))
-
-    assert members(4, body) == [[b"\0", b"\2"], [b"\3", b"\1"], [b"\0", b"\2"], [b"\3", b"\1"]]
-
-
 @pytest.mark.parametrize("told", [(2, 3), (3, 2), (2, 3, 3), (3, 3, 2)])
-def test_members_that_were_told_different_numbers_say_so_in_time(told: tuple[int, ...]) -> None:
-    """Whoever comes first: none waits for members that nobody else knows of."""
+def test_members_with_different_numbers_raise_in_time(told: tuple[int, ...]) -> None:
     store = HashStore()
 
     def meet(rank: int) -> str:
         time.sleep(0.02 * rank)
-        exchange = Rendezvous(store, rank, told[rank], "group", Deadline.after(1))
+        exchange = Rendezvous(store, rank, told[rank], "group", Deadline.after(0.5))
         with pytest.raises((ValueError, GroupTimeoutError)) as caught:
             exchange.all_gather("hosts", b"x")
         return str(caught.value)
@@ -164,47 +217,9 @@ def test_members_that_were_told_different_numbers_say_so_in_time(told: tuple[int
     begin = time.monotonic()
     with ThreadPoolExecutor(len(told)) as threads:
         texts = list(threads.map(meet, range(len(told))))
-    assert time.monotonic() - begin < 1 + STALL_SECONDS
+    assert time.monotonic() - begin < 0.5 + STALL_SECONDS
     for rank, text in enumerate(texts):
         assert re.search(rf"has a group of \d members, this one has a group of {told[rank]}", text)
-
-
-def test_a_store_that_has_gone_is_an_error_of_ours() -> None:
-    hosts = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
-    port = hosts[0].port
-    guest = TCPStore("127.0.0.1", port, is_master=False)
-    exchange = Rendezvous(guest, 1, 2, "tp", Deadline.after(30), f"127.0.0.1:{port}", 0)
-    with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(exchange.all_gather, "hosts", b"x")
-        until(lambda: hosts[0].check(["hosts/1"]))
-        hosts.clear()
-        with pytest.raises(TransportError, match=r"hosts: .* with rank 0 broke: the store at 127"):
-            waiting.result(60)
-    with pytest.raises(TransportError, match="tp members"):
-        exchange.broadcast("members", None)
-
-
-def test_what_is_no_value_of_a_member_is_a_typed_error() -> None:
-    store = HashStore()
-    store.set("hosts/1", "rubbish")
-    exchange = Rendezvous(store, 0, 2, "tp", Deadline.after(0.1), called=(4, 6))
-    with pytest.raises(PeerProtocolError, match=r"tp.* 6.*'hosts/1' .* a number of members"):
-        exchange.all_gather("hosts", b"x")
-    with pytest.raises(PeerProtocolError, match=r"tp.* 6.*'hosts/1' .* of type int: "):
-        exchange.decoded(msgspec.msgpack.Decoder(int), "hosts", b"\xc1", 1)
-
-
-def test_groups_of_other_members_meet_elsewhere_under_the_same_name() -> None:
-    store = HashStore()
-
-    def meet(ranks: tuple[int, ...], rank: int) -> list[bytes]:
-        at = Rendezvous(store, rank, 2, "tp", Deadline.after(30), called=ranks).begin_round("tp")
-        return at.all_gather("ranks", b"%d" % ranks[rank])
-
-    with ThreadPoolExecutor(4) as threads:
-        pairs = [(ranks, rank) for ranks in ((0, 11), (1, 1)) for rank in range(2)]
-        found = list(threads.map(lambda each: meet(*each), pairs))
-    assert found == [[b"0", b"11"]] * 2 + [[b"1", b"1"]] * 2
 
 
 @pytest.mark.parametrize(
@@ -212,9 +227,7 @@ def test_groups_of_other_members_meet_elsewhere_under_the_same_name() -> None:
     [("tp", (1, 0)), ("tp", (0, 1, 2)), ("pp", (0, 1))],
     ids=["other order", "other ranks", "other name"],
 )
-def test_a_member_that_came_to_another_group_is_said_to_have(
-    name: str, ranks: tuple[int, ...]
-) -> None:
+def test_an_error_names_the_group_where_a_member_is(name: str, ranks: tuple[int, ...]) -> None:
     world = Rendezvous(HashStore(), 0, 3, "world", Deadline.after(30))
     groups = {0: ("tp", (0, 1)), 1: (name, ranks)}
 
@@ -231,7 +244,7 @@ def test_a_member_that_came_to_another_group_is_said_to_have(
         assert came in told[1 - rank]
 
 
-def test_the_log_says_for_whom_a_set_up_waits_long_before_its_time_is_over(
+def test_the_log_names_the_absent_long_before_the_deadline(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rendezvous, "_LOG_SECONDS", 0.2)
@@ -251,89 +264,77 @@ def test_the_log_says_for_whom_a_set_up_waits_long_before_its_time_is_over(
     assert told()[:2] == [f"tp hosts: waiting for ranks 1, 2 for {s} s; {came}" for s in (0.2, 0.4)]
 
 
-def test_a_member_that_is_late_is_not_said_to_be_elsewhere() -> None:
+def test_a_late_member_is_not_said_to_be_where_all_were_before() -> None:
     store = HashStore()
-    there = Rendezvous(store, 0, 2, "tp", Deadline.after(0.2), called=(4, 6)).begin_round("tp")
-    Rendezvous(store, 1, 2, "tp", Deadline.after(0.2), called=(4, 6)).begin_round("tp")
+    come = partial(begun, store, seconds=0.2, called=(4, 6))
+    come(1, name="tp")
     with pytest.raises(GroupTimeoutError, match=r"rank 6 \(never joined\)$"):
-        there.all_gather("hosts")
-
-
-def test_a_member_that_is_late_is_not_said_to_be_where_all_were_before() -> None:
-    store = HashStore()
-
-    def come(name: str, rank: int) -> Rendezvous:
-        exchange = Rendezvous(store, rank, 2, name, Deadline.after(0.2), called=(4, 6))
-        return exchange.begin_round(name)
-
+        come(0, name="tp").all_gather("hosts")
     for rank in range(2):
-        come("kv", rank)
+        come(rank, name="kv")
     with pytest.raises(GroupTimeoutError, match=r"rank 6 \(never joined\)$"):
-        come("kv2", 0).all_gather("hosts")
-    come("kv", 1)  # by its old name, again
+        come(0, name="kv2").all_gather("hosts")
+    come(1, name="kv")  # by its old name, again
     with pytest.raises(GroupTimeoutError, match=r"rank 6 last joined the .* kv of ranks \[4, 6\]"):
-        come("kv2", 0).all_gather("hosts")
+        come(0, name="kv2").all_gather("hosts")
 
 
-def visit(store: Store, rank: int, seconds: float) -> list[bytes]:
-    """One member's set-up, of two."""
-    exchange = Rendezvous(store, rank, 2, "world", Deadline.after(seconds)).begin_round("world")
-    return exchange.all_gather("hosts", b"%d" % rank)
+# --- members that try again ----------------------------------------------------------------
 
 
-def all_meet(store: Store, come: Callable[[Store, int, float], list[bytes]], n: int = 2) -> None:
-    """The ``n`` members of a set-up come, and meet."""
-    with ThreadPoolExecutor(n) as threads:
-        found = [threads.submit(come, store, rank, 30) for rank in range(n)]
-        assert [each.result(60) for each in found] == [[b"%d" % rank for rank in range(n)]] * n
+def visit(store: Store, rank: int, seconds: float, n: int = 2) -> list[bytes]:
+    return begun(store, rank, n, seconds=seconds).all_gather("hosts", b"%d" % rank)
 
 
-@pytest.mark.parametrize("tries", [1, 3])
-def test_who_comes_late_meets_those_that_try_again(tries: int) -> None:
-    """However often these have given up before it came, and without an error of its own."""
+def visit_with_a_secret(store: Store, rank: int, seconds: float, n: int = 2) -> list[bytes]:
+    """The first try leaves its part of the key in the store."""
+    with ExitStack() as closing:
+        exchange = authenticated(
+            begun(store, rank, n, seconds=seconds), b"known to all of them", closing
+        )
+        return exchange.all_gather("hosts", b"%d" % rank)
+
+
+def all_meet(store: Store, come: Callable[[Store, int, float], list[bytes]] = visit) -> None:
+    with ThreadPoolExecutor(2) as threads:
+        found = [threads.submit(come, store, rank, 30) for rank in range(2)]
+        assert [each.result(60) for each in found] == [[b"0", b"1"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("come", "tries"),
+    [(visit, (0,)), (visit, (0, 0, 0)), (visit, (0, 1, 1, 1, 0, 1)), (visit_with_a_secret, (0,))],
+)
+def test_members_that_gave_up_and_try_again_meet(come: Any, tries: tuple[int, ...]) -> None:
+    """However often each has given up before the others came."""
     store = HashStore()
-    for _ in range(tries):
-        with pytest.raises(GroupTimeoutError, match="rank 1"):
-            visit(store, 0, 0.05)
-    all_meet(store, visit)
-    all_meet(store, visit)
-
-
-def test_members_that_give_up_in_turns_meet_in_the_end() -> None:
-    """Each has waited for the other, which was not there then, a different number of times."""
-    store = HashStore()
-    for rank in (0, 1, 1, 1, 0, 1):
-        with pytest.raises(GroupTimeoutError):
-            visit(store, rank, 0.05)
-    all_meet(store, visit)
-
-
-def enter(store: Store, rank: int, n: int = 3, seconds: float = 30) -> list[bytes]:
-    exchange = Rendezvous(store, rank, n, "world", Deadline.after(seconds)).begin_round("world")
-    return exchange.all_gather("terms", b"%d" % rank)
+    for rank in tries:
+        with pytest.raises(GroupTimeoutError, match=f"rank {1 - rank}"):
+            come(store, rank, 0.05 if come is visit else 0.3)
+    all_meet(store, come)
+    all_meet(store, come)
 
 
 def test_those_that_waited_for_one_that_timed_out_meet_when_they_try_again() -> None:
     store = HashStore()
     with ThreadPoolExecutor(3) as threads:
-        patient = threads.submit(enter, store, 0)
+        patient = threads.submit(visit, store, 0, 30, 3)
         with pytest.raises(GroupTimeoutError, match="rank 1"):
-            enter(store, 2, seconds=0.05)
+            visit(store, 2, 0.05, 3)
         with pytest.raises(GroupAbortedError, match="rank 2 reported: GroupTimeoutError"):
             patient.result(60)
-        for each in [threads.submit(enter, store, rank) for rank in (2, 1, 0)]:
+        for each in [threads.submit(visit, store, rank, 30, 3) for rank in (2, 1, 0)]:
             assert each.result(60) == [b"0", b"1", b"2"]
 
 
 def set_up(store: Store, rank: int, n: int = 3) -> Rendezvous:
     """One member's part in a set-up, up to its second step."""
-    exchange = Rendezvous(store, rank, n, "world", Deadline.after(30), called=(4, 6, 9)[:n])
-    inside = exchange.begin_round("world")
+    inside = begun(store, rank, n, called=(4, 6, 9)[:n])
     inside.all_gather("terms", b"%d" % rank)
     return inside
 
 
-def test_who_has_set_its_group_up_may_come_again_while_others_wait_for_each_other() -> None:
+def test_a_member_that_has_set_its_group_up_comes_again_while_others_wait() -> None:
     store = HashStore()
     with ThreadPoolExecutor(3) as threads:
         inside = list(threads.map(partial(set_up, store), range(3)))
@@ -350,47 +351,25 @@ def test_who_has_set_its_group_up_may_come_again_while_others_wait_for_each_othe
             each.result(60)
 
 
-def test_who_hears_that_another_one_has_failed_says_so_on_its_board() -> None:
-    """And not that it has failed itself, as its own error would say there afterwards."""
-    store = HashStore()
+# --- members that fail ---------------------------------------------------------------------
+
+
+def test_a_member_that_fails_in_a_set_up_is_the_cause_on_all() -> None:
+    """On the board, too; an error that follows is not."""
+    store, failure = HashStore(), Failure(9, "ValueError", "no memory", 9)
     with ThreadPoolExecutor(3) as threads, Board.create(3, 1, ranks=(4, 6, 9)) as board:
-        _, hears, fails = threads.map(partial(set_up, store), range(3))
+        waits, shows, fails = threads.map(partial(set_up, store), range(3))
+        shows = replace(shows, seen_on=(board, range(3)))
+        waiting = [threads.submit(each.all_gather, "hosts") for each in (waits, shows)]
         with pytest.raises(ValueError, match="no memory"), fails.setting_up():
             raise ValueError("no memory")
-        with pytest.raises(GroupAbortedError) as caught:
-            replace(hears, seen_on=(board, range(3))).all_gather("hosts")
-        board.abort(caught.value)
-        assert board.aborted == Failure(6, "ValueError", "no memory", 9)
-
-
-def test_who_fails_in_a_set_up_tells_those_that_wait_why() -> None:
-    store = HashStore()
-    with ThreadPoolExecutor(3) as threads:
-        inside = list(threads.map(partial(set_up, store), range(3)))
-        waiting = [threads.submit(each.all_gather, "hosts") for each in inside[:2]]
-        with pytest.raises(ValueError, match="no memory"), inside[2].setting_up():
-            raise ValueError("no memory")
+        shows.abort(ValueError("another"))
         for each in waiting:
             with pytest.raises(GroupAbortedError) as caught:
                 each.result(60)
-            assert caught.value.failure == Failure(9, "ValueError", "no memory", 9)
-
-
-def test_the_first_that_gives_up_is_the_one_that_all_are_told_of() -> None:
-    store = HashStore()
-    with ThreadPoolExecutor(3) as threads:
-        inside = list(threads.map(partial(set_up, store), range(3)))
-    inside[2].abort(ValueError("no memory"))
-    inside[1].abort(ValueError("another"))
-    with pytest.raises(GroupAbortedError, match="rank 9 reported: ValueError: no memory"):
-        inside[0].all_gather("hosts")
-
-
-def test_what_is_no_reason_of_a_member_is_a_typed_error() -> None:
-    exchange = Rendezvous(HashStore(), 0, 2, "world", Deadline.after(30)).begin_round("world")
-    exchange.store.set(rendezvous.ABORTED_KEY, "rubbish")
-    with pytest.raises(TransportError, match="'aborted' in the store must be of type Failure"):
-        exchange.all_gather("hosts")
+            assert caught.value.failure == failure
+        board.abort(caught.value)
+        assert board.aborted == replace(failure, rank=6)
 
 
 @pytest.mark.parametrize(
@@ -401,31 +380,11 @@ def test_what_is_no_reason_of_a_member_is_a_typed_error() -> None:
     ],
     ids=["lost", "aborted"],
 )
-def test_a_visit_is_given_up_where_a_member_is_seen_to_have_ended(seen: Exception) -> None:
+def test_a_set_up_ends_where_a_member_is_seen_to_have_ended(seen: Exception) -> None:
     def see(what: str, there: Callable[[], bool]) -> None:
         raise seen
 
     store = HashStore()
-    exchange = Rendezvous(store, 0, 2, "world", Deadline.after(30)).begin_round("world")
     with pytest.raises(type(seen)):
-        replace(exchange, watch=see).all_gather("hosts")
-    all_meet(store, visit)
-
-
-SECRET = b"known to all of them"
-
-
-def authenticate(store: Store, rank: int, seconds: float, n: int = 2) -> list[bytes]:
-    """One member's set-up, of ``n`` that have a secret."""
-    deadline = Deadline.after(seconds)
-    with ExitStack() as closing:
-        exchange = Rendezvous(store, rank, n, "world", deadline).begin_round("world")
-        return authenticated(exchange, SECRET, closing).all_gather("hosts", b"%d" % rank)
-
-
-def test_who_comes_late_meets_those_that_try_again_with_a_secret() -> None:
-    """The first try has left its part of the key in the store."""
-    store = HashStore()
-    with pytest.raises(GroupTimeoutError, match="rank 1"):
-        authenticate(store, 0, 0.3)
-    all_meet(store, authenticate)
+        replace(begun(store, 0), watch=see).all_gather("hosts")
+    all_meet(store)

@@ -1,31 +1,32 @@
-"""Exchanges between pipeline stages: every call, every original bug, on real processes."""
+"""Pipeline stages exchange trees; dicts and trees in slices; torch's schedules, on real ranks."""
 
 from __future__ import annotations
 
 import asyncio
+import re
+import threading
 from contextlib import ExitStack, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import coordinator
-from coordinator import ParallelGroups
+from coordinator import GroupCoordinator, ParallelGroups
 from coordinator.messages.incoming import Inbox, Incoming
 from coordinator.pipeline import Exchanged, Stage
+from device_comm import Work
 from shm_broadcast import (
     DivergenceError,
     GroupAbortedError,
     GroupTimeoutError,
     MessageRefusedError,
 )
-from tests.coordinator.sent import counting
+from tests.coordinator.sent import agree, counting
 from tests.patience import all_here, until
-from tests.ranks import run_ranks
-
-if TYPE_CHECKING:
-    from device_comm import Work
+from tests.ranks import init_gloo, run_ranks
 
 
 class Pair(NamedTuple):
@@ -36,22 +37,8 @@ class Pair(NamedTuple):
 def open_groups(stack: ExitStack, rank: int, path: str, *, pp: int, tp: int = 1) -> ParallelGroups:
     store = dist.FileStore(path, pp * tp)
     return stack.enter_context(
-        coordinator.init(tp=tp, pp=pp, rank=rank, world_size=pp * tp, store=store)
+        coordinator.init(tp=tp, pp=pp, rank=rank, store=store, timeout=30, operation_timeout=60)
     )
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(b, torch.Tensor):
-        return (
-            isinstance(a, torch.Tensor)
-            and (a.dtype, a.shape, a.requires_grad) == (b.dtype, b.shape, b.requires_grad)
-            and torch.equal(a.contiguous(), b.contiguous())
-        )
-    if isinstance(b, dict):
-        return list(a) == list(b) and all(same(a[key], b[key]) for key in b)
-    if isinstance(b, (list, tuple)):
-        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
-    return type(a) is type(b) and bool(a == b)
 
 
 def payloads() -> list[Any]:
@@ -79,10 +66,10 @@ def every_kind_of_tree_with_nothing_said_before(stage: Stage) -> None:
     for sent in payloads():
         if stage.is_first:
             stage.send_forward(sent)
-            assert same(stage.recv_backward(), sent)
+            agree(stage.recv_backward(), sent)
         else:
             found = stage.recv_forward()
-            assert same(found, sent)
+            agree(found, sent)
             stage.send_backward(found)
 
 
@@ -120,7 +107,6 @@ def a_ring_of_two_does_not_swap(stage: Stage) -> None:
 
 
 def asked_for_in_another_order_than_sent(stage: Stage) -> None:
-    me = stage.pp.rank_in_group
     first = stage.exchange(send_next=torch.tensor(1), async_op=True)
     second = stage.exchange(send_prev=torch.tensor(2), async_op=True)
     third = stage.exchange(send_next=torch.tensor(3), async_op=True)
@@ -131,7 +117,6 @@ def asked_for_in_another_order_than_sent(stage: Stage) -> None:
     assert late.wait().from_prev.item() == 1
     for work in (first, second, third):
         assert work.wait() == Exchanged(None, None)
-    assert me in (0, 1)
 
 
 def sixty_four_mebibytes_each_way(stage: Stage) -> None:
@@ -152,48 +137,34 @@ def sixty_four_mebibytes_each_way(stage: Stage) -> None:
 def handles(stage: Stage) -> None:
     me = stage.pp.rank_in_group
     work = stage.send_forward_recv_forward(torch.tensor([me]), async_op=True)
-    assert work.wait().item() == 1 - me
-    assert work.wait().item() == 1 - me
+    assert work.wait().item() == work.wait().item() == 1 - me
     assert work.is_completed()
     stage.send_forward_recv_forward(torch.tensor([7]), async_op=True)  # dropped, still takes place
     work = stage.send_backward_recv_backward(torch.tensor([me + 10]), async_op=True)
-
-    async def awaited() -> Any:
-        return await work
-
-    assert asyncio.run(awaited()).item() == 11 - me
+    assert asyncio.run(awaited(work)).item() == 11 - me
 
 
-def what_is_sent_may_be_changed_afterwards(stage: Stage) -> None:
+def a_receiver_checks_what_it_expects(stage: Stage) -> None:
+    """Gradients are required where autograd is on; the sender may change its tensor at once."""
     if stage.is_first:
         x = torch.ones(1 << 16)
         stage.send_forward(x)
         x.zero_()
-    else:
-        assert stage.recv_forward().sum().item() == 1 << 16
-
-
-def shapes_that_are_given_are_checked(stage: Stage) -> None:
-    if stage.is_first:
         for _ in range(3):
             stage.send_forward(torch.ones(4, 4))
-    else:
-        assert stage.recv_forward((4, 4), dtype=torch.float32).shape == (4, 4)
-        with pytest.raises(ValueError, match="expected"):
-            stage.recv_forward((4, 5))
-        with pytest.raises(ValueError, match="expected"):
-            stage.recv_forward(dtype=torch.int64)
-
-
-def gradients_are_asked_for_where_they_are_wanted(stage: Stage) -> None:
-    if stage.is_first:
         stage.send_forward([torch.ones(2, requires_grad=True), torch.arange(2)])
         stage.send_forward(torch.ones(2, requires_grad=True) * 2)
-    else:
-        floats, integers = stage.recv_forward()
-        assert (floats.requires_grad, floats.is_leaf, integers.requires_grad) == (True, True, False)
-        with torch.no_grad():
-            assert not stage.recv_forward().requires_grad
+        return
+    assert stage.recv_forward().sum().item() == 1 << 16
+    assert stage.recv_forward((4, 4), dtype=torch.float32).shape == (4, 4)
+    with pytest.raises(ValueError, match="expected"):
+        stage.recv_forward((4, 5))
+    with pytest.raises(ValueError, match="expected"):
+        stage.recv_forward(dtype=torch.int64)
+    floats, integers = stage.recv_forward()
+    assert (floats.requires_grad, floats.is_leaf, integers.requires_grad) == (True, True, False)
+    with torch.no_grad():
+        assert not stage.recv_forward().requires_grad
 
 
 def wrong_calls_send_nothing(stage: Stage) -> None:
@@ -213,7 +184,7 @@ def wrong_calls_send_nothing(stage: Stage) -> None:
 
 
 def what_cannot_be_sent_counts_as_a_message(stage: Stage) -> None:
-    """Its receivers hear why, and everything behind it is what was sent for it."""
+    """Its receivers raise why; the messages behind it arrive."""
     x = torch.ones(2)
     for send, error, why in (
         ({"send_next": {"x": x, "f": [0, lambda: 0]}}, TypeError, r"tree\['f'\]\[1\].*a function"),
@@ -258,7 +229,7 @@ def other_messages_of_the_group_are_told_apart(stage: Stage) -> None:
             stage.recv_forward()
 
 
-TWO = (
+CASES = (
     every_kind_of_tree_with_nothing_said_before,
     out_one_gives_gradient_two,
     edges_do_nothing,
@@ -266,9 +237,7 @@ TWO = (
     asked_for_in_another_order_than_sent,
     sixty_four_mebibytes_each_way,
     handles,
-    what_is_sent_may_be_changed_afterwards,
-    shapes_that_are_given_are_checked,
-    gradients_are_asked_for_where_they_are_wanted,
+    a_receiver_checks_what_it_expects,
     wrong_calls_send_nothing,
     what_cannot_be_sent_counts_as_a_message,
     what_a_refused_call_was_to_receive_is_dropped,
@@ -279,7 +248,7 @@ def two_stages(rank: int, n: int, path: str) -> None:
     with ExitStack() as stack:
         groups = open_groups(stack, rank, path, pp=2)
         stage = Stage(groups.pp)
-        for case in TWO:
+        for case in CASES:
             case(stage)
             groups.pp.barrier(timeout=120)
     with ExitStack() as stack:
@@ -304,12 +273,12 @@ def two_stages(rank: int, n: int, path: str) -> None:
                 stage.recv_forward()
 
 
-def test_two_stages(store_path: str) -> None:
+def test_two_stages_exchange_trees(store_path: str) -> None:
     run_ranks(2, two_stages, store_path, timeout=240)
 
 
 def both_arrive_while_one_waits(rank: int, n: int, path: str) -> None:
-    """The message asked for arrives after the one before it, which its receive has taken in."""
+    """The message asked for arrives after the one before it, which its receive has kept."""
     store = dist.FileStore(path + "-beside", n)
     keep = Inbox.keep
 
@@ -336,35 +305,36 @@ def both_arrive_while_one_waits(rank: int, n: int, path: str) -> None:
         stage.pp.barrier(timeout=120)
 
 
-def test_a_message_that_comes_between_two_looks(store_path: str) -> None:
+def test_a_message_that_arrives_between_two_looks_is_received(store_path: str) -> None:
     run_ranks(2, both_arrive_while_one_waits, store_path)
-
-
-def a_peer_aborts(rank: int, n: int, path: str, awaits: bool) -> None:
-    with ExitStack() as stack:
-        stage = Stage(open_groups(stack, rank, path, pp=2).pp)
-        if stage.is_first:
-            work = stage.recv_backward(async_op=True)
-            all_here(dist.FileStore(path + "-beside", n), n)
-            until(work.is_completed)
-            for _ in range(2):
-                with pytest.raises(GroupAbortedError, match="why not"):
-                    asyncio.run(awaited(work)) if awaits else work.wait()
-        else:
-            all_here(dist.FileStore(path + "-beside", n), n)
-            stage.pp.abort("why not")
 
 
 async def awaited(work: Work[Any]) -> Any:
     return await work
 
 
-@pytest.mark.parametrize("awaits", [False, True])
-def test_what_was_seen_to_have_failed_raises_why(store_path: str, awaits: bool) -> None:
-    run_ranks(2, a_peer_aborts, store_path, awaits)
+def a_peer_aborts(rank: int, n: int, path: str) -> None:
+    for name, wait in (("wait", Work.wait), ("await", lambda work: asyncio.run(awaited(work)))):
+        with ExitStack() as stack:
+            stage = Stage(open_groups(stack, rank, path + name, pp=2).pp)
+            beside = dist.FileStore(path + name + "-beside", n)
+            if stage.is_first:
+                work = stage.recv_backward(async_op=True)
+                all_here(beside, n)
+                until(work.is_completed)
+                for _ in range(2):
+                    with pytest.raises(GroupAbortedError, match="why not"):
+                        wait(work)
+            else:
+                all_here(beside, n)
+                stage.pp.abort("why not")
 
 
-# --- three stages, and slices --------------------------------------------------------------
+def test_a_wait_for_a_failed_exchange_raises_why(store_path: str) -> None:
+    run_ranks(2, a_peer_aborts, store_path)
+
+
+# --- rings, one stage, torch's schedules ---------------------------------------------------
 
 
 def ring_of_three(rank: int, n: int, path: str) -> None:
@@ -378,8 +348,7 @@ def ring_of_three(rank: int, n: int, path: str) -> None:
             assert stage.send_backward_recv_backward(mine).item() == after
             both = stage.send_forward_backward_recv_forward_backward(mine, mine + 10)
             assert [each.item() for each in both] == [before, after + 10]
-            break_ = stage.send_forward_recv_forward(None, recv_prev=False)
-            assert break_ is None
+            assert stage.send_forward_recv_forward(None, recv_prev=False) is None
         # past the neighbour
         if rank == 0:
             stage.send_forward(torch.tensor(5), next_rank=2)
@@ -388,110 +357,219 @@ def ring_of_three(rank: int, n: int, path: str) -> None:
         groups.pp.barrier(timeout=120)
 
 
-def slices(rank: int, n: int, path: str) -> None:
-    """PP=2, TP=2: each rank sends half, all receive the whole; what does not divide goes whole."""
-    with ExitStack() as stack:
-        groups = open_groups(stack, rank, path, pp=2, tp=2)
-        stage = Stage(groups.pp, groups.tp)
-        trees: list[Any] = [
-            torch.arange(8.0),
-            torch.arange(8).reshape(2, 4).t(),  # the original fails on what is not contiguous
-            torch.arange(7, dtype=torch.bfloat16),
-            [torch.arange(4), torch.arange(3), torch.arange(6.0)],  # the last one's flag counted
-        ]
-        for tree in trees:
-            if stage.is_first:
-                stage.send_forward(tree)
-                assert same(stage.recv_backward(), tree)
-            else:
-                found = stage.recv_forward()
-                assert same(found, tree)
-                stage.send_backward(found)
-        # what travels: half of 8 elements; all of them if the sender says so
-        if stage.is_first:
-            half = groups.tp.rank_in_group
-            _, parts = groups.pp._messenger.pack(
-                {"x": trees[0]}, groups.tp._messenger.slicing(None)
-            )
-            assert parts[0].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]][half]
-            stage.send_forward(trees[0], scatter_gather_tensors=False)
-        else:
-            assert same(stage.recv_forward(), trees[0])
-        # a ring, both ways, in slices
-        me = groups.pp.rank_in_group
-        both = stage.send_forward_backward_recv_forward_backward(
-            torch.full((4,), 100.0 + me), torch.full((4,), 200.0 + me)
-        )
-        assert [each.unique().tolist() for each in both] == [[101.0 - me], [201.0 - me]]
-        # of each way in its own order
-        begin = [
-            lambda: stage.send_forward_recv_forward(torch.full((4,), 300.0 + me), async_op=True),
-            lambda: stage.send_backward_recv_backward(torch.full((4,), 400.0 + me), async_op=True),
-        ]
-        step = 1 if groups.tp.is_first_rank else -1
-        works = [each() for each in begin[::step]][::step]
-        found = [each.wait().unique().tolist() for each in works]
-        assert found == [[301.0 - me], [401.0 - me]]
-        # waiting again for what was refused gathers nothing again
-        if stage.is_first:
-            for tree in (trees[0], trees[0] + 100):
-                stage.send_forward(tree)
-        else:
-            refuses = groups.tp.is_first_rank
-            work = stage.recv_forward((9,) if refuses else None, async_op=True)
-            for _ in range(2):
-                if refuses:
-                    with pytest.raises(ValueError, match="expected"):
-                        work.wait()
-                else:
-                    assert same(work.wait(), trees[0])
-            assert same(stage.recv_forward(), trees[0] + 100)
-        groups.world.barrier(timeout=120)
+def test_three_stages_are_a_ring(store_path: str) -> None:
+    run_ranks(3, ring_of_three, store_path, timeout=120)
 
 
-def what_does_not_divide_by_four(rank: int, n: int, path: str) -> None:
-    """PP=2, TP=4: 3200 elements travel in quarters, 802 whole; all receivers hold all of them."""
-    with ExitStack() as stack:
-        groups = open_groups(stack, rank, path, pp=2, tp=4)
-        stage = Stage(groups.pp, groups.tp)
-        comm: Any = groups.pp.device_communicator
-        sent: list[int] = []
-        comm.send = counting(comm.send, sent)
-        for count, travel in ((3200, 800), (802, 802)):
-            x = torch.arange(count)
-            if stage.is_first:
-                stage.send_forward(x)
-                assert sent == [travel]
-                sent.clear()
-                assert same(stage.recv_backward(), x * 2)
-            else:
-                found = stage.recv_forward()
-                assert same(found, x)
-                stage.send_backward(found * 2)
-        groups.world.barrier(timeout=120)
-
-
-def one_stage(rank: int, n: int, path: str) -> None:
-    """It is the first and the last."""
-    with ExitStack() as stack:
-        groups = open_groups(stack, rank, path, pp=1, tp=4)
+def test_one_stage_is_the_first_and_the_last() -> None:
+    with coordinator.init(rank=0) as groups:
         stage = Stage(groups.pp, groups.tp)
         assert stage.send_forward_recv_backward(torch.ones(1)) is None
         assert stage.exchange() == Exchanged(None, None)
 
 
-def test_a_ring_of_three(store_path: str) -> None:
-    run_ranks(3, ring_of_three, store_path, timeout=120)
+BATCHES = 5
 
 
-def four_ranks(rank: int, n: int, path: str) -> None:
-    slices(rank, n, path)
-    one_stage(rank, n, path + "-one")
+def model(parts: int) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(6, 6), nn.Tanh()).double() for _ in range(parts)]
 
 
-def test_slices(store_path: str) -> None:
-    run_ranks(4, four_ranks, store_path, timeout=120)
+def torchs_schedules(rank: int, n: int, path: str) -> None:
+    from torch.distributed import pipelining
+
+    torch.manual_seed(1)
+    inputs, targets = torch.randn(2, 3 * BATCHES, 6, dtype=torch.float64)
+    whole = nn.Sequential(*model(n))
+    nn.functional.mse_loss(whole(inputs), targets).backward()
+    with GroupCoordinator.from_process_group(init_gloo(rank, n, path), "pp") as pp:
+        for schedule in (pipelining.ScheduleGPipe, pipelining.Schedule1F1B):
+            part = model(n)[rank]
+            stage = pipelining.PipelineStage(part, rank, n, pp.device, group=pp.device_group)
+            steps = schedule(stage, n_microbatches=BATCHES, loss_fn=nn.functional.mse_loss)
+            if rank == 0:
+                steps.step(inputs)
+            else:
+                steps.step(target=targets)
+            pp.barrier(timeout=120)
+            for mine, theirs in zip(part.parameters(), whole[rank].parameters(), strict=True):
+                torch.testing.assert_close(mine.grad, theirs.grad)
 
 
-def test_what_four_cannot_divide_goes_whole(store_path: str) -> None:
-    run_ranks(8, what_does_not_divide_by_four, store_path, timeout=120)
+def test_torchs_schedules_compute_the_gradients_of_the_undivided_model(store_path: str) -> None:
+    run_ranks(2, torchs_schedules, store_path, timeout=120)
+
+
+# --- slices: two stages of two, [0, 1] and [2, 3] ------------------------------------------
+
+
+def trees_in_slices(groups: ParallelGroups) -> None:
+    """Each rank sends half, all receive the whole; what does not divide is sent whole."""
+    stage = Stage(groups.pp, groups.tp)
+    trees: list[Any] = [
+        torch.arange(8.0),
+        torch.arange(8).reshape(2, 4).t(),  # the original fails on what is not contiguous
+        torch.arange(7, dtype=torch.bfloat16),
+        [torch.arange(4), torch.arange(3), torch.arange(6.0)],  # the last one's flag counted
+    ]
+    for tree in trees:
+        if stage.is_first:
+            stage.send_forward(tree)
+            agree(stage.recv_backward(), tree)
+        else:
+            found = stage.recv_forward()
+            agree(found, tree)
+            stage.send_backward(found)
+    if stage.is_first:
+        stage.send_forward(trees[0], scatter_gather_tensors=False)
+    else:
+        agree(stage.recv_forward(), trees[0])
+    me = groups.pp.rank_in_group
+    # a ring, each way in its own order
+    begin = [
+        lambda: stage.send_forward_recv_forward(torch.full((4,), 300.0 + me), async_op=True),
+        lambda: stage.send_backward_recv_backward(torch.full((4,), 400.0 + me), async_op=True),
+    ]
+    step = 1 if groups.tp.is_first_rank else -1
+    works = [each() for each in begin[::step]][::step]
+    found = [each.wait().unique().tolist() for each in works]
+    assert found == [[301.0 - me], [401.0 - me]]
+    # a second wait for a refused tree gathers nothing again
+    if stage.is_first:
+        for tree in (trees[0], trees[0] + 100):
+            stage.send_forward(tree)
+        return
+    refuses = groups.tp.is_first_rank
+    work = stage.recv_forward((9,) if refuses else None, async_op=True)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="expected") if refuses else nullcontext():
+            agree(work.wait(), trees[0])
+    agree(stage.recv_forward(), trees[0] + 100)
+
+
+def dicts_in_slices(groups: ParallelGroups) -> None:
+    """arange(800) over two: 400 elements per link; the sender alone decides what is cut."""
+    pp, tp = groups.pp, groups.tp
+    sent: list[int] = []
+    comm: Any = pp.device_communicator
+    x = torch.arange(800).reshape(2, 400)  # a slice of less would travel with the header
+    residual = torch.full((400,), float(tp.rank_in_group))
+    many = {
+        "x": x,
+        "odd": torch.arange(601.0),
+        "empty": torch.empty(0),
+        "t": x.t(),
+        "bf16": torch.ones(2, 800, dtype=torch.bfloat16),
+        "residual": residual,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for verb in ("send", "isend") if pp.is_first_rank else ():
+            patch.setattr(comm, verb, counting(getattr(comm, verb), sent))
+        for blocking in (True, False):
+            if pp.is_first_rank:
+                sent.clear()
+                if blocking:
+                    pp.send_tensor_dict(many, 1, tp, {"residual": False, "absent": True})
+                else:
+                    pp.isend_tensor_dict(many, 1, tp, {"residual": False}).wait()
+                assert sent == [400, 601, 400, 800, 400]
+                pp.send_tensor_dict({"x": x}, 1, tp, {"x": False})
+                assert sent[-1] == 800
+                pp.send_tensor_dict({"x": x}, 1, tp)
+            else:
+                later = None if blocking else pp.irecv_tensor_dict(0, tp)
+                agree(later.wait() if later else pp.recv_tensor_dict(0, tp), many)
+                for mismatched in (True, False):
+                    agree(pp.recv_tensor_dict(0, tp, {"x": mismatched}), {"x": x})
+    if pp.is_first_rank:
+        with pytest.raises(ValueError, match="'odd' has 3 elements, not divisible by 2"):
+            pp.send_tensor_dict({"x": x, "odd": torch.ones(3)}, 1, tp, {"odd": True})
+        pp.send_tensor_dict({"x": x}, 1, tp)
+        pp.send_tensor_dict({"after": x}, 1)
+    else:
+        with pytest.raises(MessageRefusedError, match="'odd' has 3 elements"):
+            pp.recv_tensor_dict(0, tp)
+        with pytest.raises(ValueError, match=r"'x' arrived as slice \d of 2: receive it with"):
+            pp.recv_tensor_dict(0)
+        agree(pp.recv_tensor_dict(0), {"after": x})
+
+
+def a_dict_that_was_not_sent_does_not_count(groups: ParallelGroups) -> None:
+    """One of the two senders is refused a dict, of which nothing moves, and sends it again."""
+    pp, tp = groups.pp, groups.tp
+    for value in range(3):
+        values = {"x": torch.full((800,), value)}
+        if not pp.is_first_rank:
+            assert pp.recv_tensor_dict(0, tp)["x"].eq(value).all()
+            continue
+        if tp.is_first_rank:
+            entered, leave = threading.Event(), threading.Event()
+
+            def occupy(entered: threading.Event, leave: threading.Event) -> None:
+                with pp._messenger._outgoing._turn:
+                    entered.set()
+                    leave.wait(30)
+
+            thread = threading.Thread(target=occupy, args=(entered, leave))
+            thread.start()
+            entered.wait(30)
+            with pytest.raises(RuntimeError, match="another thread is sending"):
+                pp.isend_tensor_dict(values, 1, tp)
+            leave.set()
+            thread.join()
+        pp.send_tensor_dict(values, 1, tp)
+
+
+def waiting_in_another_order(groups: ParallelGroups) -> None:
+    """Of the two receivers, one waits for the second dict first: it gets no others' slices."""
+    pp, tp = groups.pp, groups.tp
+    if pp.is_first_rank:
+        for value in range(2):
+            pp.isend_tensor_dict({"x": torch.full((800,), value), "odd": torch.ones(3)}, 1, tp)
+            pp.isend_tensor_dict({"odd": torch.ones(tp.rank_in_group * 2 + 1)}, 1, tp)
+        return
+    works = [pp.irecv_tensor_dict(0, tp) for _ in range(4)]
+    for work in works[1::2]:
+        work.wait()
+    own, other = (1, 2) if tp.is_first_rank else (2, 1)
+    told = r"rank {} issued .* sliced dict {}.* this rank issued .* sliced dict {}"
+    with pytest.raises(
+        (DivergenceError, GroupAbortedError), match=told.format(r"\d", r"\d", r"\d")
+    ) as raised:
+        works[2 * own - 2].wait()
+    if isinstance(raised.value, DivergenceError):
+        assert re.search(told.format(5 - pp.rank, other, own), str(raised.value))
+
+
+def a_peer_that_does_not_gather(groups: ParallelGroups) -> None:
+    """Slices are gathered in the time of the call."""
+    pp, tp = groups.pp, groups.tp
+    if pp.is_first_rank:
+        pp.send_tensor_dict({"x": torch.arange(800)}, 1, tp)
+    elif tp.is_first_rank:
+        with pytest.raises(GroupTimeoutError):
+            pp.recv_tensor_dict(0, tp, timeout=1)
+    with pytest.raises(GroupAbortedError, match="GroupTimeoutError: tp all_gather"):
+        groups.world.barrier(timeout=30)
+
+
+SLICES = {
+    "whole": (trees_in_slices, dicts_in_slices, a_dict_that_was_not_sent_does_not_count),
+    "another order": (waiting_in_another_order,),
+    "a late peer": (a_peer_that_does_not_gather,),
+}
+
+
+def in_slices(rank: int, n: int, path: str, cases: str) -> None:
+    with ExitStack() as stack:
+        groups = open_groups(stack, rank, path, pp=2, tp=2)
+        for case in SLICES[cases]:
+            case(groups)
+            if cases == "whole":
+                groups.world.barrier(timeout=120)
+
+
+@pytest.mark.parametrize("cases", SLICES)
+def test_slices_of_replicated_tensors_are_gathered(cases: str, store_path: str) -> None:
+    run_ranks(4, in_slices, store_path, cases, timeout=120)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from tests.mutants.catalogue import Mutant
 
 _WINDOWS = "tests/device_comm/cuda/test_nccl_window.py"
-_NORMS = "tests/coordinator/test_norm_pass.py"
+_NORMS = "tests/coordinator/test_compile.py"
 _SWITCHES = "tests/device_comm/cuda/test_symmetric_comm.py"
 _SWITCH = f"{_SWITCHES}::test_the_switch_adds_what_all_ranks_have_given"
 _CALLS = "tests/device_comm/cuda/test_driver_calls.py"
-_LINKS = "tests/coordinator/test_cuda_link.py"
+_LINKS = "tests/coordinator/test_cuda_candidates.py"
 
 WINDOWS = (
     Mutant(
@@ -169,14 +169,14 @@ COMPILED = (
         "coordinator/norm_patterns.py",
         'compile_ops.has_norms(values["group"], x.dtype)\n        and ',
         "",
-        (f"{_NORMS}::test_other_groups_and_dtypes_stay",),
+        (f"{_NORMS}::test_sums_of_other_groups_and_dtypes_stay",),
     ),
     Mutant(
         "D compiled norms: in float32",
         "coordinator/norm_patterns.py",
         "all(_dtype(node) == torch.float32 for node in match.nodes if node.target is _MEAN)",
         "True",
-        (f"{_NORMS}::test_narrow_numbers_that_are_normed_as_they_are_stay",),
+        (f"{_NORMS}::test_what_is_something_else_stays",),
     ),
     Mutant(
         "D compiled norms: of the last dimension",

@@ -1,24 +1,43 @@
-"""What ranks hold, made by cutting and padding real tensors: not by the arithmetic under test."""
+"""Meshes of real groups; the parts of ranks, by cutting and padding, not by what is under test."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from hypothesis import strategies as st
 
+import coordinator
 from coordinator import ReduceOp
-from coordinator.layout import Layout, Partial, Replicate, Shard
+from coordinator.layout import Layout, Mesh, Partial, Replicate, Shard
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import ExitStack
 
     from torch import Tensor
 
     from coordinator.layout import Axis
 
 _NEUTRAL = {ReduceOp.PRODUCT: 1, ReduceOp.BOR: 0, ReduceOp.BXOR: 0, ReduceOp.BAND: -1}
+
+
+def open_mesh(stack: ExitStack, rank: int, shape: Sequence[int], path: str) -> Mesh:
+    """Groups along one to three axes, closed with ``stack``.
+
+    ``path`` is a file that does not exist yet, used for this mesh only.
+    """
+    n = math.prod(shape)
+    dp, pp, tp = (1,) * (3 - len(shape)) + tuple(shape)
+    groups = stack.enter_context(
+        coordinator.init(
+            tp=tp, pp=pp, dp=dp, rank=rank, world_size=n, store=dist.FileStore(path, n), timeout=30
+        )
+    )
+    return Mesh((groups.dp, groups.pp, groups.tp)[3 - len(shape) :], groups.world)
 
 
 def hold(x: Tensor, layout: Layout, axes: Sequence[Axis]) -> Tensor:

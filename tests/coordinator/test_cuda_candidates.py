@@ -1,4 +1,4 @@
-"""What a group on CUDA devices chooses among, and what a table of times is kept for: no device."""
+"""The candidates of a group on CUDA devices, and the key of their table of times: no device."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     from device_comm import Operation
     from device_comm.measuring import Key
+
+pytestmark = pytest.mark.quick
 
 DEVICE = torch.device("cuda", 0)
 LIMIT = 4096
@@ -65,12 +67,8 @@ def kind(name: str, found: Callable[[], object] = object) -> type[Still]:
 class Machine:
     """Rank 0 of a group, as its set-up sees it.
 
-    Attributes:
-        devices: the other rank's device is this one's if it is 1.
-        lacks: what this machine does not have, of ``"ipc"``, ``"nccl"``, ``"window"``,
-            ``"switch"``.
-        hosts: for each rank, the first rank of its host.
-        limit: how many seconds measuring was given last.
+    ``devices``: 1 if the other rank has the same; ``lacks``: some of "ipc nccl window switch";
+    ``hosts``: by rank, the first rank of its host; ``limit``: seconds that measuring was given.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -162,30 +160,26 @@ def test_candidates_in_order(
 
 
 def test_on_a_shared_device_the_way_through_the_host_takes_part(machine: Machine) -> None:
-    """Over the backend of the CPU, on tensors of the device; the rest says why it is not there."""
+    """Over the backend of the CPU, on tensors of the device; the others say why they do not."""
     machine.devices = 1
     candidates, key = machine.set_up()
     host = candidates[-1].backend
     assert isinstance(host, HostStaging)
     assert (host.device, host.capabilities.backend) == (DEVICE, "host")
     assert key.candidates.endswith(" host")
-    refused = {each.name: each.unavailable for each in candidates if each.backend is None}
-    assert refused == {
+    assert {each.name: each.unavailable for each in candidates if each.backend is None} == {
         "nccl": "rank 0: 2 members share 1 device",
         "nccl window": "rank 0: the group has no NCCL backend",
-        "multimem": ("rank 0: multimem: the members are on several hosts or share devices"),
+        "multimem": "rank 0: multimem: the members are on several hosts or share devices",
     }
 
 
-def test_candidates_with_little_room_say_so(machine: Machine) -> None:
-    limits = {each.name: each.up_to for each in machine.set_up()[0]}
-    limited = {name: limit for name, limit in limits.items() if limit is not None}
-    assert limited == dict.fromkeys(("ipc packets", "nccl window", "multimem"), LIMIT)
-    assert Selection(machine.set_up()[0]).candidate("all_reduce", LIMIT + 1).name == "ipc"
-
-
-def test_measuring_leaves_most_of_the_time_to_the_rest_of_the_set_up(machine: Machine) -> None:
-    machine.set_up()
+def test_candidates_have_limits_of_bytes_and_time(machine: Machine) -> None:
+    """Measuring leaves most of the time to the rest of the set-up."""
+    candidates, _ = machine.set_up()
+    limits = {each.name: each.up_to for each in candidates if each.up_to is not None}
+    assert limits == dict.fromkeys(("ipc packets", "nccl window", "multimem"), LIMIT)
+    assert Selection(candidates).candidate("all_reduce", LIMIT + 1).name == "ipc"
     assert 0 < machine.limit <= SECONDS / 3
 
 
@@ -208,12 +202,13 @@ def test_other_kernels_another_version_or_mps_need_another_table(
 ) -> None:
     keys = [machine.key(), machine.key()]
     assert keys[0] == keys[1]
-    with monkeypatch.context() as patch:
-        patch.setattr(cuda_candidates, "kernel_source", lambda: f"{kernel_source()} ")
-        keys.append(machine.key())
-    with monkeypatch.context() as patch:
-        patch.setattr(cuda_candidates, "__version__", f"{__version__}.1")
-        keys.append(machine.key())
+    for name, other in (
+        ("kernel_source", lambda: f"{kernel_source()} "),
+        ("__version__", f"{__version__}.1"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(cuda_candidates, name, other)
+            keys.append(machine.key())
     machine.version = "NVRM version: 580.2"
     keys.append(machine.key())
     (tmp_path / "control").touch()
