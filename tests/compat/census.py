@@ -39,14 +39,9 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 class Engine:
     """One engine's copy of the layer.
 
-    Attributes:
-        name: of its top-level package.
-        package: what `compat` stands for.
-        compat: our package with the same module names.
-        layer: the modules of ``package`` that are the layer; ``""`` is the package itself.
-        transports: packages within ``package`` that carry the layer out, and use it no further.
-        classes: those whose methods users call, by module. vLLM's ``DeviceCommunicatorBase`` is
-            not among them: only its transports import it.
+    ``package`` is what `compat` stands for; ``layer`` lists its modules that are the layer (``""``
+    is the package itself), ``transports`` the packages within it that only carry the layer out,
+    ``classes`` those whose methods users call, by module.
     """
 
     name: str
@@ -117,15 +112,11 @@ ENGINES = {
 
 @dataclass(frozen=True)
 class Census:
-    """What was found.
+    """How often names are imported and used, and with which parameters.
 
-    Attributes:
-        sites: how often each name is imported, by module within the package.
-        signatures: the parameters of every function that is imported, and of every public method
-            of the classes (``module:Class.method``): ``name``, ``name=`` with a default, ``*``
-            before those that are keywords only.
-        uses: what users take from groups, queues and handles, and how often: from the results of
-            getters, names these are assigned to, and arguments annotated with a class.
+    ``signatures`` are of every imported function and of every public method of the classes
+    (``module:Class.method``): ``name``, ``name=`` with a default, ``*`` before keywords only.
+    ``uses`` counts attributes of getters' results, names these are assigned to, and arguments.
     """
 
     sites: dict[str, dict[str, int]]

@@ -145,21 +145,3 @@ def test_the_census_is_that_of_the_installed_engine(name: str) -> None:
     if not os.environ.get("PEERS") or not (root / name).is_dir():
         pytest.skip("the engine is not installed: set PEERS")
     assert census.take(ENGINES[name], root) == written(name)
-
-
-def test_a_site_is_one_imported_name(tmp_path: Path) -> None:
-    files = {
-        "distributed/__init__.py": "from .utils import *\n",
-        "distributed/utils.py": "def divide(a, b=1, *, c): ...\n",
-        "distributed/eplb.py": "from .utils import divide\n",
-        "model.py": "from engine.distributed import divide, utils\nimport engine.distributed\n",
-        "deep/model.py": "def f():\n    from ..distributed.utils import divide as d\n",
-    }
-    for name, text in files.items():
-        path = tmp_path / "engine" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    engine = Engine("engine", "engine.distributed", "x", ("", "utils"), (), ())
-    found = census.take(engine, tmp_path)
-    assert found.sites == {"": {MODULE: 1, "divide": 1}, "utils": {MODULE: 1, "divide": 2}}
-    assert found.signatures == {"utils:divide": ["a", "b=", "*", "c"]}

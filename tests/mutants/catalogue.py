@@ -29,8 +29,7 @@ class Mutant:
 
 _HERE = "tests/shm_broadcast"
 _STOPPED_ELSEWHERE = (
-    "tests/server/test_pool_three_hosts.py"
-    "::test_a_stopped_worker_on_another_host_is_named_and_nobody_else"
+    "tests/server/test_pool_hosts.py::test_only_a_stopped_worker_on_another_host_is_named"
 )
 _SEALED = "tests/coordinator/test_sealed_store.py"
 _OTHER_HOSTS = "tests/shm_broadcast/test_other_hosts.py::test_a_process_of_another_host"
@@ -617,7 +616,7 @@ MUTANTS = (
         "shm_broadcast/state/board.py",
         "elif self._published is not None:",
         "elif self._closed and self._published is not None:",
-        ("tests/server/test_snapshot.py::test_a_wait_is_said_while_it_lasts",),
+        ("tests/server/test_snapshot.py::test_a_wait_is_published_while_it_lasts",),
     ),
     Mutant(
         "O1 a wait is taken back, however it ends",
@@ -626,7 +625,7 @@ MUTANTS = (
         "            if began and self._closed and self._published is not None:",
         (
             "tests/server/test_snapshot.py::test_a_wait_that_fails_is_taken_back",
-            "tests/server/test_snapshot.py::test_a_wait_is_said_while_it_lasts",
+            "tests/server/test_snapshot.py::test_a_wait_is_published_while_it_lasts",
         ),
     ),
     Mutant(
@@ -648,14 +647,16 @@ MUTANTS = (
         "server/inspection/diagnosis.py",
         "if catches(pid, STACK_SIGNAL):",
         "if pid:",
-        ("tests/server/test_snapshot.py::test_who_does_not_catch_the_signal_does_not_get_it",),
+        (
+            "tests/server/test_snapshot.py::test_a_process_that_does_not_catch_the_signal_does_not_get_it",
+        ),
     ),
     Mutant(
         "O2 a busy process survives that its stack is read",
         "shm_broadcast/state/stacks.py",
         "file=descriptor, all_threads=False",
         "file=descriptor, all_threads=True",
-        ("tests/server/test_snapshot.py::test_a_busy_process_may_be_asked_again_and_again",),
+        ("tests/server/test_snapshot.py::test_a_busy_process_writes_its_stack_again_and_again",),
     ),
     Mutant(
         "O3 who waits for nobody is to blame",
@@ -669,18 +670,14 @@ MUTANTS = (
         "server/inspection/diagnosis.py",
         "and not nodes[name].problem",
         "and name",
-        (
-            "tests/server/test_diagnosis.py::test_who_reads_from_a_peer_that_cannot_go_on_is_not_to_blame",
-        ),
+        ("tests/server/test_diagnosis.py::test_the_processes_that_hold_up_others_come_first",),
     ),
     Mutant(
         "O3 workers are called by their pools",
         "server/inspection/diagnosis.py",
         "named = board.is_pool and pools.count(board.name) == 1",
         "named = False",
-        (
-            "tests/server/test_diagnosis.py::test_workers_of_several_pools_are_called_by_their_pools",
-        ),
+        ("tests/server/test_diagnosis.py::test_ranks_are_called_by_their_pools_or_boards",),
     ),
     Mutant(
         "O3 what other hosts see is asked for",
@@ -744,37 +741,41 @@ MUTANTS = (
         "server/hosts/link.py",
         "if silence > self._silence:",
         "if silence > 1e9:",
-        ("tests/server/test_pool_hosts.py::test_a_cut_cable_is_named_on_both_hosts",),
+        ("tests/server/test_host_losses.py::test_a_cut_cable_is_named_on_both_hosts",),
     ),
     Mutant(
         "H2 what differs between hosts is found before they work together",
         "server/hosts/link.py",
         "if name in there and there[name] != value:",
         "if name not in there:",
-        ("tests/server/test_pool_hosts.py::test_hosts_that_differ_are_told_in_what",),
+        ("tests/server/test_hosts_meet.py::test_hosts_that_differ_both_say_in_what",),
     ),
     Mutant(
         "H2 so is how many hosts they think there are",
         "server/hosts/place.py",
         'return {"nnodes": str(self.nnodes), **self.facts}',
         "return {**self.facts}",
-        (
-            "tests/server/test_hosts_meet.py::test_hosts_that_differ_in_how_many_they_are_both_say_so",
-        ),
+        ("tests/server/test_hosts_meet.py::test_hosts_that_differ_both_say_in_what[nnodes]",),
     ),
     Mutant(
         "H3 nobody takes the place of a host that lives",
         "server/hosts/link.py",
         "elif known.received_at > pending.received_at:",
         "elif False:",
-        ("tests/server/test_pool_hosts.py::test_a_host_that_another_one_is_already_is_refused",),
+        (
+            "tests/server/test_host_links.py"
+            "::test_another_process_is_refused_while_the_first_one_speaks",
+        ),
     ),
     Mutant(
         "H4 the workers of a lost host count as ended",
         "server/hosts/remote_hosts.py",
         "                self._workers[rank].end(why)",
         "                pass",
-        ("tests/server/test_pool_hosts.py::test_a_killed_supervisor_is_named_and_its_workers_end",),
+        (
+            "tests/server/test_host_losses.py"
+            "::test_a_killed_supervisor_is_named_and_its_workers_end",
+        ),
     ),
     Mutant(
         "E1 who fails in a set-up tells why",

@@ -40,8 +40,7 @@ def blocks() -> list[Block]:
 
 
 def block_of(page: str, part: str) -> str:
-    """The one code block of a page that contains ``part``. Both are literals in tests, so that
-    `test_every_block` finds who asks for which."""
+    """The one code block of a page that contains ``part``; `test_pages` finds both as literals."""
     (found,) = [each for each in blocks() if each.page == page and part in each.text]
     return found.text
 

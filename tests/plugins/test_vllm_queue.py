@@ -60,7 +60,7 @@ def test_calls_and_answers_go_as_in_the_executor_of_vllm(method: str) -> None:
 
 
 def test_a_killed_worker_is_named_to_the_engine_that_waits_for_its_answer() -> None:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     calls = MessageQueue(1, 1)
     reader, writer = context.Pipe(duplex=False)
     worker = context.Process(target=answer, args=(calls.export_handle(), 0, writer))
@@ -81,17 +81,12 @@ def test_a_killed_worker_is_named_to_the_engine_that_waits_for_its_answer() -> N
 
 def test_shutdown_wakes_a_thread_that_waits() -> None:
     queue = MessageQueue(1, 1)
+    assert queue.export_handle().board.ranks == (DRIVER_RANK, 0)  # outside of a group
     reader = MessageQueue.create_from_handle(queue.export_handle(), 0)
     threading.Timer(0.2, reader.shutdown).start()
     with pytest.raises(GroupClosedError):
         reader.dequeue(indefinite=True)
     assert reader.shutting_down
-
-
-def test_outside_of_a_group_the_writer_is_the_driver() -> None:
-    queue = MessageQueue(1, 1)
-    assert queue.export_handle().board.ranks == (DRIVER_RANK, 0)
-    queue.shutdown()
 
 
 def test_the_engine_reads_workers_on_other_nodes_by_any_rank(

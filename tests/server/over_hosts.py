@@ -1,4 +1,4 @@
-"""Pools over two hosts: network namespaces, each with a name of its own."""
+"""Pools over hosts: network namespaces, each with a name of its own."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from server.hosts.place import Hosts
 from server.pool import WorkerPool
 from tests.coordinator.hosts import move_to
 from tests.patience import PATIENCE_SECONDS, until
+from tests.ranks import run_ranks
 from tests.server.workers import Worker
 from tests.warm_forks import warm_fork_servers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from tests.netns import Host
 
 PORT = 29411
 SECRET = b"known to both hosts, and to no one else"
 PATIENT = 7.0
-"""Seconds of silence after which a host counts as lost, where a test is not about that: longer
-than the machine stalls."""
+"""Seconds of silence after which a host counts as lost, in other tests: longer than stalls."""
 
 
 def place(node: int, hosts: Sequence[Host], **changes: Any) -> Hosts:
@@ -58,16 +58,13 @@ def over_hosts(
     """One process of `run_ranks`: 0 is the head, and runs ``body(pool, *args)``; others host only.
 
     Args:
-        rank, n: of this process.
-        folder: of the test.
-        hosts: the namespaces.
-        body: what to do with the pool.
-        args: its further arguments.
+        rank, n, folder, hosts: of `run_over`.
+        body, args: what to do with the pool.
         options: further arguments of the pool.
         changes: other attributes of `Hosts`, on both.
 
     Returns:
-        What ``body`` returns; of the other host how its part has ended.
+        What ``body`` returns; of another host how and when its part has ended, and its children.
     """
     move_to(folder, hosts, rank)
     warm_fork_servers()
@@ -90,8 +87,22 @@ def over_hosts(
         return body(pool, *args)
 
 
+def run_over(
+    folder: str | Path,
+    hosts: Sequence[Host],
+    body: Callable[..., Any],
+    *args: Any,
+    options: dict[str, Any] | None = None,
+    may_die: Collection[int] = (),
+    **changes: Any,
+) -> list[Any]:
+    """Run a pool over all hosts; what `over_hosts` returns on each."""
+    given = (args, options, {"nnodes": len(hosts), **changes})
+    return run_ranks(len(hosts), over_hosts, str(folder), hosts, body, *given, may_die=may_die)
+
+
 def living_children() -> list[str]:
-    """Workers that this process has started and has not ended, and their keepers."""
+    """Workers of this process that run, and their keepers."""
     found = psutil.Process().children(recursive=True)
     return [str(each) for each in found if each.name() in {"pool-reaper", "pool-worker"}]
 
@@ -106,7 +117,7 @@ def is_gone(pid: int) -> bool:
 
 
 def note(folder: str, what: str, value: float) -> None:
-    """Let other processes know a number; no cable leads there."""
+    """Publish a number to the other processes, by a file."""
     part = Path(folder) / f"{what}.{os.getpid()}.part"  # several hosts may note the same
     part.write_text(repr(value))
     part.rename(Path(folder) / what)
@@ -114,7 +125,7 @@ def note(folder: str, what: str, value: float) -> None:
 
 def noted(folder: str, what: str) -> float:
     """Wait for a number that another process notes."""
-    until((Path(folder) / what).exists, f"nobody has noted {what}")
+    until((Path(folder) / what).exists, f"{what} was not noted")
     return float((Path(folder) / what).read_text())
 
 

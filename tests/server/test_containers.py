@@ -1,21 +1,32 @@
-"""The service in a container: what image and manifest say, and that it lives within it."""
+"""The service in a container: image and manifest, and that it runs within their limits."""
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import re
 import shutil
+import signal
+import socket
+import struct
+import subprocess
 import sys
+import time
 import tomllib
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import httpx
+import psutil
 import pytest
 import yaml
 
 from server.commands.options import ServeOptions, add_options
-from tests.server.fake_service import run, site
+from tests.patience import until
+from tests.server.fake_service import site
 from tests.unshared import run_unshared
 
 ROOT = Path(__file__).parents[2]
@@ -30,9 +41,8 @@ def instruction(name: str) -> str:
     return re.findall(rf"^{name}\s+(.*)$", DOCKERFILE, re.MULTILINE)[-1].strip()
 
 
-def health_check() -> list[str]:
-    command: list[str] = json.loads(instruction("HEALTHCHECK").partition("CMD ")[2])
-    return command
+HEALTH: list[str] = json.loads(instruction("HEALTHCHECK").partition("CMD ")[2])
+PORT = ServeOptions().port
 
 
 def parsed(command: list[str]) -> argparse.Namespace:
@@ -42,27 +52,15 @@ def parsed(command: list[str]) -> argparse.Namespace:
     return parser.parse_args(command[1:])
 
 
-def default_port() -> int:
-    return ServeOptions().port
-
-
 def key_of(args: argparse.Namespace) -> Path:
     given: str = args.api_key
     assert given.startswith("@")
     return Path(given[1:])
 
 
-def answer_to(path: str) -> int:
-    """What a service that works answers to whoever shows no key."""
-
-    answers: list[int] = []
-
-    async def ask() -> None:
-        async with site(api_key="secret") as here:
-            answers.append((await here.client.get(path)).status_code)
-
-    run(ask)
-    return answers[0]
+async def answers_without_a_key(*paths: str) -> list[int]:
+    async with site(api_key="secret") as here:
+        return [(await here.client.get(path)).status_code for path in paths]
 
 
 @pytest.mark.parametrize("command", [json.loads(instruction("CMD")), CONTAINER["args"]])
@@ -76,14 +74,14 @@ def test_the_commands_are_accepted_once_their_key_is_there(
     key.write_text("secret\n")
     args.api_key = f"@{key}"
     options = ServeOptions(**vars(args))
-    assert (options.host, options.port) == ("0.0.0.0", default_port())
+    assert (options.host, options.port) == ("0.0.0.0", PORT)
     assert options.api_key == "secret"
 
 
-def test_the_image_checks_the_service_where_it_listens() -> None:
-    (path,) = re.findall(rf"http://127\.0\.0\.1:{default_port()}(/[a-z/]*)", health_check()[2])
-    assert (path, answer_to(path)) == ("/health", 200)
-    assert instruction("EXPOSE") == str(default_port())
+async def test_the_image_checks_the_service_where_it_listens() -> None:
+    (path,) = re.findall(rf"http://127\.0\.0\.1:{PORT}(/[a-z/]*)", HEALTH[2])
+    assert (path, await answers_without_a_key(path)) == ("/health", [200])
+    assert instruction("EXPOSE") == str(PORT)
     assert json.loads(instruction("ENTRYPOINT")) == ["group-coordinator"]
 
 
@@ -97,9 +95,9 @@ def test_the_image_installs_extras_that_there_are() -> None:
     assert copied == ["*", "!constraints.txt", "!dist/*.whl"]
 
 
-def test_the_probes_ask_for_routes_of_the_service() -> None:
+async def test_the_probes_ask_for_routes_of_the_service() -> None:
     (port,) = CONTAINER["ports"]
-    assert port == {"name": "http", "containerPort": default_port()}
+    assert port == {"name": "http", "containerPort": PORT}
     probes = {each: CONTAINER[f"{each}Probe"] for each in ("startup", "liveness", "readiness")}
     assert {each: probe["httpGet"]["path"] for each, probe in probes.items()} == {
         "startup": "/ready",
@@ -107,7 +105,7 @@ def test_the_probes_ask_for_routes_of_the_service() -> None:
         "readiness": "/ready",
     }
     assert all(probe["httpGet"]["port"] == "http" for probe in probes.values())
-    assert [answer_to(path) for path in ("/ready", "/health", "/status")] == [200, 200, 401]
+    assert await answers_without_a_key("/ready", "/health", "/status") == [200, 200, 401]
     startup = probes["startup"]
     args = parsed(CONTAINER["args"])
     assert startup["periodSeconds"] * startup["failureThreshold"] >= args.start_timeout
@@ -141,27 +139,146 @@ def test_the_manifest_gives_no_right_that_is_not_needed() -> None:
     }
 
 
+# --- ``python -m tests.server.test_containers PLAN``: as root, with loopback only ----------------
+
+
+USER = 10001
+ENTRY = "import sys; from server.cli import main; sys.exit(main())"
+URL = "http://127.0.0.1:8000"
+KEY = "a-key"
+VIRTUAL = {"proc", "sysfs", "devpts", "mqueue", "devtmpfs", "cgroup", "cgroup2"}
+_SIOCSIFFLAGS = 0x8914
+_UP = 1
+
+
+def confine(key_file: str) -> None:
+    mount("-t", "tmpfs", "-o", "mode=755", "tmpfs", "/run")
+    key = Path(key_file)
+    key.parent.mkdir(parents=True)
+    key.write_text(f"{KEY}\n")
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        _, place, kind = line.split()[:3]
+        if kind not in VIRTUAL:
+            mount("-o", "remount,bind,ro", place.replace("\\040", " "))
+    mount("-t", "tmpfs", "-o", "size=64m,mode=1777", "tmpfs", "/dev/shm")
+    with socket.socket() as any_socket:
+        fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _UP))
+
+
+def mount(*arguments: str) -> None:
+    subprocess.run(["mount", *arguments], check=True)
+
+
+def start(arguments: list[str]) -> subprocess.Popen[bytes]:
+    """The server, as process 1 of a namespace of its own."""
+    reading = "-all,+dac_read_search"
+    rights = ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", "--no-new-privs"]
+    rights += [f"--inh-caps={reading}", f"--ambient-caps={reading}", f"--bounding-set={reading}"]
+    space = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    kept = {name: value for name, value in os.environ.items() if name in {"PATH", "PYTHONPATH"}}
+    return subprocess.Popen(
+        [*space, *rights, sys.executable, "-c", ENTRY, *arguments],
+        cwd=ROOT,
+        env={**kept, "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1", "HOME": "/nonexistent"},
+    )
+
+
+def offspring(pid: int) -> list[tuple[int, str, str]]:
+    """The processes below ``pid``: pid, name, state."""
+    found: list[tuple[int, str, str]] = []
+    for each in psutil.Process(pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            found.append((each.pid, each.name(), each.status()))
+    return found
+
+
+def workers(server: int) -> list[int]:
+    return [pid for pid, name, _ in offspring(server) if name == "pool-worker"]
+
+
+def status_of(path: str) -> int:
+    try:
+        return httpx.get(URL + path, timeout=30).status_code
+    except httpx.TransportError:
+        return 0
+
+
+def embed() -> int:
+    """How many numbers an embedding has."""
+    body = {"model": "all-MiniLM-L6-v2", "input": "A boat."}
+    head = {"authorization": f"Bearer {KEY}"}
+    answer = httpx.post(f"{URL}/v1/embeddings", json=body, headers=head, timeout=30)
+    return len(answer.json()["data"][0]["embedding"])
+
+
+def write_to(place: str) -> str | None:
+    """Why a file cannot be made in ``place``."""
+    try:
+        (Path(place) / "file").touch()
+    except OSError as error:
+        return error.strerror
+    return None
+
+
+def look(outer: subprocess.Popen[bytes], health: list[str]) -> dict[str, Any]:
+    while status_of("/ready") != 200:  # the test that waits for this has a deadline
+        assert outer.poll() is None, f"it has ended with status {outer.poll()}"
+        time.sleep(0.05)
+    (server,) = [each.pid for each in psutil.Process(outer.pid).children()]
+    lines = Path(f"/proc/{server}/status").read_text().splitlines()
+    said = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+    seen: dict[str, Any] = {
+        "user": said["Uid"].split(),
+        "new_rights": said["NoNewPrivs"],
+        "process": said["NSpid"].split()[-1],
+        "written": [write_to("/"), write_to("/tmp")],
+        "embedding": embed(),
+        "healthy": subprocess.run(health, check=False).returncode,
+    }
+    before = workers(server)
+    os.kill(before[0], signal.SIGKILL)
+    until(lambda: len({*workers(server)} - {*before}) == 1 and status_of("/ready") == 200)
+    seen["embedding_after_a_loss"] = embed()
+    until(lambda: psutil.STATUS_ZOMBIE not in {state for *_, state in offspring(server)})
+    room = os.statvfs("/dev/shm")
+    seen["shm_used"] = (room.f_blocks - room.f_bfree) * room.f_frsize
+    os.kill(server, signal.SIGTERM)
+    seen["status"] = outer.wait()
+    return seen
+
+
+def main() -> None:
+    plan = json.loads(sys.argv[1])
+    confine(plan["key_file"])
+    outer = start(plan["arguments"])
+    try:
+        seen = look(outer, plan["health"])
+    finally:
+        outer.kill()
+        outer.wait()
+    sys.stdout.write(json.dumps(seen))
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may set the limits of a container")
 @pytest.mark.skipif(
     not (shutil.which("unshare") and shutil.which("setpriv")), reason="util-linux is missing"
 )
 def test_the_service_lives_within_the_limits_of_a_container() -> None:
-    """With the manifest's arguments; a worker is killed meanwhile, and replaced."""
     args = parsed(CONTAINER["args"])
     plan = {
         "arguments": CONTAINER["args"],
         "key_file": str(key_of(args)),
-        "health": [sys.executable, *health_check()[1:]],
+        "health": [sys.executable, *HEALTH[1:]],
     }
     done = run_unshared(
         ["--mount", "--net"],
-        *(sys.executable, str(Path(__file__).with_name("confined.py")), json.dumps(plan)),
+        *(sys.executable, "-m", "tests.server.test_containers", json.dumps(plan)),
         timeout=240,
         PYTHONDONTWRITEBYTECODE="1",
     )
     assert done.returncode == 0, done.stderr
     url, _, seen = done.stdout.partition("\n")
-    assert url == f"serving all-MiniLM-L6-v2 at http://0.0.0.0:{default_port()}"
+    assert url == f"serving all-MiniLM-L6-v2 at http://0.0.0.0:{PORT}"
     user = POD["securityContext"]["runAsUser"]
     assert json.loads(seen) == {
         "user": [str(user)] * 4,
@@ -174,3 +291,7 @@ def test_the_service_lives_within_the_limits_of_a_container() -> None:
         "shm_used": 0,
         "status": 0,
     }, done.stderr
+
+
+if __name__ == "__main__":
+    main()

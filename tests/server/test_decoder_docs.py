@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from benchmarks.http_served import Served
 from server.service.completions import PLAIN
 from tests.pages.blocks import ROOT, block_of, read
-from tests.server.test_readme import SHOWN_AT, output
+from tests.pages.test_shown_programs import SHOWN_AT, output
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,11 +1,14 @@
-"""Who is to blame that others wait, by boards that are made up."""
+"""Which process holds up others, and how it is shown, by boards that are made up."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from server.commands import program_text
 from server.inspection.diagnosis import Diagnosis, diagnose
 from server.inspection.snapshot import (
     BoardSnapshot,
@@ -14,13 +17,23 @@ from server.inspection.snapshot import (
     QueueSnapshot,
     ReaderSnapshot,
 )
+from server.inspection.trace import MemberHistory, chrome_trace
 from shm_broadcast import DRIVER_RANK
 from shm_broadcast.errors import Failure, MemberStatus
+from shm_broadcast.state.flight_recorder import OperationRecord
 from shm_broadcast.state.status import Membership, Wait
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.quick
+
+# --- the diagnosis ------------------------------------------------------------------------------
 
 
 def member(rank: int, *waits: int, verb: str = "tp all_reduce", **status: object) -> MemberSnapshot:
     told = {"pid": 100 + rank, "state": "busy", "operation": verb, "sequence": 7, "age": 3.0}
+    told |= {"waits_for": waits}
     return MemberSnapshot(
         MemberStatus(rank, **(told | status)),
         "",
@@ -40,6 +53,122 @@ def judged(*members: MemberSnapshot, **board: object) -> tuple[str, ...]:
     return verdict_on(*members, **board).sentences
 
 
+STORIES = """\
+0>1 1>2 2
+Rank 2 holds up others: it waits for no other process.
+  Rank 1 waits for rank 2.
+  Rank 0 waits for rank 1.
+
+0>1,3 1 2>1,3,4 3!lost 4 5>0:x 6>7 7
+Rank 3 holds up others: its process has ended.
+Rank 1 holds up others: it waits for no other process.
+Rank 4 holds up others: it waits for no other process.
+  Rank 0 waits for rank 3 and rank 1.
+  Rank 2 waits for rank 3, rank 1 and rank 4.
+  Rank 5 waits for rank 0 in x.
+Rank 7 holds up others: it waits for no other process.
+  Rank 6 waits for rank 7.
+
+0>2 1>2 2>3 3>1
+Rank 1, rank 2 and rank 3 wait for each other, so none goes on.
+  Rank 1 waits for rank 2.
+  Rank 2 waits for rank 3.
+  Rank 3 waits for rank 1.
+
+0>1,3 1>2 2>1 3
+Rank 3 holds up others: it waits for no other process.
+  Rank 0 waits for rank 3.
+Rank 1 and rank 2 wait for each other, so none goes on.
+  Rank 1 waits for rank 2.
+  Rank 2 waits for rank 1.
+
+0>1:dequeue 1!lost
+Rank 1 holds up others: its process has ended.
+  Rank 0 waits for rank 1 in dequeue.
+
+0>1:dequeue 1!closed
+Rank 1 holds up others: it has closed the group.
+  Rank 0 waits for rank 1 in dequeue.
+
+0>1:dequeue 1!absent
+Rank 1 holds up others: it has not joined, or runs on another host.
+  Rank 0 waits for rank 1 in dequeue.
+
+0>1 1~in_the_kernel
+Rank 1 holds up others: it waits in the kernel, for a disk or another device.
+  Rank 0 waits for rank 1.
+
+0>1 1>-1:dequeue~stopped d>0:call
+Rank 1 holds up others: its process is stopped, by a signal or a debugger.
+  Rank 0 waits for rank 1.
+  The driver waits for rank 0 in call.
+
+0>1:dequeue 1:enqueue
+Readers wait for messages. This is a hang only if one is due:
+Rank 1 sends nothing: it waits for no other process.
+  Rank 0 waits for rank 1 in dequeue.
+
+0 1
+No process has waited for another for a tenth of a second.
+
+0>1 1>2:dequeue 2>3 3
+Rank 3 holds up others: it waits for no other process.
+  Rank 2 waits for rank 3.
+  Rank 1 waits for rank 2 in dequeue.
+  Rank 0 waits for rank 1.
+
+0>1 1>0:dequeue
+Rank 0 and rank 1 wait for each other, so none goes on.
+  Rank 0 waits for rank 1.
+  Rank 1 waits for rank 0 in dequeue.
+Their operations differ; the first ones that do: tp all_reduce on rank 0, dequeue on rank 1.
+
+0>1 1>2:dequeue d:call
+Rank 1 holds up others: it is idle, and waits for the next message of the driver.
+  Rank 0 waits for rank 1.
+
+0>1 1>2:dequeue d>0:call
+Rank 1 holds up others: it is idle, and waits for the next message of the driver.
+  Rank 0 waits for rank 1.
+  The driver waits for rank 0 in call.
+
+0>1 1>2:dequeue 2!lost
+Rank 2 holds up others: its process has ended.
+  Rank 1 waits for rank 2 in dequeue.
+  Rank 0 waits for rank 1.
+
+0>1 1>2:dequeue 2~stopped
+Rank 2 holds up others: its process is stopped, by a signal or a debugger.
+  Rank 1 waits for rank 2 in dequeue.
+  Rank 0 waits for rank 1.
+"""
+"""Members as ``rank>waits for slots:verb!state~condition``, and what is said, shortened."""
+
+
+def members(story: str) -> Iterator[MemberSnapshot]:
+    for word in story.split():
+        found = re.fullmatch(r"(\d+|d)(?:>([-\d,]+))?(?::(\w+))?(?:!(\w+))?(?:~(\w+))?", word)
+        assert found is not None
+        rank, waits, verb, state, condition = found.groups("")
+        given: dict[str, Any] = {"verb": verb} if verb else {}
+        given |= {"state": state} if state else {}
+        given |= {"pid": 0, "age": None} if state == "absent" else {}
+        slots = map(int, filter(None, waits.split(",")))
+        made = member(DRIVER_RANK if rank == "d" else int(rank), *slots, **given)
+        yield replace(made, condition=condition.replace("_", " ") or made.condition)
+
+
+def shortened(line: str) -> str:
+    about = r" \(pid \d+\)|; last seen in [\w ]+ #7, 3\.0 s ago|( in tp all_reduce)? #7, for 2\.0 s"
+    return re.sub(rf"{about}| #7", "", line)
+
+
+@pytest.mark.parametrize("story", STORIES.strip().split("\n\n"))
+def test_the_processes_that_hold_up_others_come_first(story: str) -> None:
+    seen, *sentences = story.splitlines()
+    assert [shortened(line) for line in judged(*members(seen))] == sentences
+
+
 def test_a_chain_leads_to_its_end() -> None:
     assert judged(member(0, 1), member(1, 2), member(2)) == (
         "Rank 2 (pid 102) holds up others: it waits for no other process; "
@@ -49,23 +178,7 @@ def test_a_chain_leads_to_its_end() -> None:
     )
 
 
-def test_those_because_of_whom_the_same_ones_wait_are_told_together() -> None:
-    """Who is surely to blame comes first, and each that waits is told once."""
-    told = judged(
-        *(member(0, 1, 3), member(1), member(2, 1, 3, 4), member(3, state="lost"), member(4)),
-        *(member(5, 0, verb="x"), member(6, 7), member(7)),
-    )
-    assert [line.split(" (pid")[0] for line in told] == [
-        *("Rank 3", "Rank 1", "Rank 4", "  Rank 0", "  Rank 2", "  Rank 5", "Rank 7", "  Rank 6")
-    ]
-    assert told[3:6] == (
-        "  Rank 0 (pid 100) waits for rank 3 and rank 1 in tp all_reduce #7, for 2.0 s.",
-        "  Rank 2 (pid 102) waits for rank 3, rank 1 and rank 4 in tp all_reduce #7, for 2.0 s.",
-        "  Rank 5 (pid 105) waits for rank 0 in x #7, for 2.0 s.",
-    )
-
-
-def test_those_that_have_not_come_are_told_in_one_sentence() -> None:
+def test_absent_ranks_are_listed_in_one_sentence() -> None:
     absent = [member(rank, state="absent", pid=0, age=None) for rank in range(2, 32)]
     verdict = verdict_on(member(0, *range(1, 32)), member(1), *absent)
     assert verdict.sentences == (
@@ -80,65 +193,10 @@ def test_those_that_have_not_come_are_told_in_one_sentence() -> None:
     assert len(verdict.culprits) == 31
 
 
-def test_of_hundreds_that_wait_the_first_are_told() -> None:
+def test_of_hundreds_that_wait_the_first_are_listed() -> None:
     told = judged(*(member(rank, 0) if rank else member(0) for rank in range(200)))
     assert len(told) == 18
     assert told[-1] == "  And 183 more wait."
-
-
-def test_who_waits_for_a_disk_does_not_wait_for_no_one() -> None:
-    told = judged(member(0, 1), replace(member(1), condition="in the kernel"))
-    assert told[0] == (
-        "Rank 1 (pid 101) holds up others: it waits in the kernel, for a disk or another device; "
-        "last seen in tp all_reduce #7, 3.0 s ago."
-    )
-
-
-def test_a_knot_is_told_without_those_that_wait_for_it() -> None:
-    told = judged(member(0, 2), member(1, 2), member(2, 3), member(3, 1))
-    assert told[0] == (
-        "Rank 1 (pid 101), rank 2 (pid 102) and rank 3 (pid 103) wait for each other, "
-        "so none goes on."
-    )
-    assert len(told) == 4
-
-
-def test_who_waits_for_a_knot_and_for_another_is_held_up_by_both() -> None:
-    verdict = judged(member(0, 1, 3), member(1, 2), member(2, 1), member(3))
-    assert verdict[0].startswith("Rank 3 (pid 103) holds up others")
-    assert any(line.startswith("Rank 1 (pid 101) and rank 2 (pid 102) wait") for line in verdict)
-
-
-@pytest.mark.parametrize(
-    ("state", "words"),
-    [
-        ("lost", "its process has ended; last seen in"),
-        ("closed", "it has closed the group; last seen in"),
-        ("absent", "it has not joined, or runs on another host."),
-    ],
-)
-def test_who_is_gone_is_to_blame(state: str, words: str) -> None:
-    gone = member(1, state=state, pid=0 if state == "absent" else 101)
-    assert words in judged(member(0, 1, verb="dequeue"), gone)[0]
-
-
-def test_who_was_stopped_while_it_waited_is_to_blame() -> None:
-    """What it waited for may have come since."""
-    stopped = replace(member(1, -1, verb="dequeue"), condition="stopped")
-    told = judged(member(0, 1), stopped, member(-1, 0, verb="call"))
-    assert told[0].startswith("Rank 1 (pid 101) holds up others: its process is stopped")
-    assert len(told) == 3
-
-
-def test_readers_of_an_idle_writer_are_not_held_up() -> None:
-    told = judged(member(0, 1, verb="dequeue"), member(1, verb="enqueue"))
-    assert told[0] == "Readers wait for messages. This is a hang only if one is due:"
-    assert told[1].startswith("Rank 1 (pid 101) sends nothing: ")
-
-
-def test_nobody_waits() -> None:
-    told = judged(member(0), member(1))
-    assert told == ("No process has waited for another for a tenth of a second.",)
 
 
 def test_an_abort_comes_first() -> None:
@@ -148,11 +206,7 @@ def test_an_abort_comes_first() -> None:
 
 
 def test_a_full_queue_names_the_slowest() -> None:
-    readers = (
-        ReaderSnapshot(0, 4, False),
-        ReaderSnapshot(1, 9, False),
-        ReaderSnapshot(2, 9, False),
-    )
+    readers = tuple(ReaderSnapshot(rank, n, False) for rank, n in enumerate((4, 9, 9)))
     full = QueueSnapshot(DRIVER_RANK, readers, 20, 60 << 10, 64 << 10, False)
     said = (
         "The queue from the driver, of 64 KiB, is 93 % full: rank 1 and rank 2 have 9 messages "
@@ -166,14 +220,6 @@ def test_a_full_queue_names_the_slowest() -> None:
     assert judged(*waits, *rest, queues=(full,))[0] == said
 
 
-def test_equal_ranks_of_two_boards_are_told_apart() -> None:
-    one = BoardSnapshot("pool", (member(0), member(1)), None, ())
-    other = BoardSnapshot("pool", (member(0, 1, pid=200), member(1, pid=201)), None, ())
-    told = diagnose(Program(1, "", (one, other), (), 0)).sentences
-    assert told[0].startswith("Rank 1 of board 2 (pid 201) holds up others")
-    assert told[1].startswith("  Rank 0 of board 2 (pid 200) waits for rank 1 of board 2 in")
-
-
 def pool_of(name: str, pid: int, *waits: int) -> BoardSnapshot:
     """A pool of two workers, of which the first waits for others; and its driver, pid 99."""
     driver = replace(member(DRIVER_RANK, pid=99), place="generation 1")
@@ -182,13 +228,44 @@ def pool_of(name: str, pid: int, *waits: int) -> BoardSnapshot:
     )
 
 
-def test_workers_of_several_pools_are_called_by_their_pools() -> None:
-    """A group that a worker of each shares calls them otherwise."""
-    edge = BoardSnapshot("", (member(0, pid=201), member(1, 0, pid=300, verb="b recv")), None, ())
-    pools = pool_of("thinker", 200), pool_of("talker", 300)
-    told = diagnose(Program(1, "", (*pools, edge), (), 0)).sentences
-    assert told[0].startswith("Rank 1 of thinker (pid 201) holds up others")
-    assert told[1].startswith("  Rank 0 of talker (pid 300) waits for rank 1 of thinker in b recv")
+def edge(first: int, second: int) -> BoardSnapshot:
+    """A group of two processes, of which the second waits for the first."""
+    return BoardSnapshot("", (member(0, pid=first), member(1, 0, pid=second, verb="b")), None, ())
+
+
+@pytest.mark.parametrize(
+    ("boards", "culprit", "waits"),
+    [
+        (
+            [
+                BoardSnapshot("pool", (member(0), member(1)), None, ()),
+                BoardSnapshot("pool", (member(0, 1, pid=200), member(1, pid=201)), None, ()),
+            ],
+            "Rank 1 of board 2 (pid 201)",
+            "Rank 0 of board 2 (pid 200) waits for rank 1 of board 2 in",
+        ),
+        (
+            [pool_of("thinker", 200), pool_of("talker", 300), edge(201, 300)],
+            "Rank 1 of thinker (pid 201)",
+            "Rank 0 of talker (pid 300) waits for rank 1 of thinker in b",
+        ),
+        (
+            [pool_of("thinker", 200), edge(7, 200)],
+            "Rank 0 of board 2 (pid 7)",
+            "Rank 0 (pid 200) waits for rank 0 of board 2 in b",
+        ),
+        *(
+            ([pool_of(name, 200), pool_of(name, 300, 1)], "Rank 1 of board 2 (pid 301)", "Rank 0")
+            for name in ("pool", "thinker")
+        ),
+    ],
+)
+def test_ranks_are_called_by_their_pools_or_boards(
+    boards: list[BoardSnapshot], culprit: str, waits: str
+) -> None:
+    first, second, *_ = diagnose(Program(1, "", tuple(boards), (), 0)).sentences
+    assert first.startswith(f"{culprit} holds up others")
+    assert second.startswith(f"  {waits}")
 
 
 def test_a_full_queue_of_one_of_several_pools_is_called_by_that() -> None:
@@ -200,42 +277,14 @@ def test_a_full_queue_of_one_of_several_pools_is_called_by_that() -> None:
     )
 
 
-def test_the_workers_of_one_pool_are_called_by_their_ranks() -> None:
-    edge = BoardSnapshot("", (member(0, pid=7), member(1, 0, pid=200, verb="b recv")), None, ())
-    told = diagnose(Program(1, "", (pool_of("thinker", 200), edge), (), 0)).sentences
-    assert told[0].startswith("Rank 0 of board 2 (pid 7) holds up others")
-    assert told[1].startswith("  Rank 0 (pid 200) waits for rank 0 of board 2 in b recv")
-
-
-@pytest.mark.parametrize("name", ["pool", "thinker"])
-def test_pools_of_one_name_are_told_apart_by_their_boards(name: str) -> None:
-    told = diagnose(Program(1, "", (pool_of(name, 200), pool_of(name, 300, 1)), (), 0)).sentences
-    assert told[0].startswith("Rank 1 of board 2 (pid 301) holds up others")
-
-
 def test_a_process_on_two_boards_is_one_party() -> None:
-    """The engine of vLLM is the driver on one board, and rank 0 of another, which it reads."""
     calls = BoardSnapshot("queue", (member(-1), member(0, 0, verb="dequeue")), None, ())
     replies = BoardSnapshot("queue", (member(0), member(0, pid=99)), None, ())
     told = diagnose(Program(1, "", (calls, replies), (), 0)).sentences
     assert "The driver (pid 99) sends nothing" in told[1]
 
 
-@pytest.mark.parametrize("driver_waits", [(), (0,)])
-def test_who_reads_calls_while_others_wait_for_it_is_to_blame(driver_waits: tuple[int]) -> None:
-    """A worker that has skipped a collective and answered the call."""
-    told = judged(
-        member(0, 1), member(1, 2, verb="dequeue"), member(DRIVER_RANK, *driver_waits, verb="call")
-    )
-    assert told[0] == (
-        "Rank 1 (pid 101) holds up others: it is idle, and waits for the next message of "
-        "the driver; last seen in dequeue #7, 3.0 s ago."
-    )
-    assert told[1].startswith("  Rank 0 (pid 100) waits for rank 1 in tp all_reduce #7")
-    assert len(told) == 2 + len(driver_waits)
-
-
-def test_of_who_takes_no_part_the_stack_of_one_that_waits_for_it_tells_more() -> None:
+def test_an_idle_culprits_stack_is_that_of_a_rank_that_waits_for_it() -> None:
     verdict = verdict_on(
         *(member(0, 1), member(1, 3, verb="dequeue"), member(2, 1)),
         *(member(DRIVER_RANK, 0, 1, 2, verb="call"), member(4), member(5, 4)),
@@ -244,42 +293,15 @@ def test_of_who_takes_no_part_the_stack_of_one_that_waits_for_it_tells_more() ->
     assert [each.name for each in verdict.sample] == ["rank 0", "rank 4"]
 
 
-@pytest.mark.parametrize("gone", [True, False])
-def test_who_reads_from_a_peer_that_cannot_go_on_is_not_to_blame(gone: bool) -> None:
-    """A worker whose helper, which it asks by a queue, has ended or is stopped."""
-    helper = member(2, state="lost") if gone else replace(member(2), condition="stopped")
-    told = judged(member(0, 1), member(1, 2, verb="dequeue"), helper)
-    why = "its process has ended" if gone else "its process is stopped"
-    assert told[0].startswith(f"Rank 2 (pid 102) holds up others: {why}")
-    assert told[1].startswith("  Rank 1 (pid 101) waits for rank 2 in dequeue #7")
-    assert told[2].startswith("  Rank 0 (pid 100) waits for rank 1 in tp all_reduce #7")
-
-
-def test_who_reads_from_a_peer_that_is_held_up_is_not_to_blame() -> None:
-    told = judged(member(0, 1), member(1, 2, verb="dequeue"), member(2, 3), member(3))
-    assert told[0].startswith("Rank 3 (pid 103) holds up others")
-    assert not any("takes no part" in line for line in told)
-
-
-def test_a_reader_and_its_writer_that_waits_for_it_wait_for_each_other() -> None:
-    told = judged(member(0, 1), member(1, 0, verb="dequeue"))
-    assert told[0].startswith("Rank 0 (pid 100) and rank 1 (pid 101) wait for each other")
-
-
-def within(
-    seen: MemberSnapshot, name: str, *, closed: bool = False, first: int = 0
-) -> MemberSnapshot:
-    """``seen``, in a group of three."""
-    group = Membership(name, seen.status.rank, 3, first, closed)
-    return replace(seen, groups=(*seen.groups, group))
+def in_tp(seen: MemberSnapshot, *, closed: bool = False, first: int = 0) -> MemberSnapshot:
+    return replace(seen, groups=(Membership("tp", seen.status.rank, 3, first, closed),))
 
 
 @pytest.mark.parametrize("waits", [(), (DRIVER_RANK,), (0,)])
-def test_who_has_closed_the_group_in_which_others_wait_is_to_blame(waits: tuple[int, ...]) -> None:
-    """Whatever it waits for."""
+def test_a_rank_that_closed_the_others_group_is_to_blame(waits: tuple[int, ...]) -> None:
     told = judged(
-        within(member(0, 1), "tp"),
-        within(member(1, *waits, verb="dequeue"), "tp", closed=True),
+        in_tp(member(0, 1)),
+        in_tp(member(1, *waits, verb="dequeue"), closed=True),
         member(DRIVER_RANK),
     )
     assert told == (
@@ -288,15 +310,119 @@ def test_who_has_closed_the_group_in_which_others_wait_is_to_blame(waits: tuple[
     )
 
 
-def test_a_group_that_some_have_closed_is_told() -> None:
-    closed = [within(member(rank), "tp", closed=rank > 3) for rank in range(16)]
-    alone = within(member(16), "tp", closed=True, first=16)  # another group of that name
+def test_a_group_that_some_have_closed_is_named() -> None:
+    closed = [in_tp(member(rank), closed=rank > 3) for rank in range(16)]
+    alone = in_tp(member(16), closed=True, first=16)  # another group of that name
     assert judged(*closed, alone)[1:] == (
         "Rank 4, rank 5, rank 6, rank 7, rank 8, rank 9, rank 10, rank 11 and 4 more have closed "
         "tp, which rank 0, rank 1, rank 2 and rank 3 have open.",
     )
 
 
-def test_who_waits_in_another_group_of_that_name_does_not_blame_for_it() -> None:
-    told = judged(within(member(0, 1), "tp"), within(member(1), "tp", closed=True, first=1))
+def test_another_group_of_that_name_is_not_taken_for_it() -> None:
+    told = judged(in_tp(member(0, 1)), in_tp(member(1), closed=True, first=1))
     assert told[0].startswith("Rank 1 (pid 101) holds up others: it waits for no other process")
+
+
+# --- its text ----------------------------------------------------------------------------
+
+
+def program(*members: MemberSnapshot, failure: Failure | None = None) -> Program:
+    seen = tuple(
+        replace(each, place=f"tp {each.status.rank}", memory=300 << 20) for each in members
+    )
+    return Program(7, "python serve.py", (BoardSnapshot("pool", seen, failure, ()),), (7,), 5 << 20)
+
+
+def test_a_narrow_terminal_loses_columns_and_no_line_is_longer() -> None:
+    seen = program(member(0, 1, 2, 3, 4, 5), *(member(rank) for rank in range(1, 6)))
+    wide = program_text.program(seen)
+    assert "rank 1, rank 2, rank 3, rank 4 and 1 more" in wide
+    for width in (120, 80, 60, 40, 20):
+        text = program_text.program(seen, width)
+        assert max(map(len, text.splitlines())) <= width
+        assert "rank 0" in text
+    assert "memory" in wide
+    assert "memory" not in program_text.program(seen, 80)
+
+
+def test_cores_are_shown_where_members_have_others() -> None:
+    alike, bound = (
+        [replace(member(rank), cores=cores) for rank, cores in enumerate(each)]
+        for each in (("0-3", "0-3"), ("0-1", "2-3"))
+    )
+    assert "cores" not in program_text.program(program(*alike))
+    told = program_text.program(program(*bound)).splitlines()
+    assert [line.split()[-3] for line in told if line.startswith("  rank ")] == ["0-1", "2-3"]
+
+
+def test_boards_have_numbers_where_there_are_several() -> None:
+    (board,) = program(member(0)).boards
+    text = program_text.program(Program(7, "", (board, board), (7,), 0))
+    assert "\nboard 1, pool: 1 member\n" in text
+    assert "\nboard 2, pool: 1 member\n" in text
+
+
+def test_control_characters_do_not_reach_the_terminal() -> None:
+    hostile = "\x1b[2J\nall clear"
+    seen = program(member(0, operation=hostile), failure=Failure(0, hostile, hostile, 0))
+    for text in (program_text.program(seen), program_text.overview([seen])):
+        assert "\x1b" not in text
+        assert "\nall clear" not in text
+
+
+def test_each_programs_state_is_a_word() -> None:
+    held, well = (
+        program(member(0, 1), member(1)),
+        program(member(0), member(1)),
+    )
+    aborted = program(member(0), failure=Failure(0, "ValueError", "no", 0))
+    lines = program_text.overview([held, well, aborted]).splitlines()
+    words = ("held up", "goes on", "aborted")
+    assert [word for word, line in zip(words, lines[1:], strict=True) if word in line] == [*words]
+
+
+def test_services_are_shown_with_their_options_without_folders() -> None:
+    command = f"/{'deep/' * 20}python3.11 /opt/bin/group-coordinator serve --model /models/one"
+    seen = replace(program(member(0)), command=command)
+    told = "python3.11 group-coordinator serve --model /models/one"
+    assert program_text.program(seen).startswith(f"pid 7  {told}\n")
+    assert program_text.overview([seen]).endswith(told)
+
+
+# --- a trace -----------------------------------------------------------------------------
+
+
+def past(verb: str, begin: int, end: int | None = None, **about: Any) -> OperationRecord:
+    known = {"group": "tp", "outcome": "done" if end else "under way", "sequence": 1, "number": 1}
+    told = known | {"size": 16, "peer": None, "dtype": "float32"} | about
+    return OperationRecord(verb=verb, begin=begin, end=end, **told)
+
+
+def history(rank: int, *did: OperationRecord) -> MemberHistory:
+    seen = MemberSnapshot(MemberStatus(rank, 100 + rank, "busy"), "", "running", 0, (), None)
+    return MemberHistory(seen, did)
+
+
+def test_operations_that_overlap_get_tracks_of_their_own() -> None:
+    did = [past("send", 1000, 5000), past("recv", 2000, 3000), past("send", 3000)]
+    events = chrome_trace([[history(0, *did)]], 9000)["traceEvents"]
+    tracks = {each["tid"]: each["args"]["name"] for each in events if each["name"] == "thread_name"}
+    drawn = [(tracks[e["tid"]], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
+    assert drawn == [
+        ("tp", "send", 1.0, 4.0),
+        ("tp (2)", "recv", 2.0, 1.0),
+        ("tp (2)", "send, under way", 3.0, 6.0),
+    ]
+
+
+@pytest.mark.parametrize("pools", [("thinker", "talker"), ("thinker",)])
+def test_a_trace_calls_workers_by_their_pools(pools: tuple[str, ...]) -> None:
+    def of(rank: int, pool: str) -> MemberHistory:
+        return replace(history(rank, past("send", 1, 2)), pool=pool)
+
+    workers = [of(rank, pool) for rank, pool in enumerate(pools)]
+    events = chrome_trace([workers, [of(DRIVER_RANK, pools[0])], [of(7, "")]], 9)["traceEvents"]
+    names = [each["args"]["name"] for each in events if each["name"] == "process_name"]
+    called = ["rank 0 of thinker", "rank 1 of talker"] if len(pools) > 1 else ["rank 0"]
+    assert names == [*called, "the driver", "rank 7"]

@@ -1,4 +1,4 @@
-"""Workers that are forked: they find what spawned ones find, whatever becomes of their server."""
+"""Forked workers: they have all that spawned ones have, even if their server ends."""
 
 from __future__ import annotations
 
@@ -51,23 +51,22 @@ def servers() -> list[psutil.Process]:
 
 
 def ask(method: str, config: PoolConfig | None = None, tp: int = 2) -> list[Any]:
-    """What the workers of a new pool return."""
     with WorkerPool(Worker, tp=tp, config=config) as pool:
         answers: list[Any] = pool.collective_rpc(method, timeout=120)
         return answers
 
 
-@pytest.mark.parametrize("fork", [True, False], ids=["fork", "spawn"])
-def test_a_worker_has_the_options_of_the_python_that_starts_it(fork: bool) -> None:
-    code = f"""
+def test_a_worker_has_the_options_of_the_python_that_starts_it() -> None:
+    code = """
 from server import PoolConfig, WorkerPool
 from tests.server.workers import Worker
-with WorkerPool(Worker, config=PoolConfig(fork={fork})) as pool:
-    print(pool.call("python_options"))
+for fork in (True, False):
+    with WorkerPool(Worker, config=PoolConfig(fork=fork)) as pool:
+        print(pool.call("python_options"))
 """
     options = "-OO", "-X", "dev", "-W", "error::FutureWarning"
     done = run_to_end(sys.executable, *options, "-c", code)
-    assert done.stdout == "(2, True, True)\n"
+    assert done.stdout == "(2, True, True)\n" * 2
 
 
 @pytest.fixture
@@ -81,7 +80,7 @@ def server() -> psutil.Process:
     return found
 
 
-def test_pools_share_a_server_which_has_nothing_that_a_fork_would_break(
+def test_pools_share_a_server_that_has_nothing_a_fork_would_break(
     server: psutil.Process,
 ) -> None:
     for _ in range(3):
@@ -93,9 +92,6 @@ def test_pools_share_a_server_which_has_nothing_that_a_fork_would_break(
     assert kinds[:3] == ["/dev/null"] * 3
     assert [kind.partition(":")[0] for kind in kinds[3:]] == ["pipe", "socket"]
     assert os.getsid(server.pid) == server.pid
-
-
-def test_a_worker_is_a_child_of_a_child_of_the_driver(server: psutil.Process) -> None:
     with WorkerPool(Worker) as pool:
         keeper = psutil.Process(pool.call("where")[1]).parent()
         assert keeper is not None
@@ -103,10 +99,10 @@ def test_a_worker_is_a_child_of_a_child_of_the_driver(server: psutil.Process) ->
         assert keeper.pid != server.pid
 
 
-def test_what_is_the_drivers_is_the_next_workers(
+def test_workers_inherit_the_drivers_surroundings(
     either: PoolConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    before = ask("inherited", either)[1]
+    (before,) = ask("inherited", either, tp=1)
     assert before["variables"]["PYTEST_CURRENT_TEST"] == os.environ["PYTEST_CURRENT_TEST"]
     assert (before["read"], before["argument"], before["blocked"]) == ("", 1, set())
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
@@ -119,7 +115,7 @@ def test_what_is_the_drivers_is_the_next_workers(
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
     os.sched_setaffinity(0, {min(cores)})
     try:
-        with WorkerPool(Worker, tp=2, config=either) as pool:
+        with WorkerPool(Worker, config=either) as pool:
             there = pool.call("environment")
             inherited = pool.call("inherited")
     finally:
@@ -135,18 +131,14 @@ def test_what_is_the_drivers_is_the_next_workers(
     assert inherited["blocked"] == {signal.SIGUSR2}
 
 
-def test_a_driver_that_has_compiled_something_keeps_its_server(
+def test_workers_inherit_a_variable_of_torch_and_none_that_is_gone(
     server: psutil.Process, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """Also from where the server's folder has gone meanwhile."""
     set_by_torch = "TORCHINDUCTOR_CACHE_DIR", str(tmp_path)
     monkeypatch.setenv(*set_by_torch)
     assert set_by_torch in ask("inherited")[0]["variables"].items()
     assert servers() == [server]
-
-
-def test_a_folder_that_is_gone_and_a_variable_that_is_gone_are_gone(
-    server: psutil.Process, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
     monkeypatch.setattr(sys, "path", [os.path.abspath(entry) for entry in sys.path])  # noqa: PTH100
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
     monkeypatch.chdir(tmp_path)
@@ -162,6 +154,7 @@ def test_where_the_folder_is_gone_workers_start_in_the_root(
     monkeypatch.chdir(tmp_path)
     tmp_path.rmdir()
     assert ask("environment", either, tp=1)[0]["folder"] == "/"
+    assert bool(servers()) is either.fork
     tmp_path.mkdir()
 
 
@@ -174,14 +167,13 @@ def go_where_others_may_not(_: int, __: int, folder: Path) -> tuple[str, str]:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may become another user")
-def test_a_folder_that_may_not_be_entered_is_no_worker_s(tmp_path: Path) -> None:
+def test_a_folder_that_may_not_be_entered_is_no_workers(tmp_path: Path) -> None:
     assert run_ranks(1, go_where_others_may_not, tmp_path) == [(".", "/")]
 
 
-def test_of_a_driver_that_ignores_its_children_only_how_they_end_is_not_known(
+def test_a_driver_that_ignores_sigchld_does_not_get_exit_statuses(
     either: PoolConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The kernel reaps them. What ignores signals passes that on to what it starts."""
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
         with WorkerPool(Worker, config=either) as pool:
@@ -198,9 +190,9 @@ def test_of_a_driver_that_ignores_its_children_only_how_they_end_is_not_known(
 
 
 def test_what_workers_print_goes_where_the_driver_prints_now(
-    either: PoolConfig, capfd: pytest.CaptureFixture[str]
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    with WorkerPool(Worker, tp=2, config=either) as pool:
+    with WorkerPool(Worker, tp=2) as pool:
         pool.collective_rpc("say", args=("hello",))
     assert sorted(capfd.readouterr().out.splitlines()) == ["[rank 0] hello", "[rank 1] hello"]
 
@@ -214,8 +206,7 @@ def test_a_workers_threads_and_exit_functions_run_at_its_end(
     assert said == ["[rank 0] thread", "[rank 0] exit", "[rank 0] finalizer"]
 
 
-def test_what_torch_has_registered_is_not_taken_apart_at_a_forked_worker_s_end() -> None:
-    """That would copy what is shared with the server."""
+def test_a_forked_worker_ends_without_the_finalizers_of_torch() -> None:
     assert "torch.library" not in ask("finalizers", tp=1)[0]
 
 
@@ -235,8 +226,8 @@ def test_a_module_that_was_changed_is_loaded_anew(
             assert pool.call("answer") == answer
 
 
-def test_no_two_workers_draw_the_same_numbers(either: PoolConfig) -> None:
-    drawn = [*ask("numbers", either), *ask("numbers", either)]
+def test_no_two_workers_draw_the_same_numbers() -> None:
+    drawn = [*ask("numbers"), *ask("numbers")]
     for generator in ("random", "numpy", "torch"):
         assert len({numbers[generator] for numbers in drawn}) == 4
 
@@ -329,6 +320,9 @@ def at_start(monkeypatch: pytest.MonkeyPatch, folder: Path, code: str) -> Iterat
     FORK_SERVERS.close()
 
 
+PRELOADING = "import sys\nif 'preload' in ' '.join(sys.orig_argv):\n    "
+
+
 @pytest.mark.parametrize(
     ("code", "reason"),
     [
@@ -338,21 +332,17 @@ def at_start(monkeypatch: pytest.MonkeyPatch, folder: Path, code: str) -> Iterat
             "has started threads: there are 2",
         ),
         (
-            "import sys\n"
-            "if 'preload' in ' '.join(sys.orig_argv):\n"
-            "    sys.modules['coordinator.groups'] = None\n",
+            f"{PRELOADING}sys.modules['coordinator.groups'] = None\n",
             "importing workers' modules failed: ModuleNotFoundError",
         ),
         (
-            "import sys\n"
-            "if 'preload' in ' '.join(sys.orig_argv):\n"
-            "    import torch\n"
-            "    torch.cuda._is_in_bad_fork = lambda: True\n",
+            f"{PRELOADING}import torch; torch.cuda._is_in_bad_fork = lambda: True\n",
             "importing workers' modules has used CUDA",
         ),
     ],
+    ids=["threads", "import", "CUDA"],
 )
-def test_workers_are_spawned_where_they_cannot_be_forked_and_the_log_says_why(
+def test_workers_are_spawned_where_forks_would_break(
     code: str,
     reason: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -368,21 +358,17 @@ def test_workers_are_spawned_where_they_cannot_be_forked_and_the_log_says_why(
     assert reason in said
 
 
-def test_the_log_says_how_fork_servers_have_ended(
+def test_workers_are_spawned_where_fork_servers_end_or_a_preload_fails(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    code = "import sys\nif 'preload' in ' '.join(sys.orig_argv):\n    import os\n    os._exit(3)\n"
-    with at_start(monkeypatch, tmp_path, code):
+    with at_start(monkeypatch, tmp_path, f"{PRELOADING}import os; os._exit(3)\n"):
         assert [rank for rank, _ in ask("where", tp=1)] == [0]
     assert [record.getMessage() for record in caplog.records] == [
         "a worker is spawned, not forked: fork servers have ended: exit status 3"
     ]
-
-
-def test_who_wants_no_fork_gets_none() -> None:
-    FORK_SERVERS.close()
-    ask("where", PoolConfig(fork=False), tp=1)
-    assert servers() == []
+    monkeypatch.undo()
+    assert len(ask("where", PoolConfig(preload=("no_such_module_anywhere",)), tp=1)) == 1
+    assert "no_such_module_anywhere" in caplog.records[-1].getMessage()
 
 
 def marked(mark: str) -> list[int]:
@@ -395,13 +381,10 @@ def marked(mark: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("lines", "seconds"), [(1, 0.1), (1, 1.0), (1, 3.0), (2, 0.1), (2, 0.5), (3, 0.1), (3, 0.5)]
-)
+@pytest.mark.parametrize(("lines", "seconds"), [(1, 1.0), (1, 3.0), (2, 0.5), (3, 0.5)])
 def test_a_driver_killed_at_any_moment_leaves_nothing(
     lines: int, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While its fork server starts (it has said one line), and while later pools start and end."""
     mark = f"MARK_{random.getrandbits(64):x}"
     monkeypatch.setenv(mark, "1")
     driver = Driver("repeat", command=[str(DRIVERS)])
@@ -416,7 +399,7 @@ def test_a_driver_killed_at_any_moment_leaves_nothing(
     until(lambda: marked(mark) == [])
 
 
-def test_what_is_preloaded_is_there_before_the_worker_is(tmp_path: Path) -> None:
+def test_a_preloaded_module_is_loaded_by_the_server(tmp_path: Path) -> None:
     (tmp_path / "loaded_once.py").write_text("import os\nLOADED_IN = os.getpid()\n")
     sys.path.insert(0, str(tmp_path))
     try:
@@ -429,10 +412,3 @@ def test_what_is_preloaded_is_there_before_the_worker_is(tmp_path: Path) -> None
             assert {one, other} == {*pids_of(pool)}
     finally:
         sys.path.remove(str(tmp_path))
-
-
-def test_a_module_that_cannot_be_preloaded_has_workers_spawned(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    assert len(ask("where", PoolConfig(preload=("no_such_module_anywhere",)), tp=1)) == 1
-    assert any("no_such_module_anywhere" in record.getMessage() for record in caplog.records)

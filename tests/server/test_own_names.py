@@ -10,6 +10,8 @@ import pytest
 from server.service.app import names_of
 from tests.server.fake_service import app_of, site
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize(
     ("called", "status"),

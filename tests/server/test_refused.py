@@ -29,8 +29,9 @@ from tests.patience import until
 from tests.ranks import run_ranks
 from tests.refusals import NEW_PROCESSES, refuse
 from tests.refused_threads import refusing_threads
-from tests.server.test_cores import run_limited, system
 from tests.server.test_forking import at_start
+from tests.server.test_process_limits import run_limited
+from tests.server.test_resources import system
 from tests.server.workers import Worker, pids_of
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Boards that are looked at from outside: what is found, what is left out, who is to blame."""
+"""Boards that other processes look at: published waits, stacks, which boards are found."""
 
 from __future__ import annotations
 
@@ -8,20 +8,17 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager, suppress
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import pytest
 
 from server.inspection.diagnosis import WaitNode, stacks_of
-from server.inspection.snapshot import BoardSnapshot, of_process, programs, scan
-from shm_broadcast import DRIVER_RANK, Board, Deadline, GroupTimeoutError, MessageQueue, layout
-from shm_broadcast.segment import Segment
+from server.inspection.snapshot import BoardSnapshot, Program, of_process, programs, scan
+from shm_broadcast import Board, Deadline, GroupTimeoutError, MessageQueue, layout
 from shm_broadcast.state import stacks
 from shm_broadcast.state.stacks import (
-    STACK_SIGNAL,
     StackFile,
-    catches,
     read_stacks,
     write_stacks_when_asked,
 )
@@ -42,32 +39,45 @@ from tests.shm_broadcast.members import status_of
 from tests.shm_broadcast.queues import Running
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 
-def boards_here(*, of: str = "") -> list[BoardSnapshot]:
-    """The boards that this process holds, ``of`` this test: others may not be collected yet."""
+def program_of(pid: int) -> Program:
+    seen = scan()
+    (found,) = of_process(pid, seen, programs(seen))
+    return found
+
+
+def boards_here(of: str) -> list[BoardSnapshot]:
+    """The boards ``of`` this test that this process holds: others may not be collected yet."""
     seen = scan()
     found = of_process(os.getpid(), seen, programs(seen))
     return [board for each in found for board in each.boards if board.name.startswith(of)]
 
 
-# --- what a board says to the outside --------------------------------------------------------
+def names_here(of: str = "one that is") -> list[str]:
+    return [board.name for board in boards_here(of)]
 
 
-def test_a_wait_is_said_while_it_lasts() -> None:
+# --- what a board publishes --------------------------------------------------------
+
+
+def test_a_wait_is_published_while_it_lasts() -> None:
+    """Of as many threads as have room."""
     with Board.create(3, 0, "tp") as board:
         ended = threading.Event()
-        waiting = Running(
-            lambda: board.wait(ended.is_set, Deadline.after(60), "verb", lambda: (0, 2, 1))
-        )
-        until(lambda: status_of(board, 0).waits)
-        (wait,) = status_of(board, 0).waits
-        assert (wait.operation, wait.members, wait.count) == ("verb", (2, 1), 2)
-        assert 0 < wait.seconds < 60
+        threads = [
+            Running(lambda: board.wait(ended.is_set, Deadline.after(60), "verb", lambda: (0, 2, 1)))
+            for _ in range(MAX_WAITS + 2)
+        ]
+        until(lambda: len(status_of(board, 0).waits) == MAX_WAITS)
+        for wait in status_of(board, 0).waits:
+            assert (wait.operation, wait.members, wait.count) == ("verb", (2, 1), 2)
+            assert 0 < wait.seconds < 60
         ended.set()
         board.notify_self()
-        waiting.result()
+        for each in threads:
+            each.result()
         assert status_of(board, 0).waits == ()
 
 
@@ -85,7 +95,7 @@ def test_a_wait_that_fails_is_taken_back() -> None:
         assert status_of(board, 0).waits == ()
 
 
-def test_a_wait_that_is_interrupted_while_it_is_said_is_taken_back(
+def test_a_wait_that_is_interrupted_while_it_is_published_is_taken_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     say = StatusPublisher.publish_wait
@@ -102,22 +112,7 @@ def test_a_wait_that_is_interrupted_while_it_is_said_is_taken_back(
             assert status_of(board, 0).waits == ()
 
 
-def test_more_threads_wait_than_can_be_said() -> None:
-    with Board.create(2, 0) as board:
-        ended = threading.Event()
-        threads = [
-            Running(lambda: board.wait(ended.is_set, Deadline.after(60), "verb", lambda: (1,)))
-            for _ in range(MAX_WAITS + 2)
-        ]
-        until(lambda: len(status_of(board, 0).waits) == MAX_WAITS)
-        ended.set()
-        board.notify_self()
-        for each in threads:
-            each.result()
-        assert status_of(board, 0).waits == ()
-
-
-def test_a_wait_that_is_none_on_the_board_is_shown() -> None:
+def test_a_wait_outside_of_the_board_is_shown() -> None:
     with Board.create(4, 1) as board, suppress(KeyboardInterrupt):
         with board.published_wait("the start") as show:
             assert status_of(board, 1).waits == ()
@@ -127,25 +122,20 @@ def test_a_wait_that_is_none_on_the_board_is_shown() -> None:
                 assert seen == [each for each in [tuple({*late} - {1})] if each]
             raise KeyboardInterrupt
         assert status_of(board, 1).waits == ()
-
-
-def test_who_only_looks_on_shows_no_wait() -> None:
-    with Board.create(2, None) as board, board.published_wait("the start") as show:
+    with Board.create(2, None) as onlooker, onlooker.published_wait("the start") as show:
         show([0])
 
 
 def test_a_wait_for_many_names_the_first() -> None:
     with Board.create(100, 0) as board:
         assert board._published is not None
-        board._published.publish_wait("a wait", "verb", 1, range(1, 100))
-        (wait,) = status_of(board, 0).waits
-        assert (wait.members, wait.count) == (tuple(range(1, 1 + MAX_NAMED)), 99)
-        board._published.publish_wait("a wait", "verb", 1, [7])
-        (wait,) = status_of(board, 0).waits
-        assert (wait.members, wait.count) == ((7,), 1)
+        for members in (range(1, 100), [7]):
+            board._published.publish_wait("a wait", "verb", 1, members)
+            (wait,) = status_of(board, 0).waits
+            assert (wait.members, wait.count) == (tuple(members[:MAX_NAMED]), len(members))
 
 
-def test_a_successor_does_not_say_what_its_predecessor_said() -> None:
+def test_a_successor_publishes_nothing_of_its_predecessor() -> None:
     with Board.create(2, 0) as board:
         pid = os.fork()
         if pid == 0:
@@ -162,15 +152,6 @@ def test_a_successor_does_not_say_what_its_predecessor_said() -> None:
         successor.close()
 
 
-def test_a_place_is_what_fits() -> None:
-    with Board.create(1, 0) as board:
-        board.publish_place("tp", 3)
-        board.publish_place("tp", 3)
-        board.publish_place("g" * PLACE_BYTES, 1)
-        board.publish_place("pp", 1)
-        assert status_of(board, 0).place == "tp 3, pp 1"
-
-
 def test_a_status_that_is_being_written_is_not_read() -> None:
     with Board.create(1, 0) as board:
         board.publish_place("tp", 3)
@@ -183,34 +164,24 @@ def test_a_status_that_is_being_written_is_not_read() -> None:
         assert read_status(lambda _, __: half, 0, 1) == PublishedStatus()
 
 
-class SwapsLater:
-    """The words of a board; ``before`` runs when a thread is about to hide its wait."""
-
-    def __init__(self, words: Any, before: Callable[[], None]) -> None:
-        self._words, self._before = words, before
-
-    def compare_and_swap32(self, *given: int) -> bool:
-        self._before()
-        return bool(self._words.compare_and_swap32(*given))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._words, name)
-
-
 def test_a_wait_that_begins_while_another_ends_is_shown() -> None:
     with Board.create(2, 0) as board:
-        memory: Any = SimpleNamespace(memory=board.memory)
-        memory.words = SwapsLater(
-            board.words, lambda: published.publish_wait("second", "recv", 1, [1])
-        )
-        published = StatusPublisher(memory, 0, 2, None)
+        words = Mock(wraps=board.words)
+        published = StatusPublisher(Mock(memory=board.memory, words=words), 0, 2, None)
+
+        def swap_later(*given: int) -> bool:
+            """As the first thread is about to hide its wait."""
+            published.publish_wait("second", "recv", 1, [1])
+            return bool(board.words.compare_and_swap32(*given))
+
+        words.compare_and_swap32 = swap_later
         published.publish_wait("first", "send", 1, [1])
         published.publish_wait("first", "send", 1, ())
         assert [each.operation for each in status_of(board, 0).waits] == ["recv"]
 
 
 def test_the_longest_status_has_room() -> None:
-    with Board.create(4096, 4095) as board:
+    with Board.create(4096, 4095) as board, Board.create(1, 0) as other:
         published = board._published
         assert published is not None
         board.publish_place("\N{SNOWMAN}" * 16, 4095)
@@ -222,20 +193,12 @@ def test_the_longest_status_has_room() -> None:
             published.publish_wait(number, "\N{SNOWMAN}" * 99, 1 << 62, members)
         status = status_of(board, 4095)
         assert (len(status.groups), len(status.waits)) == (MAX_GROUPS, MAX_WAITS)
+        for axis, coordinate in (("tp", 3), ("tp", 3), ("g" * PLACE_BYTES, 1), ("pp", 1)):
+            other.publish_place(axis, coordinate)
+        assert status_of(other, 0).place == "tp 3, pp 1"
 
 
 # --- stacks ----------------------------------------------------------------------------------
-
-
-def test_a_member_writes_its_stacks_when_asked() -> None:
-    descriptor = write_stacks_when_asked()
-    assert descriptor is not None
-    assert catches(os.getpid(), STACK_SIGNAL)
-    file = StackFile.of(os.getpid(), descriptor)
-    file.clear()
-    os.kill(os.getpid(), STACK_SIGNAL)
-    until(lambda: "in test_a_member_writes_its_stacks_when_asked" in file.read())
-    file.close()
 
 
 def test_a_forked_member_has_a_file_of_its_own() -> None:
@@ -260,8 +223,7 @@ def test_a_program_keeps_the_signal_that_it_uses_itself() -> None:
     assert done.stdout.split() == ["mine", "None"]
 
 
-def test_a_busy_process_may_be_asked_again_and_again() -> None:
-    """Its threads change their frames all the time."""
+def test_a_busy_process_writes_its_stack_again_and_again() -> None:
     code = (
         "import threading; from shm_broadcast import Board\n"
         "def deep(n): return n and deep(n - 1) + len([exec('x = 1', {}) for _ in range(3)])\n"
@@ -278,9 +240,7 @@ def test_a_busy_process_may_be_asked_again_and_again() -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "made\n"
         try:
-            seen = scan()
-            (program,) = of_process(process.pid, seen, programs(seen))
-            party = WaitNode("rank 0", [program.boards[0].members[0]])
+            party = WaitNode("rank 0", [program_of(process.pid).boards[0].members[0]])
             for _ in range(100):
                 assert stacks_of([party], Deadline.after(30))["rank 0"].startswith("Stack")
                 assert process.poll() is None
@@ -291,7 +251,6 @@ def test_a_busy_process_may_be_asked_again_and_again() -> None:
 def test_a_stack_is_whole_when_its_process_has_run_and_written_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Halfway it loses its core; what looks at its file sees nothing new, four times."""
     ran = [7, 7, 7, 400_007, 2_000_007, 2_000_007, 3_500_007]
     file = StackFile()
 
@@ -313,7 +272,7 @@ def test_a_stack_is_whole_when_its_process_has_run_and_written_no_more(
     file.close()
 
 
-def test_who_does_not_catch_the_signal_does_not_get_it() -> None:
+def test_a_process_that_does_not_catch_the_signal_does_not_get_it() -> None:
     code = (
         "import signal; from shm_broadcast import Board\n"
         "board = Board.create(1, 0, 'deaf')\n"
@@ -321,9 +280,7 @@ def test_who_does_not_catch_the_signal_does_not_get_it() -> None:
         "print('made', flush=True); input(); board.close()"
     )
     with waiting(code) as deaf:
-        seen = scan()
-        (program,) = of_process(deaf, seen, programs(seen))
-        party = WaitNode("rank 0", [program.boards[0].members[0]])
+        party = WaitNode("rank 0", [program_of(deaf).boards[0].members[0]])
         told = stacks_of([party], Deadline.after(30))
         assert told == {"rank 0": "it catches no signal for that"}
 
@@ -338,47 +295,7 @@ def test_another_file_is_not_taken_for_stacks(tmp_path: os.PathLike[str]) -> Non
 # --- what is found ---------------------------------------------------------------------------
 
 
-def test_a_board_is_found_with_its_queues() -> None:
-    with (
-        Board.create(3, 2, "a pool", (0, 1, DRIVER_RANK)) as board,
-        MessageQueue.on_board(board, 2, [0, 1]) as queue,
-    ):
-        board.publish_place("tp", 0)
-        for _ in range(3):
-            queue.enqueue(b"message")
-        (seen,) = boards_here(of="a pool")
-        assert [m.status.rank for m in seen.members] == [0, 1, DRIVER_RANK]
-        assert [m.status.state for m in seen.members] == ["absent", "absent", "busy"]
-        driver = seen.members[2]
-        assert driver.status.pid == os.getpid()
-        assert (driver.status.operation, driver.status.sequence) == ("enqueue", 3)
-        assert driver.place == "tp 0"
-        assert driver.condition in ("running", "sleeping")
-        assert driver.memory > 1 << 20
-        (ring,) = seen.queues
-        assert (ring.writer, ring.messages, ring.behind) == (DRIVER_RANK, 3, 3)
-        assert [reader.rank for reader in ring.readers] == [0, 1]
-        assert 0 < ring.used < ring.capacity == 4 << 20
-        (program,) = of_process(os.getpid(), found := scan(), programs(found))
-        assert program.shared > ring.capacity
-
-
-def test_boards_that_share_no_process_are_two_programs() -> None:
-    with Board.create(1, 0, "here"):
-        code = (
-            "from shm_broadcast import Board\n"
-            "with Board.create(1, 0, 'there'): print('made', flush=True); input()"
-        )
-        with waiting(code) as other:
-            seen = scan()
-            found = programs(seen)
-            (ours,) = of_process(os.getpid(), seen, found)
-            assert {board.name for board in ours.boards} & {"here", "there"} == {"here"}
-            (theirs,) = of_process(other, seen, found)
-            assert [board.name for board in theirs.boards] == ["there"]
-
-
-def test_who_has_started_a_program_leads_to_it() -> None:
+def test_a_programs_parent_leads_to_it() -> None:
     code = (
         "import subprocess, sys\n"
         "worker = 'from shm_broadcast import Board\\n'\n"
@@ -386,15 +303,14 @@ def test_who_has_started_a_program_leads_to_it() -> None:
         "subprocess.run([sys.executable, '-c', worker])"
     )
     with waiting(code) as launcher:
-        seen = scan()
-        (found,) = of_process(launcher, seen, programs(seen))
+        found = program_of(launcher)
         assert [board.name for board in found.boards] == ["below"]
         assert launcher not in found.pids
 
 
 def test_hundreds_of_boards_are_found() -> None:
     boards = [Board.create(2, 0, f"group {number}") for number in range(300)]
-    names = {board.name for board in boards_here()}
+    names = {*names_here("group ")}
     for board in boards:
         board.close()
     assert names >= {f"group {number}" for number in range(300)}
@@ -407,18 +323,17 @@ def test_a_process_that_was_killed_is_lost() -> None:
             Board.attach(board.handle(), 1).record_begin("verb")
             os.kill(os.getpid(), signal.SIGKILL)
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
-        (seen,) = boards_here(of="a killed one")
+        (seen,) = boards_here("a killed one")
         gone = seen.members[1]
         assert (gone.status.state, gone.status.operation) == ("lost", "verb")
         assert gone.condition == ""
         os.waitpid(pid, 0)
-        (seen,) = boards_here(of="a killed one")
+        (seen,) = boards_here("a killed one")
         assert seen.members[1].status.state == "lost"
 
 
 @contextmanager
 def damaged(*words: tuple[int, int]) -> Iterator[None]:
-    """A board of which a few words are not what they should be, beside one that is well."""
     with Board.create(2, 0, "one that is well"), Board.create(2, 0, "one that is not") as board:
         for offset, value in words:
             board.words.store32(offset, value)
@@ -442,13 +357,13 @@ def damaged(*words: tuple[int, int]) -> Iterator[None]:
 )
 def test_a_board_that_is_not_finished_is_left_out(words: list[tuple[int, int]]) -> None:
     with damaged(*words):
-        assert [board.name for board in boards_here(of="one that is")] == ["one that is well"]
+        assert names_here() == ["one that is well"]
 
 
-def test_what_others_write_into_a_place_of_ours_is_only_text() -> None:
+def test_what_others_write_into_our_places_is_only_text() -> None:
     with Board.create(1, 0, "a text\x1b[2J\x00rest") as board:
         board.record_begin("\xff" * 30)
-        (seen,) = boards_here(of="a text")
+        (seen,) = boards_here("a text")
         assert seen.name == "a text\x1b[2J"
 
 
@@ -459,7 +374,7 @@ def test_a_ring_of_strange_members_is_left_out(field: int) -> None:
     with Board.create(2, 0, "a ring") as board, MessageQueue.on_board(board, 0, [1]) as queue:
         assert queue._ring is not None
         queue._ring.words.store32(field, 5)
-        (seen,) = boards_here(of="a ring")
+        (seen,) = boards_here("a ring")
         assert seen.queues == ()
 
 
@@ -468,13 +383,12 @@ def test_a_memfd_that_is_no_segment_is_left_out() -> None:
     with Board.create(1, 0, "one that is well"):
         for content in (b"", b"\xff" * 4096):
             os.pwrite(fd, content, 0)
-            assert [board.name for board in boards_here(of="one that is")] == ["one that is well"]
+            assert names_here() == ["one that is well"]
     os.close(fd)
 
 
 @pytest.mark.parametrize("size", [0, 4096])
 def test_a_descriptor_that_is_another_file_by_now_is_left_out(size: int) -> None:
-    """Between the scan and the look a process may close a segment and open something else."""
     with Board.create(1, 0, "gone") as board, Board.create(1, 0, "there"):
         nonce = board._segment.nonce
         seen = scan()
@@ -498,8 +412,7 @@ def test_a_descriptor_that_is_another_file_by_now_is_left_out(size: int) -> None
     assert "gone" not in names
 
 
-def test_what_another_process_still_holds_is_there() -> None:
-    """Also if the first one that was seen to hold it has closed it since."""
+def test_a_board_that_another_descriptor_holds_is_found() -> None:
     with Board.create(1, 0, "kept") as board:
         number = board._segment.handle().fd
         kept = os.dup(number)
@@ -514,22 +427,14 @@ def test_what_another_process_still_holds_is_there() -> None:
 
 
 def test_processes_end_while_they_are_looked_at() -> None:
-    """Nothing but what has ended is left out."""
     with Board.create(1, 0, "one that is well"):
         code = "import os\nwhile True:\n  if os.fork() == 0: os._exit(0)\n  os.wait()"
         with subprocess.Popen([sys.executable, "-c", code]) as churn:
             try:
                 for _ in range(30):
-                    assert [board.name for board in boards_here(of="one that is")] == [
-                        "one that is well"
-                    ]
+                    assert names_here() == ["one that is well"]
             finally:
                 churn.kill()
-
-
-def test_segments_are_for_their_owner_only() -> None:
-    with Segment.create(1, "group-board") as segment:
-        assert os.stat(f"/proc/self/fd/{segment.handle().fd}").st_mode & 0o777 == 0o600  # noqa: PTH116
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
@@ -541,6 +446,8 @@ def test_another_user_sees_nothing() -> None:
         assert parent not in seen.processes
         assert programs(seen) == []
 
-    with Board.create(1, 0, "our own"):
-        assert [board.name for board in boards_here(of="our own")] == ["our own"]
+    with Board.create(1, 0, "our own") as board:
+        assert names_here("our own") == ["our own"]
+        descriptor = board._segment.handle().fd
+        assert os.fstat(descriptor).st_mode & 0o777 == 0o600
         in_a_child(look, as_nobody=True)

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from benchmarks.http_served import Served
 from server import spans
@@ -19,12 +22,54 @@ from server.pool import WorkerPool
 from tests.commands import run_code
 from tests.patience import auntil
 from tests.server.fake_service import site
-from tests.server.spanned import Spanned, keep_spans, told
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+    from opentelemetry.sdk.trace import ReadableSpan
+
+    from server.worker import WorkerContext
+
+
+Told = tuple[str, int, int, int, bool, dict[str, Any]]
+"""A span: its name, trace, parent, id, whether it failed, attributes."""
+
+
+def keep_spans() -> InMemorySpanExporter:
+    """Where this process's spans are from now on."""
+    kept, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(kept))
+    trace.set_tracer_provider(provider)
+    return kept
+
+
+def told(span: ReadableSpan) -> Told:
+    assert span.context is not None
+    parent = 0 if span.parent is None else span.parent.span_id
+    failed = span.status.status_code is trace.StatusCode.ERROR
+    about = dict(span.attributes or {})
+    return span.name, span.context.trace_id, parent, span.context.span_id, failed, about
+
+
+class Spanned:
+    def __init__(self, _: WorkerContext) -> None:
+        self._kept = keep_spans()
+
+    def work(self) -> str:
+        with trace.get_tracer("user").start_as_current_span("inside"):
+            return "done"
+
+    def fail(self) -> None:
+        raise ValueError("no")
+
+    def count(self, most: int) -> Iterator[int]:
+        yield from range(most)
+
+    def spans(self) -> list[Told]:
+        found = [told(span) for span in self._kept.get_finished_spans()]
+        self._kept.clear()
+        return found
+
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 TRACE, SPAN = int(PARENT[3:35], 16), int(PARENT[36:52], 16)
@@ -180,20 +225,6 @@ if __name__ == "__main__":
 """
     done = run_code(code, PARENT)
     assert done.stdout == "2.0\n"
-
-
-def test_the_package_is_imported_when_a_trace_comes_from_elsewhere() -> None:
-    code = """
-import sys
-from server import spans
-assert spans.carried() is None and spans.begin_request("x", {}) is None
-with spans.within(None):
-    spans.end_request(None, 200)
-assert "opentelemetry" not in sys.modules
-with spans.within(spans.begin_request("x", {"traceparent": sys.argv[1]})):
-    print(spans.carried()["traceparent"])
-"""
-    assert run_code(code, PARENT).stdout == f"{PARENT}\n"
 
 
 def test_an_exporter_that_is_not_installed_is_logged(

@@ -1,4 +1,4 @@
-"""What workers print says whose it is."""
+"""Programs that use a pool: how their output is labelled, what they import."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from tests.commands import run_to_end
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+# --- output -------------------------------------------------------------------------------------
 
 
 def labelled() -> tuple[LabelledText, io.BytesIO]:
@@ -31,7 +34,7 @@ def test_every_line_has_the_label_once() -> None:
     assert under.getvalue().endswith(b"four\n[rank 3] five six\n")
 
 
-def test_a_line_that_does_not_end_is_written_out_in_pieces() -> None:
+def test_a_line_without_end_is_written_in_pieces() -> None:
     text, under = labelled()
     for _ in range(3 << 16):
         text.write(".")
@@ -40,19 +43,18 @@ def test_a_line_that_does_not_end_is_written_out_in_pieces() -> None:
     assert under.getvalue() == b"[rank 3] " + b"." * (3 << 16) + b"\n[rank 3] next\n"
 
 
-def test_output_that_a_process_was_not_given_goes_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_that_is_closed_or_missing_takes_lines_without_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text, _ = labelled()
+    text.write("kept")
+    text.close()
+    text.close()
     monkeypatch.setattr(sys, "stdout", None)
     monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(io.BytesIO()))
     label_output("[rank 3] ")
     sys.stdout.write("to nowhere\n")
     sys.stdout.close()
-
-
-def test_a_closed_output_is_closed_once() -> None:
-    text, _ = labelled()
-    text.write("kept")
-    text.close()
-    text.close()
 
 
 DRIVER = """
@@ -106,10 +108,9 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(("names", "numbers"), [((), []), (("first", "second"), [1, 2])])
-def test_what_workers_print_goes_into_nothing_that_the_driver_has_opened(
+def test_what_workers_print_goes_into_no_file_of_the_driver(
     names: tuple[str, ...], numbers: list[int], tmp_path: Path
 ) -> None:
-    """Its files and sockets get the numbers of the standard output and error that it lacks."""
     script = tmp_path / "driver.py"
     script.write_text(WITHOUT_OUTPUT)
     told, *files = (tmp_path / name for name in ("told", *names))
@@ -119,8 +120,7 @@ def test_what_workers_print_goes_into_nothing_that_the_driver_has_opened(
     assert [file.read_text() for file in files] == ["" for _ in names]
 
 
-def test_a_driver_from_standard_input_is_told_what_it_cannot_do() -> None:
-    """Its class cannot be imported by others; a class of a module can be used."""
+def test_a_driver_from_standard_input_cannot_use_its_own_class() -> None:
     done = run_to_end(sys.executable, "-", status=1, input=DRIVER)
     last = done.stderr.splitlines()[-1]
     assert last.startswith("ValueError: Printer is defined where no other process can import it")
@@ -130,3 +130,58 @@ def test_a_driver_from_standard_input_is_told_what_it_cannot_do() -> None:
     )
     done = run_to_end(sys.executable, "-", input=f"{own}\n    print(pool.call('echo', 7))")
     assert done.stdout == "7\n"
+
+
+# --- imports ------------------------------------------------------------------------------------
+
+
+LEAN = """
+import sys
+
+from group_coordinator import WorkerPool
+
+
+class Doubler:
+    def __init__(self, context):
+        self.groups = context.groups
+
+    def double(self, number):
+        return 2 * number
+
+    def total(self, number):
+        import torch
+
+        return self.groups.tp.all_reduce(torch.tensor([number, -1.5]))
+
+
+def loaded():
+    return sorted({"numpy", "torch"} & sys.modules.keys())
+
+
+if __name__ == "__main__":
+    with WorkerPool(Doubler, tp=2) as pool:
+        others = {"asyncio", "opentelemetry", "ssl", "zmq"} & sys.modules.keys()
+        print(pool.collective_rpc("double", args=(21,)), loaded(), others)
+        total = pool.call("total", 4.0)
+        print(type(total).__module__, total.tolist(), loaded())
+        print(pool.call("double", total).tolist())
+"""
+
+
+def test_torch_is_loaded_by_the_first_tensor_and_zmq_by_none(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(LEAN)
+    done = run_to_end(sys.executable, str(program), status=None)
+    assert done.stdout.splitlines() == [
+        "[42, 42] [] set()",
+        "torch [8.0, -3.0] ['numpy', 'torch']",
+        "[16.0, -6.0]",
+    ], done.stderr
+
+
+def test_a_failed_import_says_why(tmp_path: Path) -> None:
+    (tmp_path / "select.py").touch()
+    (tmp_path / "program.py").write_text("from group_coordinator import WorkerPool\n")
+    ended = run_to_end(sys.executable, "program.py", status=1, cwd=tmp_path)
+    why = "ImportError: WorkerPool cannot be imported: module 'select' has no attribute "
+    assert f"\n{why}" in ended.stderr

@@ -1,34 +1,35 @@
-"""The demo and its sequel over two hosts: grids, inputs, a killed worker."""
+"""The programs in examples/: the demo, two hosts, a launcher."""
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
 import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import numpy as np
 import pytest
 
+from server.errors import HostError
+from server.hosts.place import Hosts
+from server.pool import WorkerPool
 from tests.commands import run_to_end
 from tests.pages.blocks import ROOT, block_of, without_numbers
 from tests.patience import STALL_SECONDS, until
 from tests.server.tiny_bert import SENTENCES, make_model
+from tests.server.workers import Worker
 
 DEMO = ROOT / "examples" / "demo.py"
 
 
 @pytest.fixture(scope="module")
 def demo() -> Any:
-    spec = importlib.util.spec_from_file_location("demo", DEMO)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("examples.demo")
 
 
 def pids_in(text: str) -> list[int]:
@@ -39,18 +40,17 @@ def ended(pids: list[int]) -> bool:
     return not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(1, 2), (4, 1)])
-def test_grids(
-    demo: Any, tp: int, pp: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_the_vectors_are_kept_and_the_workers_end(
+    demo: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "embeddings.npy"
-    assert demo.main([f"--tp={tp}", f"--pp={pp}", f"--out={out}"]) == 0
+    assert demo.main(["--tp=4", "--pp=1", f"--out={out}"]) == 0
     stdout, stderr = capfd.readouterr()
     assert stderr == ""
     vectors = np.load(out)
     assert (vectors.dtype, vectors.shape) == (np.float32, (60, 384))
     pids = pids_in(stdout)
-    assert len(pids) == tp * pp
+    assert len(pids) == 4
     until(lambda: ended(pids))
 
 
@@ -87,14 +87,10 @@ def test_two_hosts_answer_as_one_process() -> None:
 
 
 def test_a_wrong_answer_ends_with_status_1(
-    demo: Any,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    demo: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_model(tmp_path / "model")
-    zeros = np.zeros((60, 24), dtype=np.float32)
-    monkeypatch.setattr(demo, "reference", lambda *_: zeros)
+    monkeypatch.setattr(demo, "reference", lambda *_: np.zeros((60, 24), dtype=np.float32))
     assert demo.main(["--tp=1", "--pp=1", f"--model={model}"]) == 1
     assert "\nNOT equal to" in capfd.readouterr().out
 
@@ -120,12 +116,8 @@ def test_bad_input_ends_with_one_line(
 def test_a_killed_worker_ends_the_demo_with_one_line(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("A line that is neither long nor short.\n" * 200_000)
-    running: Any = subprocess.Popen(
-        [sys.executable, DEMO, "--pp=1", f"--input={text}"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, DEMO, "--pp=1", f"--input={text}"]
+    running: Any = subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True)
     try:
         pids: list[int] = []
         for line in running.stdout:
@@ -142,3 +134,24 @@ def test_a_killed_worker_ends_the_demo_with_one_line(tmp_path: Path) -> None:
     assert stderr.count("\n") == 1
     assert f"rank 1 (pid {pids[1]})" in stderr
     until(lambda: ended(pids))
+
+
+# --- a launcher ---------------------------------------------------------------------------------
+
+
+def test_its_program_adds_up_on_two_hosts() -> None:
+    done = run_to_end(
+        *(sys.executable, "examples/launcher.py"),
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        timeout=180,
+    )
+    assert done.stdout == "the sum is 40 on 2 hosts\n"
+
+
+def test_a_command_that_fails_is_in_the_error() -> None:
+    example: Any = importlib.import_module("examples.launcher")
+    launcher = example.CommandLauncher(lambda _: ["false"])
+    hosts = Hosts(2, 0, "127.0.0.1", 0, b"0123456789abcdef", provisioner=launcher)
+    why = "node 1 did not connect: its process has ended with status 1"
+    with pytest.raises(HostError, match=why):
+        WorkerPool(Worker, tp=2, launcher="hosts", hosts=hosts)
