@@ -19,7 +19,7 @@ from benchmarks.verb_cost import best
 from device_comm.cuda.ipc import abi
 from device_comm.cuda.ipc.abi import MOVE_KERNEL
 from shm_broadcast import Board
-from tests.device_comm.cuda.fake_cuda import compile_fake, rank_0_of_2, stubbed
+from tests.device_comm.cuda.fakes import compile_cuda, rank_0_of_2, stubbed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -79,7 +79,7 @@ def main() -> None:
     torch.set_num_threads(1)
     least: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
-        library = compile_fake(Path(folder))
+        library = compile_cuda(Path(folder))
         for _ in range(rounds):
             for name, cost in measure(library, 20).items():
                 least[name] = min(cost, least.get(name, cost))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from tests.mutants.catalogue import Mutant
 
-_WINDOWS = "tests/device_comm/cuda/test_nccl_window.py"
+_WINDOWS = "tests/device_comm/cuda/test_nccl.py"
 _NORMS = "tests/coordinator/test_compile.py"
 _SWITCHES = "tests/device_comm/cuda/test_symmetric_comm.py"
-_SWITCH = f"{_SWITCHES}::test_the_switch_adds_what_all_ranks_have_given"
-_CALLS = "tests/device_comm/cuda/test_driver_calls.py"
+_SWITCH = f"{_SWITCHES}::test_the_switch_adds_the_numbers_of_all_ranks"
+_CALLS = "tests/device_comm/cuda/test_cupy_driver.py"
 _LINKS = "tests/coordinator/test_cuda_candidates.py"
 
 WINDOWS = (
@@ -17,7 +17,7 @@ WINDOWS = (
         "device_comm/cuda/nccl/core.py",
         '        "gather",\n        "scatter",\n',
         '        "gather",\n',
-        ("tests/device_comm/cuda/test_nccl_comm.py::test_table",),
+        ("tests/device_comm/cuda/test_nccl.py::test_table",),
     ),
     Mutant(
         "D windows: they stay until the device is done",
@@ -38,7 +38,7 @@ WINDOWS = (
         "device_comm/cuda/nccl/core.py",
         "free=ended and self._passed()",
         "free=False",
-        (f"{_WINDOWS}::test_an_abort_leaves_no_memory_behind_but_what_the_device_may_use",),
+        (f"{_WINDOWS}::test_an_abort_frees_memory_that_the_device_does_not_use",),
     ),
     Mutant(
         "D windows: input and result lie in it, apart",
@@ -52,14 +52,16 @@ WINDOWS = (
         "device_comm/cuda/nccl/library.py",
         'NcclUnavailableError("NCCL makes no window of these devices\' memory")',
         'NcclError("ncclCommWindowRegister", NcclResult.SUCCESS, "no window")',
-        (f"{_WINDOWS}::test_it_is_offered_on_all_ranks_or_on_none",),
+        (f"{_WINDOWS}::test_windows_are_offered_on_all_ranks_or_none",),
     ),
     Mutant(
         "D windows: who uses them on another stream waits",
         "device_comm/cuda/symmetric_backend.py",
         "last.mark().stream_wait()",
         "pass",
-        ("tests/device_comm/cuda/test_staging.py::test_streams_take_turns",),
+        (
+            "tests/device_comm/cuda/test_symmetric_comm.py::test_sums_on_another_stream_wait_for_the_last_one",
+        ),
     ),
 )
 
@@ -90,7 +92,7 @@ SWITCH = (
         "device_comm/cuda/symmetric_backend.py",
         " or source.nbytes > self.limit",
         "",
-        (f"{_SWITCHES}::test_what_the_switch_does_not_add_is_refused_before_anybody_waits",),
+        (f"{_SWITCHES}::test_other_sums_are_refused_before_a_rank_waits",),
     ),
 )
 
@@ -114,21 +116,23 @@ LAUNCHES = (
         "device_comm/native/launch.c",
         "if (result) return report(cuda, self->name, result);",
         "",
-        (f"{_CALLS}::test_what_the_driver_refuses_is_the_error_of_all_devices",),
+        (f"{_CALLS}::test_an_error_of_the_driver_is_raised",),
     ),
     Mutant(
         "D launches: other threads run while one waits for room",
         "device_comm/native/launch.c",
         "stream,\n                                     arguments, NULL);",
         "stream, arguments, ({ Py_BLOCK_THREADS NULL; }));\n        Py_UNBLOCK_THREADS",
-        (f"{_CALLS}::test_a_full_queue_does_not_keep_other_threads_from_emptying_it",),
+        (f"{_CALLS}::test_other_threads_run_while_a_launch_waits_for_room",),
     ),
     Mutant(
         "D launches: a norm is what it norms",
         "device_comm/cuda/ipc/planner.py",
         "None if operation.norm is None else _marks(operation.norm),",
         "",
-        ("tests/device_comm/cuda/test_prepared.py::test_a_norm_is_what_is_normed",),
+        (
+            "tests/device_comm/cuda/test_planner.py::test_the_same_call_is_planned_once_another_anew",
+        ),
     ),
 )
 

@@ -7,24 +7,26 @@ from tests.mutants.catalogue import Mutant
 _KERNELS = "device_comm/cuda/kernels"
 _CUDA = "tests/device_comm/cuda"
 _RACES = (f"{_CUDA}/test_kernel_races.py::test_there_are_no_races",)
-_RESULTS = (f"{_CUDA}/test_kernels.py::test_all_reduce",)
-_EDGES = (f"{_CUDA}/test_kernel_edges.py::test_nothing_is_written_beside_a_result",)
-_EPOCHS = (f"{_CUDA}/test_kernel_meetings.py::test_an_epoch_ends_with_the_last_block",)
-_AHEAD = (f"{_CUDA}/test_kernel_meetings.py::test_who_is_ahead_has_come",)
-_TABLES = (
-    f"{_CUDA}/test_kernel_meetings.py::test_a_kernel_ends_when_nobody_reads_its_source_any_more",
+_RESULTS = (f"{_CUDA}/test_kernel_results.py::test_all_reduce",)
+_EDGES = (
+    f"{_CUDA}/test_kernel_results.py::test_all_reduce",
+    f"{_CUDA}/test_kernel_results.py::test_all_gather_and_all_to_all",
+    f"{_CUDA}/test_kernel_protocol.py::test_messages_of_all_sizes_between_all_ranks",
 )
+_EPOCHS = (f"{_CUDA}/test_kernel_protocol.py::test_an_epoch_ends_with_the_last_block",)
+_AHEAD = (f"{_CUDA}/test_kernel_protocol.py::test_a_rank_at_the_end_has_been_at_the_start",)
+_TABLES = (f"{_CUDA}/test_kernel_protocol.py::test_a_kernel_ends_when_no_peer_reads_its_source",)
 _AHEAD_OF_RECEIVES = (
     f"{_CUDA}/test_kernel_protocol.py::test_sends_that_fit_into_a_channel_need_no_receive",
 )
 _WORDS = (
-    f"{_CUDA}/test_kernel_packets.py::test_a_cell_counts_when_all_its_words_are_of_the_epoch",
+    f"{_CUDA}/test_kernel_protocol.py::test_a_cell_counts_when_all_its_words_are_of_the_epoch",
 )
-_WIPES = (f"{_CUDA}/test_kernel_packets.py::test_no_packet_lives_to_see_its_epoch_again",)
-_NORMS = (f"{_CUDA}/test_kernel_norm.py::test_sums_are_added_to_the_residual_and_normed",)
-_FAULTS = f"{_CUDA}/test_kernel_faults.py"
-_MISSING = (f"{_FAULTS}::test_a_rank_that_does_not_come_is_named",)
-_LATE = (f"{_FAULTS}::test_a_rank_that_comes_late_gets_what_was_meant_for_it_or_learns_why_not",)
+_WIPES = (f"{_CUDA}/test_kernel_protocol.py::test_no_packet_lives_to_see_its_epoch_again",)
+_NORMS = (f"{_CUDA}/test_kernel_results.py::test_sums_are_added_to_the_residual_and_normed",)
+_FAULTS = f"{_CUDA}/test_kernel_protocol.py"
+_MISSING = (f"{_FAULTS}::test_a_missing_rank_is_named",)
+_LATE = (f"{_FAULTS}::test_a_late_rank_gets_no_number_and_a_record",)
 _ABORTS = (f"{_FAULTS}::test_the_host_aborts_all_ranks",)
 
 MEETINGS = (
@@ -240,21 +242,21 @@ PACKETS = (
         f"{_KERNELS}/packets.cuh",
         "u64 area = (epoch_ & 1) *",
         "u64 area = 0 *",
-        (f"{_CUDA}/test_kernel_packets.py::test_a_peer_may_be_one_epoch_ahead",),
+        (f"{_CUDA}/test_kernel_protocol.py::test_a_peer_may_be_one_epoch_ahead",),
     ),
     Mutant(
         "K packets: halves lie in planes",
         f"{_KERNELS}/packets.cuh",
         "cell * CELL;\n    }\n\n    DEVICE void store",
         "cell * 2 * CELL;\n    }\n\n    DEVICE void store",
-        (f"{_CUDA}/test_kernel_packets.py::test_halves_of_all_cells_lie_side_by_side",),
+        (f"{_CUDA}/test_kernel_protocol.py::test_halves_of_all_cells_lie_side_by_side",),
     ),
     Mutant(
         "K packets: no epoch is 0",
         f"{_KERNELS}/packets.cuh",
         "tag_(static_cast<u32>(epoch_) ? static_cast<u32>(epoch_) : 1u << 31)",
         "tag_(static_cast<u32>(epoch_))",
-        (f"{_CUDA}/test_kernel_packets.py::test_what_a_region_is_filled_with_is_of_no_epoch",),
+        (f"{_CUDA}/test_kernel_protocol.py::test_what_a_region_is_filled_with_is_of_no_epoch",),
     ),
     Mutant(
         "K packets: no word lives too long",
@@ -285,14 +287,14 @@ NORMS = (
         f"{_KERNELS}/cells.cuh",
         "job.takes[r].address[at] = static_cast<char>(0xff);",
         ";",
-        (f"{_CUDA}/test_kernel_faults.py::test_a_rank_that_does_not_come_is_named",),
+        (f"{_CUDA}/test_kernel_protocol.py::test_a_missing_rank_is_named",),
     ),
     Mutant(
         "K faults: what was not received is no number",
         f"{_KERNELS}/transfer.cuh",
         "if (any_of_block(failed)) return poison(job, share_of_block());",
         "if (any_of_block(failed)) return;",
-        (f"{_CUDA}/test_kernel_faults.py::test_a_rank_that_does_not_come_is_named",),
+        (f"{_CUDA}/test_kernel_protocol.py::test_a_missing_rank_is_named",),
     ),
     Mutant(
         "K norms: all threads have squared their numbers",

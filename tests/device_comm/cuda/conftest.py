@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import shutil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.built_once import built_once
-from tests.device_comm.cuda.compiled import compile_as_cupy_does, compile_kernels
-from tests.device_comm.cuda.emulator import LIBRARY, Emulation, build_library, why_not
+from tests.device_comm.cuda.emulator import Emulation, build, why_not
+from tests.ranks import NEW_BOARD, run_ranks
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
-    from tests.device_comm.cuda.compiled import Compiled
+LIBRARY = "libemulation.so"
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +22,11 @@ def emulation_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The kernels built for the host, once a run; for `tests.device_comm.cuda.emulator`."""
     if why_not():
         pytest.skip(why_not())
-    return built_once(tmp_path_factory, "emulation", build_library) / LIBRARY
+
+    def make(folder: Path) -> None:
+        build("emulate.cpp", folder / LIBRARY, ("-O2", "-fPIC", "-shared"))
+
+    return built_once(tmp_path_factory, "emulation", make) / LIBRARY
 
 
 @pytest.fixture(scope="session")
@@ -30,24 +34,11 @@ def emulation(emulation_library: Path) -> Emulation:
     return Emulation(emulation_library)
 
 
-@pytest.fixture(scope="session")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
-    """The kernels compiled for devices, once a session."""
-    if shutil.which("nvcc") is None:
-        pytest.skip("no nvcc")
-    return compile_kernels(tmp_path_factory.mktemp("compiled"))
+@pytest.fixture
+def run_ipc(emulation_library: Path, store_path: str) -> Callable[..., list[Any]]:
+    """Runs ``body(rank, n, library, path, board, *args)`` in n processes."""
 
+    def run(n: int, body: Callable[..., Any], *args: Any, **how: Any) -> list[Any]:
+        return run_ranks(n, body, str(emulation_library), store_path, NEW_BOARD, *args, **how)
 
-@pytest.fixture(scope="session")
-def cubin(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The kernels as CuPy has them compiled for an H100 or H200, once a run."""
-    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
-    try:
-        cupy.cuda.nvrtc.getVersion()
-    except (ImportError, OSError, RuntimeError) as error:
-        pytest.skip(f"no NVRTC: {error}")
-
-    def build(folder: Path) -> None:
-        (folder / "cubin").write_bytes(compile_as_cupy_does(90))
-
-    return (built_once(tmp_path_factory, "cubin", build) / "cubin").read_bytes()
+    return run

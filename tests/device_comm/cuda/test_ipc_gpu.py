@@ -15,8 +15,13 @@ from benchmarks.gpu_fit import fits
 from benchmarks.gpu_pace import Pace
 from device_comm import ReduceOp
 from shm_broadcast import BoardHandle, GroupAbortedError, GroupTimeoutError, PeerLostError
-from tests.device_comm.cuda.gpu_ranks import cuda_comm, make_cuda
-from tests.device_comm.cuda.ipc_ranks import ipc_of, local_swaps, on_threads
+from tests.device_comm.cuda.ipc_ranks import (
+    cuda_comm,
+    ipc_of,
+    local_swaps,
+    make_cuda,
+    on_threads,
+)
 from tests.device_comm.suite import check_table
 from tests.device_comm.whole_table import run_whole_table
 from tests.ranks import NEW_BOARD, run_ranks

@@ -1,54 +1,51 @@
-"""What is launched for which verb and size, without launching it."""
+"""What is launched for which verb and size, how launches are packed, and which ones are kept."""
 
 from __future__ import annotations
 
+import re
 import struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from device_comm import ReduceOp
-from device_comm.cuda.ipc import abi
+from device_comm import Operation, ReduceOp
+from device_comm.cuda.ipc import abi, ipc_backend
+from device_comm.cuda.ipc import planner as planning
 from device_comm.cuda.ipc.abi import (
     KERNELS,
     Algorithm,
+    ErrorCode,
+    KernelJob,
     KernelLaunch,
     Limits,
-    kernels_reduce,
+    Phase,
+    RegionLayout,
     warm_up,
 )
-from device_comm.cuda.ipc.planner import Planner
+from device_comm.cuda.ipc.planner import Planner, PreparedLaunches
+from device_comm.operation import Norm
+from device_comm.span import Span
+from tests.device_comm.cuda.ipc_ranks import HostDriver
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from device_comm.cuda.driver import PreparedLaunch
+
+pytestmark = pytest.mark.quick
 
 KIB = 1 << 10
 TO, FROM, TABLE = 1 << 40, 1 << 41, 1 << 42
 SUM = ReduceOp.SUM
+FLOAT = torch.float32
 
 
 def planner(rank: int = 0, n: int = 4, limits: Limits | None = None) -> Planner:
     sizes = {"staging_bytes": 64 * KIB, "packet_bytes": 8 * KIB, "channel_bytes": 64 * KIB}
-    layout = abi.RegionLayout(n, **sizes)
-    group = abi.Group(tuple(range(1, n + 1)), 99, rank, layout, 10**9)
+    group = abi.Group(tuple(range(1, n + 1)), 99, rank, RegionLayout(n, **sizes), 10**9)
     usual = Limits(lanes=8, packets_up_to=8 * KIB, one_shot_up_to=128 * KIB)
     return Planner(group, limits or usual)
-
-
-def fields(launch: KernelLaunch) -> tuple[int, ...]:
-    """The job of a launch, without its group: table, offset, piece, op, set, puts, takes."""
-    return struct.unpack("<3QII8x32Q", launch.args[0][abi.GROUP_BYTES :])
-
-
-def puts(launch: KernelLaunch) -> list[tuple[int, int]]:
-    numbers = fields(launch)[5:21]
-    return [(a, b) for a, b in zip(numbers[::2], numbers[1::2], strict=True) if b]
-
-
-def takes(launch: KernelLaunch) -> list[tuple[int, int]]:
-    numbers = fields(launch)[21:]
-    return [(a, b) for a, b in zip(numbers[::2], numbers[1::2], strict=True) if b]
 
 
 @pytest.mark.parametrize(
@@ -61,75 +58,31 @@ def takes(launch: KernelLaunch) -> list[tuple[int, int]]:
         (128 * KIB + 2, "ipc_all_reduce_float16"),
     ],
 )
-def test_the_size_decides_how_an_all_reduce_is_done(size: int, kernel: str) -> None:
+def test_the_size_chooses_the_algorithm_of_an_all_reduce(size: int, kernel: str) -> None:
     launches = planner().all_reduce(TO, FROM, size, torch.float16, SUM)
     assert {launch.kernel for launch in launches} == {kernel}
 
 
-def test_an_all_reduce_in_packets_is_no_larger_than_their_area() -> None:
+def test_packets_are_no_larger_than_their_area() -> None:
     plan = planner(limits=Limits(packets_up_to=64 * KIB))
     assert plan.algorithm(8 * KIB + 4) is Algorithm.ONE_SHOT
-    with pytest.raises(ValueError, match="packets carry at most 8192 bytes, not 8196"):
-        plan.all_reduce(TO, FROM, 8196, torch.float32, SUM, algorithm=Algorithm.PACKETS)
+    said = "packets carry at most 8192 bytes, not 8196"
+    with pytest.raises(ValueError, match=said):
+        plan.all_reduce(TO, FROM, 8196, FLOAT, SUM, algorithm=Algorithm.PACKETS)
+    row = Span(FROM, 8196)
+    with pytest.raises(ValueError, match=said):
+        plan.all_reduce_norm((row, row, row), (row, row), FLOAT, 0.5)
 
 
-def test_one_shot_goes_in_chunks_of_a_staging() -> None:
-    launches = planner().all_reduce(
-        TO, FROM, 150 * KIB, torch.float32, SUM, algorithm=Algorithm.ONE_SHOT
-    )
-    sizes = [64 * KIB, 64 * KIB, 22 * KIB]
-    begins = [0, 64 * KIB, 128 * KIB]
-    assert [puts(launch) for launch in launches] == [
-        [(FROM + begin, size)] for begin, size in zip(begins, sizes, strict=True)
-    ]
-    assert [takes(launch) for launch in launches] == [
-        [(TO + begin, size)] for begin, size in zip(begins, sizes, strict=True)
-    ]
-    assert [launch.grid for launch in launches] == [8, 8, 3]
-
-
-def test_one_shot_from_a_table_is_one_launch_and_not_in_place() -> None:
-    arguments = (150 * KIB, torch.float32, SUM)
-    how = {"algorithm": Algorithm.ONE_SHOT, "table": TABLE}
-    (launch,) = planner().all_reduce(TO, FROM, *arguments, **how)
-    assert (fields(launch)[0], puts(launch), takes(launch)) == (TABLE, [], [(TO, 150 * KIB)])
+def test_one_shot_from_a_table_is_not_in_place() -> None:
+    how: Any = {"algorithm": Algorithm.ONE_SHOT, "table": TABLE}
+    assert len(planner().all_reduce(TO, FROM, 150 * KIB, FLOAT, SUM, **how)) == 1
     with pytest.raises(ValueError, match="cannot be in place"):
-        planner().all_reduce(FROM, FROM, *arguments, **how)
-
-
-@pytest.mark.parametrize("table", [0, TABLE])
-def test_two_shot_gives_each_rank_a_part_of_each_chunk(table: int) -> None:
-    launches = planner(rank=3).all_reduce(
-        TO, FROM, 64 * KIB + 36, torch.float32, SUM, algorithm=Algorithm.TWO_SHOT, table=table
-    )
-    first, last = launches
-    parts = [(r * 16 * KIB, 16 * KIB) for r in range(4)]
-    assert puts(first) == [(FROM + begin, size) for begin, size in parts]
-    assert takes(first) == [(TO + begin, size) for begin, size in parts]
-    assert fields(first)[:3] == (table, 48 * KIB, 16 * KIB)
-    # 36 bytes: parts of one cell; the last rank has none.
-    begin = 64 * KIB
-    assert takes(last) == [(TO + begin + 16 * r, size) for r, size in enumerate((16, 16, 4))]
-    assert fields(last)[:3] == (table, (begin if table else 0) + 48, 16)
-
-
-def test_reduce_scatter_of_uneven_parts() -> None:
-    sizes = [20 * KIB, 0, 4, 16 * KIB]
-    first, last = planner(rank=3).reduce_scatter(TO, FROM, sizes, torch.float32, SUM)
-    begins = [0, 20 * KIB, 20 * KIB, 20 * KIB + 4]
-    assert puts(first) == [
-        (FROM + begins[r], min(sizes[r], 16 * KIB)) for r in range(4) if sizes[r]
-    ]
-    assert takes(first) == [(TO, 16 * KIB)]
-    assert fields(first)[1:3] == (48 * KIB, 16 * KIB)
-    assert (puts(last), takes(last)) == ([(FROM + 16 * KIB, 4 * KIB)], [])
-    (launch,) = planner(rank=3).reduce_scatter(TO, 0, sizes, torch.float32, SUM, table=TABLE)
-    assert fields(launch)[:2] == (TABLE, 20 * KIB + 4)
-    assert takes(launch) == [(TO, 16 * KIB)]
+        planner().all_reduce(FROM, FROM, 150 * KIB, FLOAT, SUM, **how)
 
 
 VERBS: dict[str, Callable[[Planner], list[KernelLaunch]]] = {
-    "all_reduce": lambda plan: plan.all_reduce(TO, FROM, 400 * KIB, torch.float32, SUM),
+    "all_reduce": lambda plan: plan.all_reduce(TO, FROM, 400 * KIB, FLOAT, SUM),
     "reduce": lambda plan: plan.reduce(TO, FROM, 70 * KIB, torch.bfloat16, SUM, 1),
     "reduce_scatter": lambda plan: plan.reduce_scatter(
         TO, FROM, [0, 300, 40 * KIB, 4], torch.float16, SUM
@@ -151,54 +104,59 @@ def test_all_ranks_launch_the_same_and_again_the_same(verb: str) -> None:
     assert all(len(launch.args[0]) == abi.JOB_BYTES for launch in VERBS[verb](plans[2]))
 
 
-def test_only_the_root_gives_or_takes() -> None:
-    root, other = planner(rank=1), planner(rank=2)
-    (launch,) = root.broadcast(TO, 64, 1)
-    assert (puts(launch), takes(launch)) == ([(TO, 64)], [])
-    (launch,) = other.broadcast(TO, 64, 1)
-    assert fields(launch)[21:25] == (0, 0, TO, 64)
-    (launch,) = other.reduce(0, FROM, 64, torch.float32, SUM, 1)
-    assert (puts(launch), takes(launch)) == ([(FROM, 64)], [])
-    (launch,) = other.scatter(TO, 0, 64, 1)
-    assert (puts(launch), fields(launch)[1]) == ([], 2 * 16 * KIB)
+@pytest.mark.parametrize(("rows", "grid"), [(0, 1), (1, 1), (3, 3), (9, 8)])
+def test_each_row_of_a_norm_has_a_block(rows: int, grid: int) -> None:
+    x, y, to, kept = (Span(place, 128 * rows) for place in (1, 2, 4, 5))
+    plan = planner(limits=Limits(max_blocks=8))
+    (launch,) = plan.all_reduce_norm((x, y, Span(3, 128)), (to, kept), torch.float16, 0.5)
+    assert (launch.kernel, launch.grid) == ("ipc_packets_norm_float16", grid)
 
 
 @pytest.mark.parametrize(("size", "grid"), [(1, 1), (4 * KIB, 1), (4 * KIB + 1, 2), (1 << 30, 8)])
 def test_messages_take_as_many_lanes_as_they_fill(size: int, grid: int) -> None:
-    for verb, launches in (
-        ("send", planner(0).send(FROM, size, 3)),
-        ("recv", planner(3).recv(TO, size, 0)),
-    ):
+    for launches in (planner(0).send(FROM, size, 3), planner(3).recv(TO, size, 0)):
         (launch,) = launches
-        assert (launch.kernel, launch.grid) == ("ipc_transfer", grid), verb
-        assert fields(launch)[4] == abi.MESSAGES
+        assert (launch.kernel, launch.grid) == ("ipc_transfer", grid)
 
 
-def test_what_is_empty_launches_nothing() -> None:
+def test_a_collective_has_more_lanes_than_a_message() -> None:
+    layout = RegionLayout(4, channel_bytes=64 * KIB)
+    plan = Planner(abi.Group((0,) * 4, 0, 0, layout, 0), Limits(max_blocks=20, lanes=5))
+    for size, grid in ((1 << 20, 20), (layout.slot_bytes(20) + 1, 2)):
+        sizes = (size,) * 4
+        assert [launch.grid for launch in plan.all_to_all(TO, FROM, sizes, sizes)] == [grid]
+    assert [launch.grid for launch in plan.send(FROM, 1 << 20, 1)] == [5]
+
+
+def test_nothing_is_launched_for_empty_tensors() -> None:
     plan = planner()
     assert plan.send(FROM, 0, 1) == plan.recv(TO, 0, 1) == []
     assert plan.all_to_all(TO, FROM, (0,) * 4, (0,) * 4) == []
     assert plan.all_gather(TO, FROM, (0,) * 4) == []
 
 
-def test_limits_that_cannot_be() -> None:
-    most = {"max_blocks": 64, "lanes": 32, "threads": 512}
-    for name, largest in most.items():
-        Limits(**{name: largest})
-        for wrong in (0, largest + 1):
-            with pytest.raises(ValueError, match=f"{name} must be from"):
-                Limits(**{name: wrong})
-    layout = abi.RegionLayout(2, channel_bytes=512)
-    with pytest.raises(ValueError, match="32 lanes do not fit into channel_bytes=512"):
-        Planner(abi.Group((0, 0), 0, 0, layout, 0), Limits())
+def test_every_kernel_is_warmed_up() -> None:
+    launches = warm_up(Limits())
+    assert [launch.kernel for launch in launches] == list(KERNELS)
+    assert {launch.args for launch in launches} == {(bytes(abi.JOB_BYTES),)}
+
+
+# --- limits ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "largest"), [("max_blocks", 64), ("lanes", 32), ("threads", 512)])
+def test_wrong_limits_are_refused(name: str, largest: int) -> None:
+    Limits(**{name: largest})
+    for wrong in (0, largest + 1):
+        with pytest.raises(ValueError, match=f"{name} must be from"):
+            Limits(**{name: wrong})
 
 
 @pytest.mark.parametrize("n", range(2, abi.MAX_RANKS + 1))
-def test_limits_for_ranks_that_share_a_device(n: int) -> None:
+def test_kernels_of_ranks_on_one_device_fit_side_by_side(n: int) -> None:
     limits = Limits.for_ranks(n, ranks_on_device=n)
     assert n * limits.max_blocks <= 64  # multiprocessors; larger devices have more than 100
-    layout = abi.RegionLayout(n)
-    Planner(abi.Group((0,) * n, 0, 0, layout, 0), limits)  # does not refuse
+    Planner(abi.Group((0,) * n, 0, 0, RegionLayout(n), 0), limits)  # does not refuse
     assert Limits.for_ranks(n).max_blocks == 36
 
 
@@ -212,24 +170,156 @@ def test_lanes_of_messages_between_all_ranks(n: int, shared: int, lanes: int) ->
     assert begun_until_two_meet < 2 * 64  # two on each multiprocessor
 
 
-def test_a_collective_has_more_lanes_than_a_message() -> None:
-    layout = abi.RegionLayout(4, channel_bytes=64 * KIB)
-    group = abi.Group((0,) * 4, 0, 0, layout, 0)
-    plan = Planner(group, Limits(max_blocks=20, lanes=5))
-    sizes = (1 << 20,) * 4
-    assert [launch.grid for launch in plan.all_to_all(TO, FROM, sizes, sizes)] == [20]
-    assert [launch.grid for launch in plan.send(FROM, 1 << 20, 1)] == [5]
-    sizes = (layout.slot_bytes(20) + 1,) * 4
-    assert [launch.grid for launch in plan.all_to_all(TO, FROM, sizes, sizes)] == [2]
+# --- the layout of memory ----------------------------------------------------------------
 
 
-def test_every_kernel_is_warmed_up_for_nobody() -> None:
-    launches = warm_up(Limits())
-    assert [launch.kernel for launch in launches] == list(KERNELS)
-    assert {launch.args for launch in launches} == {(bytes(abi.JOB_BYTES),)}
+def test_the_memory_of_a_rank_is_as_documented() -> None:
+    said = re.search(r"``(\d+) MiB \+ (\d+) n MiB``", ipc_backend.__doc__ or "")
+    assert said is not None
+    common, each = map(int, said.groups())
+    for n in (2, abi.MAX_RANKS):
+        assert RegionLayout(n).size // (1 << 20) == common + each * n
+    layout = RegionLayout(3, staging_bytes=4096, packet_bytes=512, channel_bytes=1024)
+    assert layout.size == 28928 + 2 * 4096 + 3 * (4 * 512 + 3 * 1024)
 
 
-def test_which_reductions_have_kernels() -> None:
-    assert kernels_reduce(ReduceOp.AVG, torch.bfloat16)
-    assert not kernels_reduce(ReduceOp.SUM, torch.int64)
-    assert not kernels_reduce(ReduceOp.BOR, torch.float32)
+def test_lanes_share_a_channel() -> None:
+    layout = RegionLayout(2, channel_bytes=1024)
+    assert [layout.slot_bytes(lanes) for lanes in (1, 2, 3, 32)] == [512, 256, 160, 16]
+    with pytest.raises(ValueError, match="33 lanes do not fit into channel_bytes=1024"):
+        layout.slot_bytes(33)
+    assert RegionLayout(2).slot_bytes(abi.MAX_LANES) == 16 << 10
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: RegionLayout(1), "must be"),
+        (lambda: RegionLayout(9), "must be"),
+        (lambda: RegionLayout(8, staging_bytes=112), "must be"),
+        (lambda: RegionLayout(2, staging_bytes=1000), "must be"),
+        (lambda: RegionLayout(2, packet_bytes=0), "must be"),
+        (lambda: RegionLayout(2, channel_bytes=24), "must be"),
+        (lambda: abi.Group((1, 2, 3), 0, 0, RegionLayout(2), 0), "3 regions for 2 ranks"),
+        (lambda: abi.Group((1, 2), 0, 2, RegionLayout(2), 0), "rank 2 is not one of 2 ranks"),
+        (
+            lambda: Planner(
+                abi.Group((0, 0), 0, 0, RegionLayout(2, channel_bytes=512), 0), Limits()
+            ),
+            "32 lanes do not fit into channel_bytes=512",
+        ),
+    ],
+)
+def test_wrong_layouts_and_groups_are_refused(make: Callable[[], object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make()
+
+
+def test_jobs_and_error_records_lie_in_memory_as_documented() -> None:
+    layout = RegionLayout(2, staging_bytes=64, packet_bytes=16, channel_bytes=208)
+    group = abi.Group((0x1000, 0x2000), 0x3000, 1, layout, 5).with_timeout(7)
+    job = KernelJob(
+        (Span(1, 2),), (Span(3, 4), Span(5, 6)), 0x4000, 48, 16, ReduceOp.MAX, abi.EXCHANGES, 0.5
+    )
+    expected = struct.pack("<8Q", 0x1000, 0x2000, *(0,) * 6)
+    expected += struct.pack("<8Q4I", 0x3000, 7, 64, 29056, 16, 29184, 208, 32, 1, 2, 3, 0)
+    expected += struct.pack("<QQQIIfI", 0x4000, 48, 16, 3, 1, 0.5, 0)
+    expected += struct.pack("<16Q", 1, 2, *(0,) * 14) + struct.pack("<16Q", 3, 4, 5, 6, *(0,) * 12)
+    assert job.pack(group.pack(3)) == expected
+    assert len(expected) == abi.JOB_BYTES
+    control = bytes(64) + struct.pack("<4IQ", 2, 1, 3, 4, 2**40)
+    record = abi.ErrorRecord.read(control.ljust(abi.CONTROL_BYTES, b"\0"))
+    assert record == (ErrorCode.PEER, 1, 3, Phase.TAKE, 2**40)
+    assert abi.ErrorRecord.read(bytes(abi.CONTROL_BYTES)).code is ErrorCode.NONE
+
+
+# --- launches that are kept --------------------------------------------------------------
+
+X, Y, Z = torch.zeros(64), torch.zeros(64), torch.zeros(64)
+PACKETS = Algorithm.PACKETS
+
+
+class Counting(HostDriver):
+    """Notes what it was given to prepare."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.prepared: list[tuple[str, bytes]] = []
+
+    def prepare(self, kernel: str, grid: int, block: int, args: Sequence[bytes]) -> PreparedLaunch:
+        self.prepared.append((kernel, args[0]))
+        return super().prepare(kernel, grid, block, args)
+
+
+@pytest.fixture
+def driver() -> Counting:
+    return Counting()
+
+
+@pytest.fixture
+def kept(driver: Counting) -> PreparedLaunches:
+    group = abi.Group((4096,) * 2, 8192, 0, RegionLayout(2), 10**9)
+    return PreparedLaunches(driver, Planner(group, Limits()), 2)
+
+
+def reduction(source: torch.Tensor = X, output: torch.Tensor = Y, **how: Any) -> Operation:
+    return Operation("all_reduce", source, output, **how)
+
+
+def normed(residual: torch.Tensor, weight: torch.Tensor, *rest: Any) -> Operation:
+    return reduction(norm=Norm(residual, weight, *rest))
+
+
+def usual() -> Operation:
+    return normed(X, X[:16], Z, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("make", "other", "algorithm"),
+    [
+        (reduction, reduction(Y, X), PACKETS),
+        (reduction, reduction(X, X), PACKETS),
+        (reduction, reduction(X[:32], Y[:32]), PACKETS),
+        (reduction, reduction(X.view(torch.float16), Y.view(torch.float16)), PACKETS),
+        (reduction, reduction(op=ReduceOp.MAX), PACKETS),
+        (reduction, reduction(), Algorithm.ONE_SHOT),
+        (reduction, Operation("send", X, peer=1), PACKETS),
+        (reduction, Operation("recv", output=X, peer=1), PACKETS),
+        (reduction, Operation("broadcast", X, peer=0), PACKETS),
+        (reduction, Operation("broadcast", output=X, peer=1), PACKETS),
+        (usual, reduction(), PACKETS),
+        (usual, normed(Y, X[:16], Z, 0.5), PACKETS),
+        (usual, normed(X, X[16:32], Z, 0.5), PACKETS),
+        (usual, normed(X, X[:32], Z, 0.5), PACKETS),
+        (usual, normed(X, X[:16], Y, 0.5), PACKETS),
+        (usual, normed(X, X[:16], Z, 0.25), PACKETS),
+    ],
+)
+def test_the_same_call_is_planned_once_another_anew(
+    driver: Counting,
+    kept: PreparedLaunches,
+    make: Callable[[], Operation],
+    other: Operation,
+    algorithm: Algorithm,
+) -> None:
+    before = kept.launches(make(), PACKETS)
+    assert kept.launches(make(), PACKETS) is before
+    assert len(driver.prepared) == 1
+    assert kept.launches(other, algorithm) is not before
+    assert len(driver.prepared) == len({*driver.prepared}) == 2
+
+
+def test_parts_of_other_sizes_are_planned_anew(driver: Counting, kept: PreparedLaunches) -> None:
+    for sizes in ([16, 48], [48, 16], (16, 48)):
+        exchange = Operation("all_to_all", X, Y, source_sizes=sizes, output_sizes=sizes)
+        kept.launches(exchange, PACKETS)
+    assert len(driver.prepared) == 2
+
+
+def test_a_bounded_number_of_launches_is_kept(
+    driver: Counting, kept: PreparedLaunches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "MOST", 3)
+    for count in (1, 2, 3, 1, 4, 1, 4):
+        kept.launches(reduction(X[:count], Y[:count]), PACKETS)
+    assert len(driver.prepared) == 5

@@ -1,4 +1,4 @@
-/* Replays launches that were recorded in a file, each stream in a thread; see recording.py.
+/* Replays launches that were recorded in a file, each stream in a thread; see test_kernel_races.py.
  *
  *   replay RECORDING RESULT
  *
