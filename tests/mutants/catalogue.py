@@ -65,7 +65,7 @@ MUTANTS = (
         "shm_broadcast/state/table.py",
         'self.state(member) in ("lost", "closed")',
         'self.state(member) == "closed"',
-        (f"{_HERE}/test_queue_ends.py::test_a_dead_peer_ends_every_wait",),
+        (f"{_HERE}/test_queue_shutdown.py::test_every_wait_ends",),
     ),
     Mutant(
         "Q1 a slow reader's arrears are told",
@@ -73,8 +73,8 @@ MUTANTS = (
         "detail=lambda: _backlog(self._board, ring.behind()),",
         "detail=str,",
         (
-            f"{_HERE}/test_queue_faults.py::"
-            "test_a_slow_reader_is_named_with_what_it_does_and_how_far_behind_it_is",
+            f"{_HERE}/test_queue_deadlines.py::"
+            "test_an_enqueue_that_timed_out_names_the_slow_readers_and_their_arrears",
         ),
     ),
     Mutant(
@@ -82,14 +82,14 @@ MUTANTS = (
         "shm_broadcast/native/ring.c",
         "    if (begins) {",
         "    if (begins && false) {",
-        (f"{_HERE}/test_ring.py::test_small_messages_are_seen_as_operations",),
+        (f"{_HERE}/test_ring.py::test_a_small_message_is_progress_and_an_operation",),
     ),
     Mutant(
         "Q2 no wake-up is lost",
         "shm_broadcast/eventcount.py",
         "words.sleep_on(self.offset, seen,",
         "words.sleep_on(self.offset, words.load32(self.offset),",
-        (f"{_HERE}/test_doorbell.py::test_a_change_between_the_last_look_and_sleep_is_not_lost",),
+        (f"{_HERE}/test_waits.py::test_a_change_between_the_last_check_and_the_sleep_is_not_lost",),
     ),
     Mutant(
         "Q2 a dropped wake-up costs 50 ms",
@@ -97,7 +97,7 @@ MUTANTS = (
         "SLICE_SECONDS: Final = 0.04",
         "SLICE_SECONDS: Final = 0.4",
         (
-            f"{_HERE}/test_queue_faults.py::"
+            f"{_HERE}/test_queue_deadlines.py::"
             "test_with_every_wake_up_dropped_a_message_is_still_seen_within_50_ms",
         ),
     ),
@@ -114,7 +114,7 @@ MUTANTS = (
         "loads(main, buffers=buffers)\n        except Exception as error:",
         "loads(main, buffers=buffers)\n        except KeyError as error:",
         (
-            f"{_HERE}/test_queue_faults.py::"
+            f"{_HERE}/test_queue.py::"
             "test_ten_thousand_undecodable_messages_leave_the_capacity_unchanged",
         ),
     ),
@@ -124,7 +124,7 @@ MUTANTS = (
         "        target = record + layout.RECORD_HEADER\n",
         "        words.store64(layout.RING_PUBLISHED, position + layout.record_stride(place.size))\n"  # noqa: E501
         "        target = record + layout.RECORD_HEADER\n",
-        (f"{_HERE}/test_queue_soak.py::test_checksummed_messages",),
+        (f"{_HERE}/test_queue.py::test_checksummed_messages",),
     ),
     Mutant(
         "Q4, rule 1: a long message's records, too",
@@ -132,7 +132,7 @@ MUTANTS = (
         "        copy_out_of(b, &self->way, tried, record + RECORD_HEADER, header.size);\n",
         "        gc_store64(self->ring, RING_PUBLISHED, position + stride);\n"
         "        copy_out_of(b, &self->way, tried, record + RECORD_HEADER, header.size);\n",
-        (f"{_HERE}/test_queue_soak.py::test_checksummed_messages",),
+        (f"{_HERE}/test_queue.py::test_checksummed_messages",),
     ),
     Mutant(
         "Q4, rule 2: a long message's records, too",
@@ -141,14 +141,18 @@ MUTANTS = (
         "            gc_store64(self->ring, self->own_line + READER_CONSUMED,\n"
         "                       position + record_stride(header.size));\n"
         "            copy_into(b, record + RECORD_HEADER + table, header.size - table);\n",
-        (f"{_HERE}/test_native.py::test_a_record_is_given_back_when_it_has_been_copied_out",),
+        (
+            f"{_HERE}/test_queue_interrupts.py::test_a_record_is_given_back_when_it_has_been_copied_out",
+        ),
     ),
     Mutant(
         "Q4 no message is put together from two",
         "shm_broadcast/native/long_messages.c",
         "            took_some = true;\n",
         "",
-        (f"{_HERE}/test_native.py::test_a_message_after_one_of_which_only_the_sizes_came",),
+        (
+            f"{_HERE}/test_queue_interrupts.py::test_a_message_after_one_of_which_only_the_sizes_came",
+        ),
     ),
     Mutant(
         "Q4 what is out is not cancelled",
@@ -156,7 +160,7 @@ MUTANTS = (
         "            elif not whole:\n",
         "            else:\n",
         (
-            f"{_HERE}/test_native.py::test_a_writer_that_is_interrupted_cancels_only_what_is_not_out",
+            f"{_HERE}/test_queue_interrupts.py::test_a_writer_that_is_interrupted_cancels_only_what_is_not_out",
         ),
     ),
     Mutant(
@@ -164,21 +168,23 @@ MUTANTS = (
         "shm_broadcast/ring/writer.py",
         "        return position + need - gate <= self.capacity\n",
         "        return position + need - gate <= self.capacity + 8192\n",
-        (f"{_HERE}/test_ring_model.py::test_history",),
+        (f"{_HERE}/test_ring.py::test_each_reader_gets_every_finished_message_in_order",),
     ),
     Mutant(
         "Q5 a block is not written while a reader uses it",
         "shm_broadcast/ring/buffers.py",
         "if words.load64(line) == block.generation:",
         "if words.load64(line) <= block.generation:",
-        (f"{_HERE}/test_arena.py::test_a_block_is_not_written_while_one_reader_holds_it",),
+        (f"{_HERE}/test_buffers.py::test_a_block_is_not_written_while_one_reader_holds_it",),
     ),
     Mutant(
         "Q6 a dequeue that timed out keeps what it has",
         "shm_broadcast/ring/reader.py",
         "                return finished\n        return None\n",
         "                return finished\n        self.unfinished = None\n        return None\n",
-        (f"{_HERE}/test_ring.py::test_fragments_are_kept_between_calls",),
+        (
+            f"{_HERE}/test_queue_deadlines.py::test_a_dequeue_that_timed_out_amid_fragments_goes_on_with_them",
+        ),
     ),
     Mutant(
         "Q6 there is always room to cancel",
@@ -192,7 +198,9 @@ MUTANTS = (
         "shm_broadcast/ring/writer.py",
         "if self.total <= largest:",
         "if self.total:",
-        (f"{_HERE}/test_ring.py::test_a_message_of_any_size_streams_through",),
+        (
+            f"{_HERE}/test_queue_deadlines.py::test_a_dequeue_that_timed_out_amid_fragments_goes_on_with_them",
+        ),
     ),
     Mutant(
         "Q8 too little memory is an error with both numbers",
@@ -213,7 +221,7 @@ MUTANTS = (
         "shm_broadcast/process.py",
         "if ProcessId.of(process.pid) == process:",
         "if ProcessId.of(process.pid).pid == process.pid:",
-        (f"{_HERE}/test_liveness.py::test_a_pid_that_was_used_again_is_not_the_process",),
+        (f"{_HERE}/test_processes.py::test_a_pid_that_was_used_again_is_not_the_process",),
     ),
     Mutant(
         "Q10 no descriptor is left",
@@ -227,14 +235,16 @@ MUTANTS = (
         "shm_broadcast/ring/reader.py",
         "if self._position() == layout.LEFT:",
         "if self._position() != layout.LEFT + 1:",
-        (f"{_HERE}/test_ring.py::test_a_respawned_reader_goes_on_where_the_dead_one_stopped",),
+        (
+            f"{_HERE}/test_queue_shutdown.py::test_a_successor_of_a_dead_reader_continues_where_it_stopped",
+        ),
     ),
     Mutant(
         "Q11 every reader that sleeps is woken",
         "shm_broadcast/native/atomics.h",
         "    if (first != NULL) gc_futex_wake_all(base, *first);\n",
         "",
-        (f"{_HERE}/test_ring_sleep.py::test_a_message_wakes_all_readers_that_sleep",),
+        (f"{_HERE}/test_ring.py::test_a_message_wakes_all_readers_that_sleep",),
     ),
     Mutant(
         "Q11 an idle reader sleeps",
@@ -242,7 +252,7 @@ MUTANTS = (
         "deadline.remaining(next(slices)))",
         "deadline.remaining(min(next(slices), 0.0001)))",
         (
-            f"{_HERE}/test_queue_faults.py::"
+            f"{_HERE}/test_queue_deadlines.py::"
             "test_an_idle_reader_takes_less_than_half_a_percent_of_a_core",
         ),
     ),
@@ -251,30 +261,28 @@ MUTANTS = (
         "shm_broadcast/net/keys.py",
         "return public_key in self._ranks",
         "return True",
-        (f"{_HERE}/test_remote_intruders.py::TestIntruders::test_key_that_is_not_on_the_list",),
+        (f"{_HERE}/test_remote_intruders.py::test_a_key_that_is_not_on_the_list_is_refused",),
     ),
     Mutant(
         "Q12 a frame beyond the limit ends its connection",
         "shm_broadcast/net/endpoint.py",
         "self._zmq.maxmsgsize = frame_bytes + _FRAME_SLACK",
         "self._zmq.maxmsgsize = -1",
-        (
-            f"{_HERE}/test_remote_intruders.py::TestMalformed::test_oversized_frame_costs_the_sender_its_connection",
-        ),
+        (f"{_HERE}/test_remote_intruders.py::test_malformed_frames_from_a_reader_name_it",),
     ),
     Mutant(
         "Q13 one address is bound",
         "shm_broadcast/net/endpoint.py",
         """server.bind(f"tcp://{host}:{port or '*'}")""",
         """server.bind(f"tcp://*:{port or '*'}")""",
-        (f"{_HERE}/test_remote.py::TestResources::test_listens_on_its_one_address_only",),
+        (f"{_HERE}/test_remote.py::test_a_writer_listens_on_its_one_address_only",),
     ),
     Mutant(
         "N1 whoever binds lets the system choose the port",
         "shm_broadcast/net/endpoint.py",
         """server.bind(f"tcp://{host}:{port or '*'}")""",
         'server.bind(f"tcp://{host}:29517")',
-        (f"{_HERE}/test_remote.py::TestResources::test_writers_never_collide",),
+        (f"{_HERE}/test_remote.py::test_writers_never_collide",),
     ),
     Mutant(
         "N2 the binder picks an address of its own",
@@ -288,7 +296,7 @@ MUTANTS = (
         "shm_broadcast/net/writer.py",
         "ipv6=address.version == 6",
         "ipv6=False",
-        (f"{_HERE}/test_remote_netns.py::test_messages_cross_hosts",),
+        (f"{_HERE}/test_remote.py::test_messages_cross_hosts",),
     ),
     Mutant(
         "R6 a group of one has process groups of one",
@@ -430,8 +438,8 @@ MUTANTS = (
         "            with suppress(_NoReadersError):\n",
         "            with suppress(StopIteration):\n",
         (
-            f"{_HERE}/test_queue_audience.py::"
-            "test_one_kind_of_reader_goes_while_the_writer_waits_amid_a_message",
+            f"{_HERE}/test_queue_mixed_readers.py::"
+            "test_one_kind_of_reader_leaves_while_the_writer_waits_amid_a_message",
         ),
     ),
     Mutant(
@@ -439,7 +447,10 @@ MUTANTS = (
         "shm_broadcast/queue/writer.py",
         "        if ring is not None and not ring.has_no_readers():\n",
         "        if ring and not ring.has_no_readers() and not (remote and remote.has_no_readers()):\n",  # noqa: E501
-        (f"{_HERE}/test_queue_audience.py::test_one_kind_of_reader_leaves_and_the_other_goes_on",),
+        (
+            f"{_HERE}/test_queue_mixed_readers.py::"
+            "test_readers_leave_in_any_order_and_the_others_go_on",
+        ),
     ),
     Mutant(
         "R5 a message reaches all that are left or none",
@@ -447,7 +458,7 @@ MUTANTS = (
         "            self._messages += 1\n",
         "            self._messages += 1\n            self._require_readers(operation)\n",
         (
-            f"{_HERE}/test_queue_audience.py::"
+            f"{_HERE}/test_queue_mixed_readers.py::"
             "test_a_message_at_which_a_reader_is_found_lost_still_reaches_all_others",
         ),
     ),
@@ -563,18 +574,14 @@ MUTANTS = (
         "shm_broadcast/segment.py",
         "if set(_user_ids(process)) != {me}:",
         "if me not in _user_ids(process):",
-        (
-            "tests/shm_broadcast/test_segment_strangers.py::test_what_is_not_this_user_s_alone_is_not_opened",
-        ),
+        ("tests/shm_broadcast/test_segment.py::test_another_users_segment_is_not_opened",),
     ),
     Mutant(
         "S2 memory of another user is not opened",
         "shm_broadcast/segment.py",
         "if os.stat(name, dir_fd=process).st_uid != me:",
         "if os.stat(name, dir_fd=process).st_uid < 0:",
-        (
-            "tests/shm_broadcast/test_segment_strangers.py::test_what_is_not_this_user_s_alone_is_not_opened",
-        ),
+        ("tests/shm_broadcast/test_segment.py::test_another_users_segment_is_not_opened",),
     ),
     Mutant(
         "S3 with a secret, members seal what they write into an open store",
@@ -633,7 +640,7 @@ MUTANTS = (
         "shm_broadcast/executor.py",
         "NEVER, self._name, self._missing, spin=0, shown=tuple",
         "NEVER, self._name, self._missing, spin=0",
-        ("tests/shm_broadcast/test_progress.py::test_what_runs_in_the_background_is_not_shown",),
+        ("tests/shm_broadcast/test_executor.py::test_a_task_in_the_background_is_not_shown",),
     ),
     Mutant(
         "O2 a program's own signal is left to it",
@@ -722,10 +729,7 @@ MUTANTS = (
         "shm_broadcast/native/history.h",
         "entry->sequence != sequence || entry->end != 0",
         "false",
-        (
-            f"{_HERE}/test_history.py::"
-            "test_the_end_of_an_operation_whose_entry_was_used_again_is_forgotten",
-        ),
+        (f"{_HERE}/test_history.py::test_the_end_of_an_operation_without_an_entry_is_dropped",),
     ),
     Mutant(
         "O5 what goes on in the background ends when it is done",

@@ -1,4 +1,4 @@
-"""What stands between a queue's ends on other hosts: it listens, repeats, and plays back."""
+"""Between a queue's ends on other hosts: a listener, a recorder that also replays, raw sockets."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from shm_broadcast.net.protocol import RemoteHandle
 from tests.shm_broadcast.remote_peers import CREDIT, LIMIT, SECRET
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-PAYLOAD = b"what nobody else should read" * 40
-"""What the ends exchange; a tap takes only what is larger for a message."""
+PAYLOAD = b"what no intruder should read" * 40
+"""A message of both ends; a tap takes only larger chunks for messages."""
 
 LINGER_MILLISECONDS = 100
 """Not 0, with which libzmq may abort: see `shm_broadcast.net.endpoint.LINGER_SECONDS`."""
@@ -42,28 +42,42 @@ def zmtp_frames(stream: bytes) -> list[bytes]:
     return frames
 
 
-def wait_for(connection: socket.socket, text: bytes) -> None:
-    """Read until the other side has said ``text``."""
-    heard = b""
-    while text not in heard:
-        chunk = connection.recv(1 << 16)
-        assert chunk, f"the connection ended before {text!r}"
-        heard += chunk
-
-
-def read_to_end(connection: socket.socket) -> bytes:
-    """All that the other side sends until it closes."""
-    heard = b""
-    try:
+def read_to_end(connection: socket.socket, text: bytes | None = None) -> bytes:
+    """Receive until the other side closes, or has sent ``text``."""
+    received = b""
+    with suppress(ConnectionResetError):
         while chunk := connection.recv(1 << 16):
-            heard += chunk
-    except ConnectionResetError:
-        pass
-    return heard
+            received += chunk
+            if text is not None and text in received:
+                return received
+    assert text is None, f"the connection ended before {text!r}"
+    return received
+
+
+@contextmanager
+def listening(behaviour: Callable[[socket.socket], object]) -> Iterator[str]:
+    """Inside, each connection to the address is passed to ``behaviour``."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        with suppress(OSError):  # the listener is shut down
+            while True:
+                connection, _ = listener.accept()
+                with connection, suppress(OSError):
+                    behaviour(connection)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join(LIMIT)
 
 
 class Tap:
-    """Stands between a reader and its writer, and writes down what both say.
+    """Stands between a reader and its writer, records what both send, and repeats it.
 
     Attributes:
         handle: the writer's handle with this tap's address.
@@ -71,109 +85,54 @@ class Tap:
     """
 
     def __init__(self, handle: RemoteHandle) -> None:
-        self.target = port_of(handle)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
-        self.handle = msgspec.structs.replace(handle, address=address)
-        self.from_reader = b""
-        self.from_writer = b""
-        self._last_large = b""
-        self._sockets: list[socket.socket] = []
-        self._threads = [threading.Thread(target=self._serve)]
-
-    def __enter__(self) -> Tap:
-        self._threads[0].start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        for each in self._sockets:
-            each.close()
-        for thread in self._threads:
-            thread.join(LIMIT)
+        self.handle, self.target = handle, port_of(handle)
+        self.from_reader = self.from_writer = self._last_large = b""
+        self.sockets: list[socket.socket] = []
 
     def repeat_to_reader(self) -> None:
-        """Say once more the last thing of some size that the writer said."""
+        """Send the writer's last large chunk again."""
         assert self._last_large
-        self._sockets[0].sendall(self._last_large)
+        self.sockets[0].sendall(self._last_large)
 
     def repeat_to_writer(self) -> None:
-        """Say once more all that the reader has said since the handshake."""
-        self._sockets[1].sendall(b"".join(zmtp_frames(self.from_reader)[3:]))
+        """Send all that the reader has sent since the handshake again."""
+        self.sockets[1].sendall(b"".join(zmtp_frames(self.from_reader)[3:]))
 
-    def _serve(self) -> None:
-        try:
-            reader, _ = self._listener.accept()
-        except OSError:
-            return
-        writer = socket.create_connection(self.target, LIMIT)
-        writer.settimeout(None)
-        self._sockets += [reader, writer]
-        answers = threading.Thread(target=self._answer, args=(writer, reader))
-        self._threads.append(answers)
-        answers.start()
-        self._pass_on(reader, writer, from_reader=True)
+    def forward(self, reader: socket.socket) -> None:
+        with socket.create_connection(self.target, LIMIT) as writer:
+            writer.settimeout(None)
+            self.sockets += [reader, writer]
+            back = threading.Thread(target=self._forward, args=(writer, reader))
+            back.start()
+            self._forward(reader, writer)
+            back.join(LIMIT)
 
-    def _answer(self, writer: socket.socket, reader: socket.socket) -> None:
-        self._pass_on(writer, reader, from_reader=False)
-
-    def _pass_on(self, source: socket.socket, sink: socket.socket, *, from_reader: bool) -> None:
-        try:
+    def _forward(self, source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
             while chunk := source.recv(1 << 20):
-                if from_reader:
+                if source is self.sockets[0]:
                     self.from_reader += chunk
                 else:
                     self.from_writer += chunk
                     if len(chunk) > len(PAYLOAD):
                         self._last_large = chunk
                 sink.sendall(chunk)
-        except OSError:
-            pass
         for each in (source, sink):
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
 
 
-class Player:
-    """Answers every connection with a recorded writer's bytes.
-
-    Attributes:
-        handle: the writer's handle with this player's address.
-        played: whether somebody has listened, and hung up.
-    """
-
-    def __init__(self, handle: RemoteHandle, recorded: bytes) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
-        self.handle = msgspec.structs.replace(handle, address=address)
-        self.played = False
-        self._recorded = recorded
-        self._thread = threading.Thread(target=self._serve)
-
-    def __enter__(self) -> Player:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self._thread.join(LIMIT)
-
-    def _serve(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            with connection:
-                connection.settimeout(LIMIT)
-                try:
-                    connection.sendall(self._recorded)
-                    read_to_end(connection)
-                except OSError:
-                    pass
-            self.played = True
+@contextmanager
+def tapped(handle: RemoteHandle) -> Iterator[Tap]:
+    tap = Tap(handle)
+    with listening(tap.forward) as address:
+        tap.handle = msgspec.structs.replace(handle, address=address)
+        try:
+            yield tap
+        finally:
+            for each in tap.sockets:
+                with suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)
 
 
 @contextmanager

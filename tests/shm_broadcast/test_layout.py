@@ -1,10 +1,11 @@
-"""The layout: both languages agree, words are aligned, nothing overlaps."""
+"""Words of shared memory, and where they lie: both languages agree, nothing overlaps."""
 
 from __future__ import annotations
 
 import itertools
 import re
 import struct
+import time
 from hashlib import blake2b
 from pathlib import Path
 
@@ -14,38 +15,15 @@ from hypothesis import strategies as st
 
 from device_comm.shm import layout as group_layout
 from shm_broadcast import _native, layout
+from shm_broadcast._native import Words
 
+pytestmark = pytest.mark.quick
+
+SIZE = 256
 HEADER = Path(layout.__file__).with_name("native") / "layout.h"
 IN_C = set(re.findall(r"^#define (\w+) \S", HEADER.read_text(), re.MULTILINE))
-
-
-def test_the_extension_shows_all_it_shares() -> None:
-    shown = {name for name in vars(_native) if name.isupper()}
-    assert shown == IN_C
-
-
-@pytest.mark.parametrize("name", sorted(IN_C))
-def test_c_agrees(name: str) -> None:
-    assert getattr(_native, name) == getattr(layout, name)
-
-
 DIGEST = "e491b515e5e4642a"
 """Of all constants of both layouts, as of `layout.VERSION`."""
-
-
-def test_a_changed_layout_has_a_version_of_its_own() -> None:
-    """Once it fails: a higher VERSION, by which processes of two releases know each other, and the
-    digest that is shown.
-    """
-    facts = [
-        f"{module.__name__}.{name} = {value!r}"
-        for module in (layout, group_layout)
-        for name, value in sorted(vars(module).items())
-        if name.isupper() and name != "VERSION"
-    ]
-    digest = blake2b("\n".join(facts).encode(), digest_size=8).hexdigest()
-    assert (layout.VERSION, digest) == (8, DIGEST)
-
 
 WIDTHS = {
     "SEGMENT": {"MAGIC": 4, "VERSION": 4, "SIZE": 8, "NONCE": 16},
@@ -70,8 +48,42 @@ WIDTHS = {
     "READER": {"CONSUMED": 8, "SEQUENCE": 8, "MEMBER": 4, "JOINED": 8, "READS": 8},
 }  # fmt: skip
 """The bytes of every field, by what it is a field of; 0: all other fields lie before it."""
+
 NO_FIELDS = {"TOTAL_GROUPS", "TOTAL_VERBS", "FINGERPRINT_CLOSED", "FINGERPRINT_ENTRIES"}
 """Numbers that are called like fields."""
+
+
+@pytest.fixture
+def memory() -> bytearray:
+    return bytearray(SIZE)
+
+
+@pytest.fixture
+def words(memory: bytearray) -> Words:
+    return Words(memory)
+
+
+# --- the layout ------------------------------------------------------------------------------
+
+
+def test_c_agrees() -> None:
+    shown = {name: value for name, value in vars(_native).items() if name.isupper()}
+    assert shown.keys() == IN_C
+    assert shown == {name: getattr(layout, name) for name in IN_C}
+
+
+def test_a_changed_layout_has_a_version_of_its_own() -> None:
+    """Once it fails: a higher VERSION, by which processes of two releases know each other, and the
+    digest that is shown.
+    """
+    facts = [
+        f"{module.__name__}.{name} = {value!r}"
+        for module in (layout, group_layout)
+        for name, value in sorted(vars(module).items())
+        if name.isupper() and name != "VERSION"
+    ]
+    digest = blake2b("\n".join(facts).encode(), digest_size=8).hexdigest()
+    assert (layout.VERSION, digest) == (8, DIGEST)
 
 
 @pytest.mark.parametrize("whole", WIDTHS)
@@ -94,7 +106,7 @@ def test_fields_are_aligned_and_do_not_overlap(whole: str) -> None:
     assert not stride or sum(spans[-1]) <= stride
 
 
-def test_what_different_processes_write_lies_on_different_lines() -> None:
+def test_words_of_different_writers_lie_on_different_lines() -> None:
     def line(offset: int) -> int:
         return offset // layout.LINE
 
@@ -133,45 +145,87 @@ def test_the_header_of_a_record_is_where_its_format_puts_it() -> None:
         assert struct.calcsize("<" + codes[:index]) == offset
 
 
-@pytest.mark.parametrize("n_members", [1, 2, 7])
-def test_slots_of_a_board_do_not_overlap(n_members: int) -> None:
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_slots_of_a_board_do_not_overlap(n: int) -> None:
     spans = [(0, layout.BOARD_NAME + layout.BOARD_NAME_BYTES)]
-    spans += [
+    for place, size in (
+        (layout.member_slot, layout.MEMBER_OPERATION + layout.OPERATION_BYTES),
         (
-            slot := layout.member_slot(member),
-            slot + layout.MEMBER_OPERATION + layout.OPERATION_BYTES,
-        )
-        for member in range(n_members)
-    ]
-    spans += [
-        (
-            slot := layout.failure_slot(member, n_members),
-            slot + layout.FAILURE_MESSAGE + layout.FAILURE_MESSAGE_BYTES,
-        )
-        for member in range(n_members)
-    ]
+            lambda member: layout.failure_slot(member, n),
+            layout.FAILURE_MESSAGE + layout.FAILURE_MESSAGE_BYTES,
+        ),
+        (lambda member: layout.history_slot(member, n), layout.HISTORY_STRIDE),
+        (lambda member: layout.fingerprints_slot(member, n), layout.FINGERPRINT_STRIDE),
+    ):
+        spans += [(start := place(member), start + size) for member in range(n)]
     for (_, end), (start, _) in itertools.pairwise(spans):
         assert end <= start
-    assert spans[-1][1] <= layout.board_size(n_members)
+        assert start % layout.LINE == 0
+    assert spans[-1][1] <= layout.board_size(n)
 
 
 @given(st.integers(0, 1 << 60), st.sampled_from([1, 8, 64, 4096, 65536]))
-def test_align(size: int, alignment: int) -> None:
+def test_sizes_are_rounded_up(size: int, alignment: int) -> None:
     aligned = layout.align(size, alignment)
     assert aligned % alignment == 0
     assert 0 <= aligned - size < alignment
+    stride = layout.record_stride(size)
+    assert 0 <= stride - layout.RECORD_HEADER - size < layout.RECORD_ALIGN
+    assert stride % layout.RECORD_ALIGN == 0
 
 
-@given(st.integers(0, 1 << 31))
-def test_a_record_holds_its_header_and_payload(size: int) -> None:
-    assert layout.record_stride(size) >= layout.RECORD_HEADER + size
-    assert layout.record_stride(size) % layout.RECORD_ALIGN == 0
-
-
-def test_the_footprint_of_a_ring_is_what_is_documented() -> None:
+def test_the_footprint_of_a_ring_is_documented() -> None:
     # MessageQueue.on_board: capacity bytes plus 64 per reader and 192.
     assert layout.ring_size(3, 1 << 20) == (1 << 20) + 3 * 64 + 192
+    assert layout.PLACED == 1 << 63  # no real size
 
 
-def test_a_placed_size_cannot_be_taken_for_a_real_one() -> None:
-    assert layout.PLACED == 1 << 63
+# --- words -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("offset", [1, 2, 3, 254, SIZE, SIZE + 64, 2**40, -4])
+def test_offsets_outside_or_not_aligned_are_refused(words: Words, offset: int) -> None:
+    for call in (
+        lambda: words.load32(offset),
+        lambda: words.load64(offset),
+        lambda: words.store32(offset, 1),
+        lambda: words.store64(offset, 1),
+        lambda: words.add32(offset, 1),
+        lambda: words.compare_and_swap32(offset, 0, 1),
+        lambda: words.compare_and_swap64(offset, 0, 1),
+    ):
+        with pytest.raises((ValueError, IndexError, OverflowError)):
+            call()
+
+
+def test_bytes_are_written_within_the_memory(words: Words, memory: bytearray) -> None:
+    words.write(3, b"hello")
+    assert memory[3:8] == b"hello"
+    words.write(64, memoryview(b"abcdef")[1:3])
+    assert memory[63:67] == b"\0bc\0"
+    before = bytes(memory)
+    with pytest.raises(ValueError):  # noqa: PT011
+        words.write(SIZE - 2, b"abc")
+    with pytest.raises((ValueError, OverflowError)):
+        words.store32(0, 2**32)
+    assert memory == before
+    with pytest.raises(BufferError):
+        Words(bytes(64))
+    large = bytearray(1 << 20)  # so much that other threads run meanwhile
+    content = bytes(range(256)) * (len(large) // 256)
+    Words(large).write(0, content)
+    assert large == content
+
+
+def test_stamp_numbers_operations_and_notes_the_time(words: Words, memory: bytearray) -> None:
+    before = time.monotonic_ns()
+    assert words.stamp(0, layout.STATE_BUSY, "all_reduce") == 1
+    assert words.stamp(0, layout.STATE_BUSY, "é" * 40) == 2
+    assert words.load32(layout.MEMBER_STATE) == layout.STATE_BUSY
+    assert words.load64(layout.MEMBER_SEQUENCE) == 2
+    assert before <= words.load64(layout.MEMBER_PROGRESS) <= time.monotonic_ns()
+    end = layout.MEMBER_OPERATION + layout.OPERATION_BYTES
+    assert memory[layout.MEMBER_OPERATION : end] == ("é" * 24).encode()
+    assert memory[end:] == bytes(SIZE - end)
+    words.stamp(0, layout.STATE_BUSY, "send")
+    assert memory[layout.MEMBER_OPERATION : end] == b"send".ljust(48, b"\0")

@@ -1,8 +1,10 @@
-"""What several hosts see of one program, joined, by boards that are made up."""
+"""A diagnosis over hosts, of boards that are made up."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+
+import pytest
 
 from server.inspection.diagnosis import Diagnosis, diagnose
 from server.inspection.snapshot import (
@@ -15,6 +17,8 @@ from server.inspection.snapshot import (
 from shm_broadcast import DRIVER_RANK
 from shm_broadcast.errors import MemberStatus
 from shm_broadcast.state.status import Wait
+
+pytestmark = pytest.mark.quick
 
 ABSENT = MemberSnapshot(MemberStatus(0, 0, "absent"), "", "", 0, (), None)
 
@@ -29,7 +33,7 @@ def member(rank: int, pid: int, *waits: int, verb: str = "tp all_reduce") -> Mem
 
 
 def board(key: str, n: int, *members: MemberSnapshot) -> BoardSnapshot:
-    """A pool's, of so many workers and the driver; who is not given is absent."""
+    """The board of a pool of ``n`` workers and the driver; members not given are absent."""
     ranks = [*range(n), DRIVER_RANK]
     given = {each.status.rank: each for each in members}
     absent = [replace(ABSENT, status=replace(ABSENT.status, rank=rank)) for rank in ranks]
@@ -43,7 +47,7 @@ def verdict(here: BoardSnapshot, *elsewhere: HostSnapshot) -> Diagnosis:
     return diagnose(merge_hosts(Program(1, "", (here,), (), 0), elsewhere))
 
 
-def test_who_waits_for_whom_is_seen_over_hosts() -> None:
+def test_a_chain_of_waits_leads_over_hosts() -> None:
     """Rank 0 waits for rank 1 on b, which waits for rank 2 on c."""
     here = board("here", 3, member(0, 100, 1), member(DRIVER_RANK, 99))
     b = HostSnapshot("b", "here", board("at b", 3, member(1, 101, 2)), ())
@@ -90,7 +94,7 @@ def test_a_process_of_another_host_is_the_same_on_all_boards_there() -> None:
     )
 
 
-def test_what_is_said_of_another_board_is_left_out() -> None:
+def test_other_boards_are_left_out() -> None:
     here = board("here", 2, member(0, 100, 1))
     b = HostSnapshot("b", "another", board("at b", 2, member(1, 101)), ())
     more = HostSnapshot("b", "here", board("at b", 3, member(1, 101)), ())

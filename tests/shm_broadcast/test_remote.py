@@ -1,4 +1,4 @@
-"""Readers on other hosts, over loopback, in real processes: delivery, back-pressure, waiting."""
+"""Readers on other hosts, over sockets: delivery, back-pressure, waiting, and what is left."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ import time
 from itertools import count
 from operator import le
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import pytest
 
-from shm_broadcast.errors import GroupClosedError, GroupTimeoutError
+from shm_broadcast import GroupClosedError, GroupTimeoutError
 from shm_broadcast.net import endpoint as remote_end
 from shm_broadcast.net import writer as remote_writer
 from shm_broadcast.net.protocol import FRAME_BYTES, Probe, encode
 from shm_broadcast.net.reader import RemoteReader
 from shm_broadcast.net.writer import RemoteWriter
+from tests.netns import two_hosts
 from tests.patience import until
 from tests.ranks import run_ranks
+from tests.shm_broadcast.queues import Running
 from tests.shm_broadcast.remote_peers import (
     CREDIT,
     LIMIT,
@@ -34,19 +36,21 @@ from tests.shm_broadcast.remote_peers import (
     put,
     read_all,
 )
+from tests.shm_broadcast.remote_taps import port_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 WHOLE = [bytes([i % 251]) * size for i, size in enumerate([1, 0, 300, 70_000, CREDIT - 1])]
-
 N_MESSAGES = 208
-
 SMALL_CREDIT = 1 << 16
 
 
+# --- between processes -----------------------------------------------------------------------
+
+
 def messages() -> Iterator[list[bytes]]:
-    """Messages of all shapes, some of several times the credit window."""
+    """Yield messages of all shapes, some of several times the credit window."""
     yield [b"hello"]
     yield []
     yield [b""]
@@ -59,7 +63,9 @@ def messages() -> Iterator[list[bytes]]:
         yield [number.to_bytes(4, "little"), os.urandom(number * 7)]
 
 
-def deliver(rank: int, _n: int, folder: str, host: str) -> list[list[bytes]] | None:
+def deliver(rank: int, _n: int, folder: str, host: str, hosts: Any) -> list[list[bytes]] | None:
+    if hosts is not None:
+        hosts[min(rank, 1)].enter()
     if rank == 0:
         with make_writer(folder, [1, 2], host, credit_bytes=CREDIT) as writer:
             writer.wait_ready(LIMIT)
@@ -72,20 +78,41 @@ def deliver(rank: int, _n: int, folder: str, host: str) -> list[list[bytes]] | N
                 sent.append(message)
             put(folder, "sent", sent)
             await_readers(folder, [1, 2])
+            assert host in writer.handle.address
+        assert hosts is None or other_family_fails(host)
         return None
     with make_reader(folder, rank) as reader:
         return read_all(reader, folder, N_MESSAGES)
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_every_reader_gets_every_message_although_the_buffers_change(
-    tmp_path: Path, host: str
-) -> None:
-    _, first, second = run_ranks(3, deliver, str(tmp_path), host)
-    sent = get(str(tmp_path), "sent")
+def other_family_fails(host: str) -> bool:
+    """Return whether the other family lacks even a loopback address here."""
+    other = (socket.AF_INET, "127.0.0.1") if ":" in host else (socket.AF_INET6, "::1")
+    with socket.socket(other[0], socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((other[1], 0))
+        except OSError:
+            return True
+    return False
+
+
+def assert_delivered(folder: str, host: str, hosts: Any = None) -> None:
+    _, first, second = run_ranks(3, deliver, folder, host, hosts)
+    sent = get(folder, "sent")
     assert len(sent) == N_MESSAGES
-    assert first == sent
-    assert second == sent
+    assert first == second == sent
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_every_reader_gets_every_message_unchanged(tmp_path: Path, host: str) -> None:
+    assert_delivered(str(tmp_path), host)
+
+
+@pytest.mark.namespaces
+@pytest.mark.parametrize("family", ["IPv4", "IPv6"])
+def test_messages_cross_hosts(tmp_path: Path, family: Literal["IPv4", "IPv6"]) -> None:
+    with two_hosts(family) as hosts:
+        assert_delivered(str(tmp_path), hosts[0].address, hosts)
 
 
 def fall_behind(rank: int, _n: int, folder: str) -> Any:
@@ -124,13 +151,13 @@ def send_numbers(writer: RemoteWriter, numbers: Iterator[int]) -> NoReturn:
 
 
 def late(writer: RemoteWriter) -> list[int]:
-    """The readers that one more number would wait for."""
+    """Return the readers that one more number would wait for."""
     with pytest.raises(GroupTimeoutError) as caught:
         writer.send([bytes(4), bytes(1000)], 0)
     return [status.rank for status in caught.value.waiting_for]
 
 
-def test_slow_reader_holds_the_writer_and_loses_nothing(tmp_path: Path) -> None:
+def test_a_slow_reader_holds_the_writer_and_loses_nothing(tmp_path: Path) -> None:
     sent, fast, slow = run_ranks(3, fall_behind, str(tmp_path))
     assert fast == slow == list(range(sent))
 
@@ -162,13 +189,18 @@ def time_out_before_a_long_message(rank: int, _n: int, folder: str) -> Any:
         return None
 
 
-def test_recv_that_timed_out_consumed_nothing(tmp_path: Path) -> None:
+def test_a_recv_that_timed_out_consumed_nothing(tmp_path: Path) -> None:
     run_ranks(2, time_out_before_a_long_message, str(tmp_path))
 
 
+# --- waits, in one process -------------------------------------------------------------------
+
+
+Pair = tuple[RemoteWriter, RemoteReader]
+
+
 @pytest.fixture
-def pair() -> Iterator[tuple[RemoteWriter, RemoteReader]]:
-    """A writer and its only reader, in one process."""
+def pair() -> Iterator[Pair]:
     writer = RemoteWriter(0, [1], "127.0.0.1", SECRET, credit_bytes=SMALL_CREDIT)
     with writer, RemoteReader(writer.handle, 1, SECRET) as reader:
         writer.wait_ready(LIMIT)
@@ -192,255 +224,180 @@ class Abort:
             raise AbortedError
 
 
-class TestWaiting:
-    def test_check_ends_a_recv(self, pair: tuple[RemoteWriter, RemoteReader]) -> None:
-        writer, reader = pair
+def test_check_ends_every_wait_and_no_part_of_a_message_arrives(pair: Pair) -> None:
+    writer, reader = pair
+    with pytest.raises(AbortedError):
+        reader.recv(None, Abort(3))
+    writer.send([bytes(SMALL_CREDIT // 2)], LIMIT)
+    for size in (SMALL_CREDIT, 10 * SMALL_CREDIT):
         with pytest.raises(AbortedError):
-            reader.recv(None, Abort(3))
-        writer.send([b"still intact"], LIMIT)
-        assert bytes(reader.recv(LIMIT)[0]) == b"still intact"
-
-    def test_check_ends_a_send_and_no_part_arrives(
-        self, pair: tuple[RemoteWriter, RemoteReader]
-    ) -> None:
-        writer, reader = pair
-        writer.send([bytes(SMALL_CREDIT // 2)], LIMIT)
-        for size in (SMALL_CREDIT, 10 * SMALL_CREDIT):
-            with pytest.raises(AbortedError):
-                writer.send([bytes(size)], None, Abort(3))
-        assert len(reader.recv(LIMIT)[0]) == SMALL_CREDIT // 2
-        with pytest.raises(GroupTimeoutError):
-            reader.recv(0.05)
-        writer.send([b"still intact"], LIMIT)
-        assert bytes(reader.recv(LIMIT)[0]) == b"still intact"
-
-    def test_one_message_may_exceed_the_window(
-        self, pair: tuple[RemoteWriter, RemoteReader]
-    ) -> None:
-        writer, reader = pair
-        for _ in range(3):
-            writer.send([bytes(10 * SMALL_CREDIT)], 0.05)
-            for size in (0, 10 * SMALL_CREDIT):
-                with pytest.raises(GroupTimeoutError, match="waiting for rank 1"):
-                    writer.send([bytes(size)], 0)
-            assert len(reader.recv(LIMIT)[0]) == 10 * SMALL_CREDIT
-
-    def test_writer_waits_until_a_message_larger_than_the_window_is_received(
-        self, pair: tuple[RemoteWriter, RemoteReader]
-    ) -> None:
-        writer, reader = pair
-        waiting = threading.Event()
-
-        def receive() -> None:
-            assert waiting.wait(LIMIT)
-            received.append(len(reader.recv(LIMIT)[0]))
-
-        received: list[int] = []
-        thread = threading.Thread(target=receive)
-        thread.start()
-        writer.send([bytes(10 * SMALL_CREDIT)], LIMIT, waiting.set)
-        assert writer._links[1].under_way == 0
-        thread.join(LIMIT)
-        assert received == [10 * SMALL_CREDIT]
-
-    def test_handler_that_raises_while_a_sent_message_is_received_closes_the_writer(
-        self, pair: tuple[RemoteWriter, RemoteReader]
-    ) -> None:
-        writer, reader = pair
+            writer.send([bytes(size)], None, Abort(3))
+    assert len(reader.recv(LIMIT)[0]) == SMALL_CREDIT // 2
+    with pytest.raises(GroupTimeoutError):
+        reader.recv(0.05)
+    writer.send([b"still intact"], LIMIT)
+    assert bytes(reader.recv(LIMIT)[0]) == b"still intact"
+    with RemoteWriter(0, [1], "127.0.0.1", SECRET) as waiting:
         with pytest.raises(AbortedError):
-            writer.send([bytes(10 * SMALL_CREDIT)], LIMIT, Abort(1))
+            waiting.wait_ready(None, Abort(2))
+        with RemoteReader(waiting.handle, 1, SECRET) as late, pytest.raises(AbortedError):
+            late.wait_ready(None, Abort(2))
+
+
+def test_the_writer_waits_until_a_message_larger_than_the_window_is_received(pair: Pair) -> None:
+    writer, reader = pair
+    waiting = threading.Event()
+
+    def receive() -> int:
+        assert waiting.wait(LIMIT)
+        return len(reader.recv(LIMIT)[0])
+
+    receiving = Running(receive)
+    writer.send([bytes(10 * SMALL_CREDIT)], LIMIT, waiting.set)
+    assert writer._links[1].under_way == 0
+    assert receiving.result() == 10 * SMALL_CREDIT
+    with pytest.raises(AbortedError):  # a handler raises meanwhile: the writer is closed
+        writer.send([bytes(10 * SMALL_CREDIT)], LIMIT, Abort(1))
+    with pytest.raises(GroupClosedError, match="this end of the queue is closed"):
+        writer.send([b""], LIMIT)
+    assert len(reader.recv(LIMIT)[0]) == 10 * SMALL_CREDIT
+    with pytest.raises(GroupClosedError, match="the writer, rank 0, closed"):
+        reader.recv(LIMIT)
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["writer", "reader"])
+def test_shutdown_from_another_thread_ends_a_wait(pair: Pair, which: int) -> None:
+    writer, reader = pair
+    closer = threading.Timer(0.2, pair[which].close)
+    closer.start()
+    with pytest.raises(GroupClosedError, match="this end of the queue is closed"):
+        fill(writer) if which == 0 else reader.recv(None)
+    closer.join(LIMIT)
+    assert not closer.is_alive()
+
+
+def test_close_in_a_signal_handler_ends_the_wait_it_interrupted() -> None:
+    before = holdings()
+    writer = RemoteWriter(0, [1], "127.0.0.1", SECRET)
+    previous = signal.signal(signal.SIGALRM, lambda *_: writer.close())
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
         with pytest.raises(GroupClosedError, match="this end of the queue is closed"):
-            writer.send([b""], LIMIT)
-        assert len(reader.recv(LIMIT)[0]) == 10 * SMALL_CREDIT
+            writer.wait_ready(LIMIT)
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+    until(lambda: all(map(le, holdings(), before)), f"more is held than {before}")
+
+
+def test_readable_never_waits_for_another_thread(pair: Pair) -> None:
+    writer, reader = pair
+    waiting = threading.Event()
+    receiving = Running(lambda: bytes(reader.recv(LIMIT, waiting.set)[0]))
+    assert waiting.wait(LIMIT)
+    assert not reader.readable()
+    writer.send([b"for the other thread"], LIMIT)
+    assert receiving.result() == b"for the other thread"
+
+
+def test_a_message_sent_before_close_arrives_and_closed_ends_raise(pair: Pair) -> None:
+    writer, reader = pair
+    writer.send([b"last words"], LIMIT)
+    for _ in range(2):
+        writer.close()
+    assert bytes(reader.recv(LIMIT)[0]) == b"last words"
+    for _ in range(2):
         with pytest.raises(GroupClosedError, match="the writer, rank 0, closed"):
             reader.recv(LIMIT)
-
-    def test_check_ends_wait_ready(self) -> None:
-        with RemoteWriter(0, [1], "127.0.0.1", SECRET) as writer:
-            with pytest.raises(AbortedError):
-                writer.wait_ready(None, Abort(2))
-            with (
-                RemoteReader(writer.handle, 1, SECRET) as reader,
-                pytest.raises(AbortedError),
-            ):
-                reader.wait_ready(None, Abort(2))
-
-    def test_wait_ready_lists_who_has_not_arrived(self) -> None:
-        with (
-            RemoteWriter(0, [3, 5, 8], "127.0.0.1", SECRET) as writer,
-            RemoteReader(writer.handle, 5, SECRET) as reader,
-        ):
-            until(lambda: _welcomed(writer, reader))
-            with pytest.raises(GroupTimeoutError, match=r"rank 3 \(never joined\)") as caught:
-                writer.wait_ready(0.05)
-            assert [status.rank for status in caught.value.waiting_for] == [3, 8]
-
-    @pytest.mark.parametrize("which", [0, 1], ids=["writer", "reader"])
-    def test_shutdown_from_another_thread_ends_a_wait(
-        self, pair: tuple[RemoteWriter, RemoteReader], which: int
-    ) -> None:
-        writer, reader = pair
-        closer = threading.Timer(0.2, pair[which].close)
-        closer.start()
-        with pytest.raises(GroupClosedError, match="this end of the queue is closed"):
-            fill(writer) if which == 0 else reader.recv(None)
-        closer.join(LIMIT)
-        assert not closer.is_alive()
-
-    def test_close_in_a_signal_handler_ends_the_wait_it_interrupted(self) -> None:
-        before = _holdings()
-        writer = RemoteWriter(0, [1], "127.0.0.1", SECRET)
-        previous = signal.signal(signal.SIGALRM, lambda *_: writer.close())
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
-        try:
-            with pytest.raises(GroupClosedError, match="this end of the queue is closed"):
-                writer.wait_ready(LIMIT)
-        finally:
-            signal.signal(signal.SIGALRM, previous)
-        until(lambda: all(map(le, _holdings(), before)), f"more is held than {before}")
-
-    def test_looking_never_waits_for_another_thread(
-        self, pair: tuple[RemoteWriter, RemoteReader]
-    ) -> None:
-        writer, reader = pair
-        waiting = threading.Event()
-        received: list[bytes] = []
-        thread = threading.Thread(
-            target=lambda: received.append(bytes(reader.recv(LIMIT, waiting.set)[0]))
-        )
-        thread.start()
-        assert waiting.wait(LIMIT)
-        assert not reader.readable()
-        writer.send([b"for the other thread"], LIMIT)
-        thread.join(LIMIT)
-        assert received == [b"for the other thread"]
-
-    def test_closed_end_raises_at_once(self, pair: tuple[RemoteWriter, RemoteReader]) -> None:
-        writer, reader = pair
-        for end in (writer, reader) * 2:
-            end.close()
-        for call in (
-            lambda: writer.send([b""], None),
-            writer.poll,
-            lambda: writer.wait_ready(None),
-            lambda: reader.recv(None),
-            reader.readable,
-            lambda: reader.wait_ready(None),
-        ):
-            with pytest.raises(GroupClosedError):
-                call()
-
-    def test_message_sent_before_close_arrives(
-        self, pair: tuple[RemoteWriter, RemoteReader]
-    ) -> None:
-        writer, reader = pair
-        writer.send([b"last words"], LIMIT)
-        writer.close()
-        assert bytes(reader.recv(LIMIT)[0]) == b"last words"
-        for _ in range(2):
-            with pytest.raises(GroupClosedError, match="the writer, rank 0, closed"):
-                reader.recv(LIMIT)
-        assert reader.readable()
-
-    def test_reader_that_left_gates_nobody(self) -> None:
-        with RemoteWriter(0, [1, 2], "127.0.0.1", SECRET, credit_bytes=SMALL_CREDIT) as writer:
-            first = RemoteReader(writer.handle, 1, SECRET)
-            with first, RemoteReader(writer.handle, 2, SECRET) as second:
-                writer.wait_ready(LIMIT)
-                first.wait_ready(LIMIT)
-                first.close()
-                until(lambda: _state(writer, 1) == "closed")
-                for _ in range(20):
-                    writer.send([bytes(SMALL_CREDIT // 8)], LIMIT)
-                    second.recv(LIMIT)
-                assert not writer.has_no_readers()
-                second.close()
-                until(lambda: _state(writer, 2) == "closed")
-                assert writer.has_no_readers()
-                writer.send([bytes(2 * SMALL_CREDIT)], 0)  # waits for nobody
-
-    def test_reader_that_left_while_nobody_looked_is_not_lost(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(remote_writer, "PROBE_SECONDS", 0.0)
-        with (
-            RemoteWriter(0, [1, 2], "127.0.0.1", SECRET) as writer,
-            RemoteReader(writer.handle, 2, SECRET),
-        ):
-            with RemoteReader(writer.handle, 1, SECRET) as reader:
-                writer.wait_ready(LIMIT)
-                reader.wait_ready(LIMIT)
-                identity = writer._links[1].identity
-            until(lambda: not writer._send_to(identity, [encode(Probe())]))
-            assert _state(writer, 1) == "closed"
+    assert reader.readable()
+    reader.close()
+    for call in (
+        lambda: writer.send([b""], None),
+        writer.poll,
+        lambda: writer.wait_ready(None),
+        lambda: reader.recv(None),
+        reader.readable,
+        lambda: reader.wait_ready(None),
+    ):
+        with pytest.raises(GroupClosedError):
+            call()
 
 
-class TestResources:
-    def test_nothing_is_left_after_close(self) -> None:
-        for attempt in range(3):
-            if attempt == 1:  # the first may start what the interpreter keeps
-                before = _holdings()
-            writer = RemoteWriter(0, [1], "127.0.0.1", SECRET)
-            reader = RemoteReader(writer.handle, 1, SECRET)
+def test_a_reader_that_left_between_two_polls_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_writer, "PROBE_SECONDS", 0.0)
+    with (
+        RemoteWriter(0, [1, 2], "127.0.0.1", SECRET) as writer,
+        RemoteReader(writer.handle, 2, SECRET),
+    ):
+        with RemoteReader(writer.handle, 1, SECRET) as reader:
             writer.wait_ready(LIMIT)
-            writer.send([bytes(1 << 20)], LIMIT)
-            reader.recv(LIMIT)
-            reader.close()
-            writer.close()
-        until(lambda: all(map(le, _holdings(), before)), f"more is held than {before}")
+            reader.wait_ready(LIMIT)
+            identity = writer._links[1].identity
+        until(lambda: not writer._send_to(identity, [encode(Probe())]))
+        assert state(writer, 1) == "closed"
 
-    def test_close_is_bounded_when_nobody_listens(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(remote_end, "LINGER_SECONDS", 2 * LIMIT)
+
+# --- resources and arguments -----------------------------------------------------------------
+
+
+def test_nothing_is_left_after_close() -> None:
+    for attempt in range(3):
+        if attempt == 1:  # the first may start what the interpreter keeps
+            before = holdings()
         writer = RemoteWriter(0, [1], "127.0.0.1", SECRET)
-        handle = writer.handle
+        reader = RemoteReader(writer.handle, 1, SECRET)
+        writer.wait_ready(LIMIT)
+        writer.send([bytes(1 << 20)], LIMIT)
+        reader.recv(LIMIT)
+        reader.close()
         writer.close()
-        began = time.monotonic()
-        with RemoteReader(handle, 1, SECRET) as reader, pytest.raises(GroupTimeoutError):
-            reader.wait_ready(0.1)
-        assert time.monotonic() - began < LIMIT
-
-    def test_listens_on_its_one_address_only(self) -> None:
-        with RemoteWriter(0, [1], "127.0.0.1", SECRET) as writer:
-            host, port = writer.handle.address.removeprefix("tcp://").split(":")
-            assert host == "127.0.0.1"
-            socket.create_connection((host, int(port)), 5).close()
-            with pytest.raises(ConnectionRefusedError):
-                socket.create_connection(("127.0.0.2", int(port)), 5)
-
-    def test_writers_never_collide(self) -> None:
-        writers = [RemoteWriter(0, [1], "127.0.0.1", SECRET) for _ in range(20)]
-        addresses = {writer.handle.address for writer in writers}
-        for writer in writers:
-            writer.close()
-        assert len(addresses) == 20
+    until(lambda: all(map(le, holdings(), before)), f"more is held than {before}")
 
 
-class TestArguments:
-    @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
-    def test_all_interfaces_are_refused(self, host: str) -> None:
+def test_close_is_bounded_without_a_listener(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_end, "LINGER_SECONDS", 2 * LIMIT)
+    writer = RemoteWriter(0, [1], "127.0.0.1", SECRET)
+    handle = writer.handle
+    writer.close()
+    began = time.monotonic()
+    with RemoteReader(handle, 1, SECRET) as reader, pytest.raises(GroupTimeoutError):
+        reader.wait_ready(0.1)
+    assert time.monotonic() - began < LIMIT
+
+
+def test_a_writer_listens_on_its_one_address_only() -> None:
+    with RemoteWriter(0, [1], "127.0.0.1", SECRET) as writer:
+        host, port = port_of(writer.handle)
+        assert host == "127.0.0.1"
+        socket.create_connection((host, port), 5).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", port), 5)
+
+
+def test_writers_never_collide() -> None:
+    writers = [RemoteWriter(0, [1], "127.0.0.1", SECRET) for _ in range(20)]
+    addresses = {writer.handle.address for writer in writers}
+    for writer in writers:
+        writer.close()
+    assert len(addresses) == 20
+
+
+def test_wrong_addresses_and_ranks_are_refused(pair: Pair) -> None:
+    for host in ("0.0.0.0", "::"):
         with pytest.raises(ValueError, match="one address"):
             RemoteWriter(0, [1], host, SECRET)
-
-    def test_address_of_another_host(self) -> None:
-        with pytest.raises(OSError, match=r"cannot listen on 192\.0\.2\.1"):
-            RemoteWriter(0, [1], "192.0.2.1", SECRET)
-
-    def test_rank_that_may_not_read(self, pair: tuple[RemoteWriter, RemoteReader]) -> None:
-        with pytest.raises(ValueError, match=r"one of \(1,\); got 2"):
-            RemoteReader(pair[0].handle, 2, SECRET)
+    with pytest.raises(OSError, match=r"cannot listen on 192\.0\.2\.1"):
+        RemoteWriter(0, [1], "192.0.2.1", SECRET)
+    with pytest.raises(ValueError, match=r"one of \(1,\); got 2"):
+        RemoteReader(pair[0].handle, 2, SECRET)
 
 
-def _state(writer: RemoteWriter, rank: int) -> str:
+def state(writer: RemoteWriter, rank: int) -> str:
     writer.poll()
     return writer._links[rank].state
 
 
-def _welcomed(writer: RemoteWriter, reader: RemoteReader) -> bool:
-    return _state(writer, reader.rank) == "busy"
-
-
-def _holdings() -> tuple[int, int, int]:
-    """Python threads, kernel threads and open files of this process."""
+def holdings() -> tuple[int, int, int]:
+    """Return the Python threads, kernel threads and open files of this process."""
     return (
         threading.active_count(),
         len(list(Path("/proc/self/task").iterdir())),

@@ -1,4 +1,4 @@
-"""Readers on other hosts: peers that lie, or have no business there."""
+"""Intruders: wrong keys, replays, floods and malformed frames neither reach nor delay a queue."""
 
 from __future__ import annotations
 
@@ -9,35 +9,27 @@ import struct
 import threading
 import time
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 import zmq
 
-from shm_broadcast.errors import GroupTimeoutError, PeerLostError, PeerProtocolError
+from shm_broadcast import GroupTimeoutError, PeerLostError, PeerProtocolError
 from shm_broadcast.net.keys import reader_key
-from shm_broadcast.net.protocol import FRAME_BYTES, Credit, ReaderHello, encode
+from shm_broadcast.net.protocol import FRAME_BYTES, Credit, ReaderHello, Welcome, encode
 from shm_broadcast.net.reader import RemoteReader
 from shm_broadcast.net.writer import RemoteWriter
 from tests.patience import until
-from tests.shm_broadcast.remote_peers import (
-    CREDIT,
-    LIMIT,
-    SECRET,
-    SILENCE,
-    STALL,
-    fill,
-)
+from tests.shm_broadcast.remote_peers import CREDIT, LIMIT, SECRET, SILENCE, STALL, fill
 from tests.shm_broadcast.remote_taps import (
     PAYLOAD,
-    Player,
-    Tap,
+    listening,
     port_of,
     raw_reader,
     raw_writer,
     read_to_end,
-    wait_for,
+    tapped,
     zmtp_frames,
 )
 
@@ -54,177 +46,202 @@ def writer() -> Iterator[RemoteWriter]:
 
 @pytest.fixture
 def reader(writer: RemoteWriter) -> Iterator[RemoteReader]:
-    """Reader 1, in good order."""
     with RemoteReader(writer.handle, 1, SECRET) as reader:
         until(lambda: state(writer, 1) == "busy")
         reader.wait_ready(LIMIT)
         yield reader
 
 
-class TestIntruders:
-    def test_wrong_secret(self, writer: RemoteWriter, reader: RemoteReader) -> None:
-        with RemoteReader(writer.handle, 2, secrets.token_bytes(32)) as intruder:
-            until(lambda: "handshakes failed: is the secret the same" in trouble(intruder))
-        assert state(writer, 2) == "absent"
-        with RemoteReader(writer.handle, 2, SECRET) as honest:
-            exchange(writer, reader, honest)
-
-    def test_key_that_is_not_on_the_list(self, writer: RemoteWriter, reader: RemoteReader) -> None:
-        forged = msgspec.structs.replace(writer.handle, readers=(1, 2, 3))
-        with (
-            RemoteReader(forged, 3, SECRET) as intruder,
-            pytest.raises(PeerProtocolError, match="does not admit this reader's key"),
-        ):
-            intruder.wait_ready(LIMIT)
-        with RemoteReader(writer.handle, 2, SECRET) as honest:
-            exchange(writer, reader, honest)
-
-    def test_second_reader_of_one_rank_is_refused(
-        self, writer: RemoteWriter, reader: RemoteReader
-    ) -> None:
-        with RemoteReader(writer.handle, 2, SECRET) as honest:
-            until(lambda: state(writer, 2) == "busy")
-            with RemoteReader(writer.handle, 2, SECRET) as second:
-                until(lambda: state(writer, 2) == "busy" and second.readable())
-                with pytest.raises(PeerProtocolError, match="rank 2 used another connection"):
-                    second.wait_ready(LIMIT)
-            exchange(writer, reader, honest)
-
-    def test_second_reader_that_goes_at_once_takes_nobody_along(
-        self, writer: RemoteWriter, reader: RemoteReader
-    ) -> None:
-        with writer._zmq.get_monitor_socket(zmq.EVENT_DISCONNECTED) as events:
-            with raw_reader(writer.handle, 1) as second:
-                second.linger = int(LIMIT * 1000)
-                second.send(encode(ReaderHello(1)))
-            assert writer._zmq.poll(LIMIT * 1000)
-            assert events.poll(LIMIT * 1000)
-            writer._zmq.disable_monitor()
-        assert state(writer, 1) == "busy"
-        with RemoteReader(writer.handle, 2, SECRET) as honest:
-            exchange(writer, reader, honest)
-
-    def test_flood_of_nonsense(self, writer: RemoteWriter, reader: RemoteReader) -> None:
-        with RemoteReader(writer.handle, 2, SECRET) as honest, flood(writer) as connections:
-            exchange(writer, reader, honest, count=300)
-            until(lambda: connections() > 100)
-
-    def test_handle_and_wire_carry_no_secret(self, writer: RemoteWriter) -> None:
-        with Tap(writer.handle) as tap, RemoteReader(tap.handle, 1, SECRET) as reader:
-            until(lambda: state(writer, 1) == "busy")
-            with RemoteReader(writer.handle, 2, SECRET) as other:
-                exchange(writer, reader, other)
-            heard = tap.from_reader + tap.from_writer
-            assert len(heard) > 10 * len(PAYLOAD)
-            for clear in (SECRET, PAYLOAD, reader_key(SECRET, writer.handle.nonce, 1).secret):
-                assert clear not in heard
-                assert clear not in msgspec.msgpack.encode(writer.handle)
+# --- without a right key ---------------------------------------------------------------------
 
 
-class TestReplay:
-    def test_recorded_reader(self, writer: RemoteWriter, reader: RemoteReader) -> None:
-        with Tap(writer.handle) as tap, RemoteReader(tap.handle, 2, SECRET) as honest:
-            exchange(writer, reader, honest)
-            with socket.create_connection(tap.target, LIMIT) as replay:
-                greeting, hello, initiate, *traffic = zmtp_frames(tap.from_reader)
-                assert b"INITIATE" in initiate
-                assert traffic
-                replay.sendall(greeting + hello)
-                wait_for(replay, b"WELCOME")
-                # The answer to a good INITIATE is READY; this one holds another session's cookie.
-                replay.sendall(initiate + b"".join(traffic))
-                assert b"READY" not in read_to_end(replay)
-            exchange(writer, reader, honest)
+def test_a_wrong_secret_is_not_admitted(writer: RemoteWriter, reader: RemoteReader) -> None:
+    with RemoteReader(writer.handle, 2, secrets.token_bytes(32)) as intruder:
 
-    def test_recorded_writer(self, writer: RemoteWriter, reader: RemoteReader) -> None:
-        with Tap(writer.handle) as tap, RemoteReader(tap.handle, 2, SECRET) as honest:
-            exchange(writer, reader, honest)
-            recorded = tap.from_writer
-        with (
-            Player(writer.handle, recorded) as player,
-            RemoteReader(player.handle, 2, SECRET) as victim,
-        ):
-            until(lambda: player.played)
+        def says() -> str:
+            with pytest.raises(GroupTimeoutError) as caught:
+                intruder.wait_ready(0)
+            return str(caught.value)
+
+        until(lambda: "handshakes failed: is the secret the same" in says())
+    assert state(writer, 2) == "absent"
+    with RemoteReader(writer.handle, 2, SECRET) as honest:
+        exchange(writer, reader, honest)
+
+
+def test_a_key_that_is_not_on_the_list_is_refused(
+    writer: RemoteWriter, reader: RemoteReader
+) -> None:
+    forged = msgspec.structs.replace(writer.handle, readers=(1, 2, 3))
+    with (
+        RemoteReader(forged, 3, SECRET) as intruder,
+        pytest.raises(PeerProtocolError, match="does not admit this reader's key"),
+    ):
+        intruder.wait_ready(LIMIT)
+    with RemoteReader(writer.handle, 2, SECRET) as honest:
+        exchange(writer, reader, honest)
+
+
+def test_a_second_reader_of_a_rank_is_refused(writer: RemoteWriter, reader: RemoteReader) -> None:
+    with RemoteReader(writer.handle, 2, SECRET) as honest:
+        until(lambda: state(writer, 2) == "busy")
+        with RemoteReader(writer.handle, 2, SECRET) as second:
+            until(lambda: state(writer, 2) == "busy" and second.readable())
+            with pytest.raises(PeerProtocolError, match="rank 2 used another connection"):
+                second.wait_ready(LIMIT)
+        exchange(writer, reader, honest)
+
+
+def test_a_second_reader_that_closes_at_once_does_not_close_the_first(
+    writer: RemoteWriter, reader: RemoteReader
+) -> None:
+    with writer._zmq.get_monitor_socket(zmq.EVENT_DISCONNECTED) as events:
+        with raw_reader(writer.handle, 1) as second:
+            second.linger = int(LIMIT * 1000)
+            second.send(encode(ReaderHello(1)))
+        assert writer._zmq.poll(LIMIT * 1000)
+        assert events.poll(LIMIT * 1000)
+        writer._zmq.disable_monitor()
+    assert state(writer, 1) == "busy"
+    with RemoteReader(writer.handle, 2, SECRET) as honest:
+        exchange(writer, reader, honest)
+
+
+def test_a_flood_of_nonsense_delays_nothing(writer: RemoteWriter, reader: RemoteReader) -> None:
+    with RemoteReader(writer.handle, 2, SECRET) as honest, flood(writer) as connections:
+        exchange(writer, reader, honest, count=300)
+        until(lambda: connections() > 100)
+
+
+def test_handle_and_wire_carry_no_secret(writer: RemoteWriter) -> None:
+    with tapped(writer.handle) as tap, RemoteReader(tap.handle, 1, SECRET) as reader:
+        until(lambda: state(writer, 1) == "busy")
+        with RemoteReader(writer.handle, 2, SECRET) as other:
+            exchange(writer, reader, other)
+        recorded = tap.from_reader + tap.from_writer
+        assert len(recorded) > 10 * len(PAYLOAD)
+        for clear in (SECRET, PAYLOAD, reader_key(SECRET, writer.handle.nonce, 1).secret):
+            assert clear not in recorded
+            assert clear not in msgspec.msgpack.encode(writer.handle)
+
+
+# --- replays ---------------------------------------------------------------------------------
+
+
+def test_a_recorded_reader_is_not_admitted(writer: RemoteWriter, reader: RemoteReader) -> None:
+    with tapped(writer.handle) as tap, RemoteReader(tap.handle, 2, SECRET) as honest:
+        exchange(writer, reader, honest)
+        with socket.create_connection(tap.target, LIMIT) as replay:
+            greeting, hello, initiate, *traffic = zmtp_frames(tap.from_reader)
+            assert b"INITIATE" in initiate
+            assert traffic
+            replay.sendall(greeting + hello)
+            read_to_end(replay, b"WELCOME")
+            # The answer to a good INITIATE is READY; this one holds another session's cookie.
+            replay.sendall(initiate + b"".join(traffic))
+            assert b"READY" not in read_to_end(replay)
+        exchange(writer, reader, honest)
+
+
+def test_a_recorded_writer_breaks_the_protocol(writer: RemoteWriter, reader: RemoteReader) -> None:
+    with tapped(writer.handle) as tap, RemoteReader(tap.handle, 2, SECRET) as honest:
+        exchange(writer, reader, honest)
+        recorded = tap.from_writer
+    played = threading.Event()
+
+    def play(connection: socket.socket) -> None:
+        connection.settimeout(LIMIT)
+        connection.sendall(recorded)
+        with suppress(TimeoutError):
+            read_to_end(connection)
+        played.set()
+
+    with listening(play) as address:
+        handle = msgspec.structs.replace(writer.handle, address=address)
+        with RemoteReader(handle, 2, SECRET) as victim:
+            assert played.wait(LIMIT)
             with pytest.raises(PeerProtocolError, match="breaks the protocol"):
                 victim.recv(LIMIT)
 
-    def test_frame_repeated_within_its_connection(
-        self, writer: RemoteWriter, reader: RemoteReader
-    ) -> None:
-        with Tap(writer.handle) as tap, RemoteReader(tap.handle, 2, SECRET) as honest:
-            exchange(writer, reader, honest, count=3)
-            tap.repeat_to_reader()
-            with pytest.raises(PeerLostError):
-                honest.recv(LIMIT)
 
-    def test_frame_repeated_to_the_writer(self) -> None:
-        with (
-            RemoteWriter(0, [1], "127.0.0.1", SECRET, silence=SILENCE) as writer,
-            Tap(writer.handle) as tap,
-            RemoteReader(tap.handle, 1, SECRET) as reader,
-        ):
-            exchange(writer, reader, count=3)
-            tap.repeat_to_writer()
-            struck = time.monotonic()
-            with pytest.raises(PeerLostError, match="lost rank 1"):
-                fill(writer)
-            assert time.monotonic() - struck < SILENCE + STALL
+def test_a_frame_repeated_within_its_connection_costs_the_connection(
+    writer: RemoteWriter, reader: RemoteReader
+) -> None:
+    with tapped(writer.handle) as tap, RemoteReader(tap.handle, 2, SECRET) as honest:
+        exchange(writer, reader, honest, count=3)
+        tap.repeat_to_reader()
+        with pytest.raises(PeerLostError):
+            honest.recv(LIMIT)
+    with (
+        RemoteWriter(0, [1], "127.0.0.1", SECRET, silence=SILENCE) as repeated,
+        tapped(repeated.handle) as tap,
+        RemoteReader(tap.handle, 1, SECRET) as honest,
+    ):
+        exchange(repeated, honest, count=3)
+        tap.repeat_to_writer()
+        struck = time.monotonic()
+        with pytest.raises(PeerLostError, match="lost rank 1"):
+            fill(repeated)
+        assert time.monotonic() - struck < SILENCE + STALL
 
 
-class TestMalformed:
-    """A peer with a right key that does not keep the protocol, or the limits."""
+# --- a right key, and wrong frames -----------------------------------------------------------
 
-    @pytest.mark.parametrize(
-        ("frames", "detail"),
-        [
-            ([b"nonsense"], "Expected `array`"),
-            ([encode(Credit(1 << 40, 0))], f"credit for {1 << 40} bytes of 0 sent"),
-            ([encode(ReaderHello(1)), b"and more"], "2 frames"),
-        ],
-    )
-    def test_nonsense_from_a_reader_names_it(
-        self, writer: RemoteWriter, frames: list[bytes], detail: str
-    ) -> None:
-        with raw_reader(writer.handle, 2) as raw:
-            raw.send_multipart([encode(ReaderHello(1))])
-            until(lambda: state(writer, 2) == "busy")
-            raw.send_multipart(frames)
-            until(lambda: status(writer, 2) == "faulty")
+
+@pytest.mark.parametrize(
+    ("frames", "detail"),
+    [
+        ([b"nonsense"], "Expected `array`"),
+        ([b"\xc1"], "MessagePack"),
+        ([b""], "truncated"),
+        ([encode(Welcome(1))], "Invalid value 'welcome'"),
+        ([encode(ReaderHello(2))], "second hello"),
+        ([encode(("credit", -1, 0))], ">= 0"),
+        ([encode(Credit(1 << 40, 0))], f"credit for {1 << 40} bytes of 0 sent"),
+        ([encode(ReaderHello(1)), b"and more"], "2 frames"),
+        ([bytes(4096)], None),  # oversized: it costs the connection
+    ],
+)
+def test_malformed_frames_from_a_reader_name_it(
+    writer: RemoteWriter, frames: list[bytes], detail: str | None
+) -> None:
+    def state_after_errors() -> str:
+        with suppress(PeerLostError, PeerProtocolError):
+            writer.poll()
+        return writer._links[2].state
+
+    with raw_reader(writer.handle, 2) as raw:
+        raw.send_multipart([encode(ReaderHello(1))])
+        until(lambda: state(writer, 2) == "busy")
+        raw.send_multipart(frames)
+        until(lambda: state_after_errors() == ("faulty" if detail else "lost"))
+        with pytest.raises(PeerProtocolError if detail else PeerLostError, match=detail) as caught:
+            writer.send([b"x"], LIMIT)
+        error: Any = caught.value
+        assert error.rank == 2
+
+
+@pytest.mark.parametrize(
+    ("frames", "detail"),
+    [
+        ([b"nonsense"], "Expected `array`"),
+        ([encode(("message",)), bytes(FRAME_BYTES)], "a part without an end"),
+        ([encode(("closed",)), b"and more"], "2 frames"),
+    ],
+)
+def test_malformed_frames_from_the_writer_name_it(frames: list[bytes], detail: str) -> None:
+    with raw_writer() as (raw, handle), RemoteReader(handle, 1, SECRET) as reader:
+        identity, hello = raw.recv_multipart()
+        assert msgspec.msgpack.decode(hello) == ["hello", os.getpid()]
+        raw.send_multipart([identity, *frames])
+        for _ in range(2):
             with pytest.raises(PeerProtocolError, match=detail) as caught:
-                writer.send([b"x"], LIMIT)
-            assert caught.value.rank == 2
-
-    def test_oversized_frame_costs_the_sender_its_connection(self, writer: RemoteWriter) -> None:
-        with raw_reader(writer.handle, 2) as raw:
-            raw.send(encode(ReaderHello(1)))
-            until(lambda: state(writer, 2) == "busy")
-            raw.send(bytes(4096))
-            until(lambda: status(writer, 2) == "lost")
-            with pytest.raises(PeerLostError) as caught:
-                writer.send([b"x"], LIMIT)
-            assert caught.value.rank == 2
-
-    @pytest.mark.parametrize(
-        ("frames", "detail"),
-        [
-            ([b"nonsense"], "Expected `array`"),
-            ([encode(("message",)), bytes(FRAME_BYTES)], "a part without an end"),
-            ([encode(("closed",)), b"and more"], "2 frames"),
-        ],
-    )
-    def test_nonsense_from_the_writer_names_it(self, frames: list[bytes], detail: str) -> None:
-        with raw_writer() as (raw, handle), RemoteReader(handle, 1, SECRET) as reader:
-            identity, hello = raw.recv_multipart()
-            assert msgspec.msgpack.decode(hello) == ["hello", os.getpid()]
-            raw.send_multipart([identity, *frames])
-            for _ in range(2):
-                with pytest.raises(PeerProtocolError, match=detail) as caught:
-                    reader.recv(LIMIT)
-                assert caught.value.rank == 0
+                reader.recv(LIMIT)
+            assert caught.value.rank == 0
 
 
 def exchange(writer: RemoteWriter, *readers: RemoteReader, count: int = 20) -> None:
-    """Send messages to all readers and see that they arrive in time and order."""
+    """Send messages, which all readers receive in time and order."""
     for number in range(count):
         writer.send([number.to_bytes(4, "little"), PAYLOAD], LIMIT)
         if number % 10 == 9 or number == count - 1:
@@ -235,33 +252,14 @@ def exchange(writer: RemoteWriter, *readers: RemoteReader, count: int = 20) -> N
                     assert bytes(payload) == PAYLOAD
 
 
-def trouble(reader: RemoteReader) -> str:
-    """What the reader says of a writer that does not welcome it."""
-    with pytest.raises(GroupTimeoutError) as caught:
-        reader.wait_ready(0)
-    return str(caught.value)
-
-
-def status(writer: RemoteWriter, rank: int) -> str:
-    """The state of a reader, without raising what it did."""
-    with suppress(PeerLostError, PeerProtocolError):
-        writer.poll()
-    return state_of(writer, rank)
-
-
 def state(writer: RemoteWriter, rank: int) -> str:
-    """The state of a reader of a queue in good order."""
     writer.poll()
-    return state_of(writer, rank)
-
-
-def state_of(writer: RemoteWriter, rank: int) -> str:
     return writer._links[rank].state
 
 
 @contextmanager
 def flood(writer: RemoteWriter) -> Iterator[Callable[[], int]]:
-    """Connections that send nonsense, as fast as they come; the function tells how many so far."""
+    """Make connections that send nonsense; yield a function that returns how many so far."""
     target = port_of(writer.handle)
     over = threading.Event()
     counts = [0, 0]

@@ -1,18 +1,21 @@
-"""The ring by hand: where records lie, who gates whom, and what each reader sees."""
+"""The ring by hand: where records lie, which reader bounds the writer, what each reader gets."""
 
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING
+import threading
+import time
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from shm_broadcast import layout
+from shm_broadcast import MessageDecodeError, layout
 from shm_broadcast._native import FastReader
-from shm_broadcast.codec import MAX_BUFFERS
-from shm_broadcast.errors import MessageDecodeError
 from shm_broadcast.ring import reader as ring_reader
 from tests.forked import in_a_child
+from tests.patience import until
 from tests.shm_broadcast.rings import CAPACITY, CODEC, NoRoomError, Ring, ring
 
 if TYPE_CHECKING:
@@ -20,6 +23,22 @@ if TYPE_CHECKING:
 
     from shm_broadcast._native import Words
 
+SIZES = st.one_of(
+    st.integers(0, 200),
+    st.sampled_from([CAPACITY // 8 - 32, CAPACITY // 8 - 31, CAPACITY // 4 - 32]),
+    st.integers(0, CAPACITY + 100),
+)
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("small"), SIZES),
+        st.tuples(st.just("write"), SIZES, st.lists(SIZES, max_size=3)),
+        st.tuples(st.just("read"), st.integers(0, 1)),
+        st.tuples(st.just("respawn"), st.integers(0, 1)),
+        st.tuples(st.just("leave"), st.integers(0, 1)),
+    ),
+    max_size=40,
+)
 
 LARGEST_SMALL = CAPACITY // 4 - layout.RECORD_HEADER
 """The largest body that goes in one record by the short path."""
@@ -34,84 +53,111 @@ def header(ring: Ring, position: int) -> tuple[int, ...]:
     return struct.unpack_from(layout.RECORD_FORMAT, ring.segment.memory, start)
 
 
-@pytest.mark.parametrize("size", [0, 1, 31, 32, 33, 96, 97, 4096, LARGEST_SMALL])
-def test_a_small_message(size: int) -> None:
-    with ring(2) as made:
-        assert made.writer.try_write(CODEC, body(size))
-        assert made.published == layout.record_stride(size)
-        assert header(made, 0) == (size, layout.KIND_MESSAGE, CODEC, 0, size, 1, 0)
+# --- random histories against a list ---------------------------------------------------------
+
+
+class History:
+    """A ring beside what it should hold."""
+
+    def __init__(self, made: Ring) -> None:
+        self.ring = made
+        self.finished: list[tuple[bytes, list[bytes]]] = []
+        self.next = [0, 0]
+
+    def content(self, size: int) -> bytes:
+        return bytes([len(self.finished) % 256]) * size
+
+    def small(self, size: int) -> None:
+        if self.ring.writer.try_write(CODEC, self.content(size)):
+            self.finished.append((self.content(size), []))
+
+    def write(self, size: int, buffers: list[int]) -> None:
+        message = self.content(size), [self.content(each) for each in buffers]
+        try:
+            self.ring.write(message[0], buffers=message[1])
+        except NoRoomError:
+            return
+        self.finished.append(message)
+
+    def read(self, reader: int) -> None:
+        if self.ring.writer.has_left(reader):
+            return
+        message = self.ring.read(reader)
+        if message is None:
+            assert self.next[reader] == len(self.finished)
+        else:
+            assert message == self.finished[self.next[reader]]
+            self.next[reader] += 1
+
+    def respawn(self, reader: int) -> None:
+        if self.ring.writer.has_left(reader):
+            self.next[reader] = len(self.finished)
+        self.ring.readers[reader] = self.ring.attach_reader(reader)
+
+    def leave(self, reader: int) -> None:
+        self.ring.readers[reader].detach()
+
+    def check(self) -> None:
         for reader in range(2):
-            assert made.read(reader) == (body(size), [])
-            assert made.read(reader) is None
-            assert made.consumed(reader) == made.published
+            if not self.ring.writer.has_left(reader):
+                assert 0 <= self.ring.published - self.ring.consumed(reader) <= self.ring.capacity
+        assert self.ring.published % layout.RECORD_ALIGN == 0
 
 
-def test_one_that_is_not_small_is_refused_whole() -> None:
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.integers(0, CAPACITY // 64 - 1) | st.integers(0, 1 << 40), STEPS)
+def test_each_reader_gets_every_finished_message_in_order(
+    start: int, steps: list[tuple[str, int]]
+) -> None:
+    with ring(2) as made:
+        made.begin_at(64 * start)
+        history = History(made)
+        for step, *arguments in steps:
+            getattr(history, step)(*arguments)
+            history.check()
+        for reader in range(2):
+            while made.readers[reader].readable and not made.writer.has_left(reader):
+                history.read(reader)
+            if not made.writer.has_left(reader):
+                assert history.next[reader] == len(history.finished)
+
+
+# --- records ---------------------------------------------------------------------------------
+
+
+def test_a_small_message_is_one_record_and_others_are_refused_whole() -> None:
     with ring() as made:
         assert not made.writer.try_write(CODEC, body(LARGEST_SMALL + 1))
-        assert made.published == 0
-        assert made.writer.sequence == 0
-
-
-def test_nothing_is_written_or_read_after_an_abort() -> None:
-    with ring() as made:
-        assert made.writer.try_write(CODEC, b"before")
+        assert (made.published, made.writer.sequence) == (0, 0)
+        assert made.writer.try_write(CODEC, body(33))
+        assert header(made, 0) == (33, layout.KIND_MESSAGE, CODEC, 0, 33, 1, 0)
         made.boards[1].abort("stop")
         assert not made.writer.try_write(CODEC, b"after")
         assert made.read() is None
-        assert made.consumed() == 0
+        assert (made.published, made.consumed()) == (layout.record_stride(33), 0)
 
 
-def test_both_paths_write_the_same_record() -> None:
-    with ring() as one, ring() as other:
-        assert one.writer.try_write(CODEC, body(1000))
-        other.write(body(300), body(700, 300), b"")
-        start = layout.data_offset(1)
-        end = start + one.published
+@pytest.mark.parametrize(
+    ("main", "buffers"),
+    [
+        ((body(300), body(700, 300), b""), []),
+        ((b"main" * 20, b"", b"part"), [b"x" * 9000, b"", b"y" * 20_000]),
+    ],
+    ids=["small", "long"],
+)
+def test_c_and_python_write_the_same_records(main: Any, buffers: list[bytes]) -> None:
+    with ring(2) as one, ring(2) as other:
+        for made in (one, other):
+            made.begin_at(64 * 900)  # the ring ends within the long message's second record
+        other.writer._fast = None
+        if buffers:
+            one.write(*main, buffers=buffers)
+        else:
+            assert one.writer.try_write(CODEC, b"".join(main))
+        other.write(*main, buffers=buffers)
         assert one.published == other.published
-        assert one.segment.memory[start:end] == other.segment.memory[start:end]
-
-
-def test_a_full_ring_refuses_and_keeps_what_is_unread() -> None:
-    with ring(2) as made:
-        sent: list[bytes] = []
-        while made.writer.try_write(CODEC, body(5000, len(sent))):
-            sent.append(body(5000, len(sent)))
-        before = bytes(made.segment.memory)
-        for _ in range(3):
-            assert not made.writer.try_write(CODEC, body(5000))
-        assert bytes(made.segment.memory) == before
-        assert made.published <= made.capacity - layout.RECORD_ALIGN  # room for a CANCEL
-        # One reader alone makes no room.
-        assert made.read(0) == (sent[0], [])
-        assert not made.writer.try_write(CODEC, body(5000))
-        assert made.read(1) == (sent[0], [])
-        assert made.writer.try_write(CODEC, b"more")
-        for reader in range(2):
-            assert [made.read(reader) for _ in sent] == [
-                (each, []) for each in [*sent[1:], b"more"]
-            ]
-
-
-@pytest.mark.parametrize("to_end", [64, 128, 4096])
-@pytest.mark.parametrize("rounds", [1, 2**40 // CAPACITY])
-def test_a_record_that_does_not_fit_before_the_end_is_padded(to_end: int, rounds: int) -> None:
-    with ring() as made:
-        begin = rounds * made.capacity - to_end
-        made.begin_at(begin)
-        assert made.writer.try_write(CODEC, body(to_end))
-        assert header(made, begin)[:2] == (to_end - layout.RECORD_HEADER, layout.KIND_PADDING)
-        assert header(made, rounds * made.capacity)[:2] == (to_end, layout.KIND_MESSAGE)
-        assert made.read() == (body(to_end), [])
-        assert made.consumed() == made.published == begin + to_end + layout.record_stride(to_end)
-
-
-def test_a_record_that_fits_exactly_is_not_padded() -> None:
-    with ring() as made:
-        made.begin_at(made.capacity - 128)
-        assert made.writer.try_write(CODEC, body(128 - layout.RECORD_HEADER))
-        assert made.published == made.capacity
-        assert made.read() == (body(96), [])
+        start = layout.data_offset(2)
+        assert one.segment.memory[start:] == other.segment.memory[start:]
 
 
 @pytest.mark.parametrize("free", [8192 - 64, 8192, 8192 + 64])
@@ -126,74 +172,7 @@ def test_padding_and_a_cancel_need_room_too(free: int) -> None:
         assert made.published - unread <= made.capacity - 64
 
 
-def test_out_of_band_buffers_come_back_apart() -> None:
-    with ring(2) as made:
-        made.write(b"main", buffers=[body(10), b"", body(3000)])
-        for reader in range(2):
-            assert made.read(reader) == (b"main", [body(10), b"", body(3000)])
-
-
-def drained_write(made: Ring, seen: list[object], *main: bytes, buffers: list[bytes]) -> int:
-    """Write a message of any size while the readers drain; how often it had to wait."""
-    waits = 0
-
-    def drain(need: int) -> None:
-        nonlocal waits
-        waits += 1
-        for reader in range(made.n_readers):
-            message = made.read(reader)
-            if message is not None:
-                seen.append((reader, message))
-        assert made.writer.has_room(need)
-
-    views = [memoryview(each) for each in buffers]
-    made.writer.write(CODEC, main, views, drain)
-    return waits
-
-
-@pytest.mark.parametrize("start", [0, CAPACITY - 64, CAPACITY - 128, CAPACITY - 8000])
-@pytest.mark.parametrize("size", [CAPACITY // 8, CAPACITY, 5 * CAPACITY + 77])
-def test_a_message_of_any_size_streams_through(start: int, size: int) -> None:
-    with ring(2) as made:
-        made.begin_at(start)
-        seen: list[object] = []
-        parts = [body(size // 2, 1), body(size // 3, 2), body(7, 3)]
-        waits = drained_write(made, seen, b"ma", b"in", buffers=parts)
-        if size > made.capacity:
-            assert waits
-        assert seen == []
-        for reader in range(2):
-            assert made.read(reader) == (b"main", parts)
-            assert made.read(reader) is None
-
-
-def test_fragments_are_kept_between_calls() -> None:
-    with ring() as made:
-        reads = []
-
-        def wait(need: int) -> None:
-            while (record := made.readers[0].peek()) is not None:
-                reads.append(record.kind)
-                assert made.read() is None
-
-        made.writer.write(CODEC, [body(3 * CAPACITY)], [], wait)
-        assert reads[0] == layout.KIND_MESSAGE
-        assert set(reads[1:]) == {layout.KIND_FRAGMENT}
-        assert made.read() == (body(3 * CAPACITY), [])
-
-
-def test_a_message_cut_short_is_not_handed_out() -> None:
-    with ring(2) as made:
-        assert made.read(0) is None
-        with pytest.raises(NoRoomError):
-            made.write(body(2 * CAPACITY))
-        assert made.published <= made.capacity
-        for reader in range(2):
-            assert made.read(reader) is None
-            assert made.consumed(reader) == made.published
-        made.write(b"next")
-        for reader in range(2):
-            assert made.read(reader) == (b"next", [])
+# --- messages that are cut short -------------------------------------------------------------
 
 
 def test_there_is_always_room_to_cancel() -> None:
@@ -211,88 +190,10 @@ def test_there_is_always_room_to_cancel() -> None:
         assert made.read() == (b"next", [])
 
 
-def test_a_small_message_that_finds_no_room_leaves_no_trace() -> None:
-    with ring() as made:
-        while made.writer.try_write(CODEC, body(1000)):
-            pass
-        before = (made.published, made.writer.sequence)
-        with pytest.raises(NoRoomError):
-            made.write(body(1000))
-        assert (made.published, made.writer.sequence) == before
+# --- readers that leave and join -------------------------------------------------------------
 
 
-def fail() -> None:
-    raise KeyError("not delivered elsewhere")
-
-
-@pytest.mark.parametrize("size", [10, 20_000])
-def test_what_fails_before_the_last_record_cancels(size: int) -> None:
-    with ring() as made:
-        with pytest.raises(KeyError):
-            made.writer.write(CODEC, [body(size)], [], lambda _: None, before_last=fail)
-        assert made.read() is None
-        made.write(b"next")
-        assert made.read() == (b"next", [])
-
-
-def test_an_interrupt_before_the_first_record_cancels() -> None:
-    withdrawn: list[bool] = []
-    with ring() as made:
-        begin = made.writer._begin_message
-
-        def interrupted() -> None:
-            begin()
-            raise KeyboardInterrupt
-
-        made.writer._begin_message = interrupted
-        with pytest.raises(KeyboardInterrupt):
-            made.writer.write(
-                CODEC,
-                [body(20_000)],
-                [],
-                lambda _: None,
-                before_last=lambda: None,
-                withdraw=lambda: withdrawn.append(True),
-            )
-        made.writer._begin_message = begin
-        assert withdrawn == [True]
-        assert made.read() is None
-        assert made.writer.behind() == {1: 0}
-        made.write(b"next")
-        assert made.read() == (b"next", [])
-
-
-def test_a_writer_that_died_amid_fragments_is_succeeded() -> None:
-    with ring() as made:
-
-        def die(need: int) -> None:
-            made.read()
-            raise SystemExit
-
-        cancel: Callable[[], None] = made.writer._cancel
-        made.writer._cancel = lambda: None
-        with pytest.raises(SystemExit):
-            made.writer.write(CODEC, [body(2 * CAPACITY)], [], die)
-        made.writer._cancel = cancel
-        assert made.read() is None
-        made.writer = made.attach_writer()
-        assert made.writer.try_write(CODEC, b"by the successor")
-        assert made.read() == (b"by the successor", [])
-        made.write(body(10_000))
-        assert made.read() == (body(10_000), [])
-
-
-def test_a_respawned_reader_goes_on_where_the_dead_one_stopped() -> None:
-    with ring(2) as made:
-        for text in (b"one", b"two", b"three"):
-            made.write(text)
-        assert made.read(0) == (b"one", [])
-        made.readers[0] = made.attach_reader(0)
-        assert made.read(0) == (b"two", [])
-        assert made.read(1) == (b"one", [])
-
-
-def test_a_reader_that_comes_amid_fragments_skips_to_the_next_message() -> None:
+def test_a_reader_that_joins_amid_fragments_begins_with_the_next_message() -> None:
     with ring() as made:
 
         def respawn(need: int) -> None:
@@ -304,55 +205,6 @@ def test_a_reader_that_comes_amid_fragments_skips_to_the_next_message() -> None:
         made.write(b"next")
         assert made.read() == (b"next", [])
         assert made.read() is None
-
-
-def test_a_reader_that_left_gates_nobody() -> None:
-    with ring(2) as made:
-        made.readers[0].detach()
-        assert made.writer.has_left(0)
-        assert not made.writer.has_no_readers()
-        for turn in range(100):
-            made.write(body(3000, turn))
-            assert made.read(1) == (body(3000, turn), [])
-        assert made.writer.behind() == {2: 0}
-
-
-def test_a_ring_that_all_have_left() -> None:
-    with ring(2) as made:
-        for reader in made.readers:
-            reader.detach()
-        assert made.writer.has_no_readers()
-        assert made.writer.behind() == {}
-        made.begin_at(0)
-        for reader in made.readers:
-            reader.detach()
-        while made.writer.try_write(CODEC, body(3000)):
-            pass
-        assert not made.writer.has_room(layout.RECORD_ALIGN * 200)
-        assert made.writer.slow_readers(made.capacity) == []
-
-
-def test_a_reader_that_joins_again_begins_with_the_next_message() -> None:
-    with ring(2) as made:
-        made.write(b"one")
-        made.readers[0].detach()
-        for _ in range(40):
-            made.write(body(3000))
-            made.read(1)
-        made.readers[0] = made.attach_reader(0)
-        assert not made.readers[0].readable
-        made.write(b"next")
-        assert made.read(0) == (b"next", [])
-        assert made.writer.behind()[1] == 0
-
-
-def test_a_reader_that_joins_again_is_behind_by_nothing() -> None:
-    with ring(2) as made:
-        made.readers[0].detach()
-        for _ in range(10):
-            made.write(b"missed")
-        made.readers[0] = made.attach_reader(0)
-        assert made.writer.behind() == {1: 0, 2: 10}
 
 
 class Racing:
@@ -374,7 +226,7 @@ class Racing:
         return value
 
 
-def test_a_writer_that_goes_on_while_a_reader_joins_again_overwrites_nothing(
+def test_a_writer_overwrites_nothing_while_a_reader_joins_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Between the reader's look at ``published`` and its claim, whole rings go by."""
@@ -397,10 +249,9 @@ def test_a_writer_that_goes_on_while_a_reader_joins_again_overwrites_nothing(
         assert made.read(0) == (b"next", [])
 
 
-def test_a_reader_that_joins_again_while_the_writer_looks_is_seen(
+def test_a_writer_sees_a_reader_that_joins_while_it_makes_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It joins after the writer has found it gone, before the writer acts on that."""
 
     def join() -> None:
         made.readers[0] = made.attach_reader(0)
@@ -419,66 +270,10 @@ def test_a_reader_that_joins_again_while_the_writer_looks_is_seen(
         assert made.words.load64(layout.RING_GATE) == begun
 
 
-def test_behind_counts_messages_not_records() -> None:
-    with ring(2) as made:
-        made.write(body(20_000))
-        made.write(b"small")
-        assert made.writer.behind() == {1: 2, 2: 2}
-        assert made.read(0) == (body(20_000), [])
-        assert made.writer.behind() == {1: 1, 2: 2}
-        with pytest.raises(NoRoomError):
-            made.write(body(CAPACITY))
-        while made.read(0) is not None:
-            pass
-        assert made.writer.behind() == {1: 0, 2: 3}
+# --- what others see -------------------------------------------------------------------------
 
 
-def test_laggards_are_those_that_keep_room_from_being_free() -> None:
-    with ring(2) as made:
-        while made.writer.try_write(CODEC, body(1000)):
-            pass
-        assert made.writer.slow_readers(2048) == [1, 2]
-        while made.read(1) is not None:
-            pass
-        assert made.writer.slow_readers(2048) == [1]
-        assert made.writer.slow_readers(0) == []
-
-
-def test_closing_lets_readers_finish() -> None:
-    with ring() as made:
-        made.write(b"last")
-        made.writer.close()
-        assert made.readers[0].writer_closed
-        assert made.readers[0].readable
-        assert made.read() == (b"last", [])
-        assert not made.readers[0].readable
-
-
-def test_peek_view_and_advance() -> None:
-    with ring() as made:
-        made.begin_at(made.capacity - 64)
-        made.write(body(500))
-        reader = made.readers[0]
-        record = reader.peek()
-        assert record is not None and record == reader.peek()
-        assert record.is_whole_message
-        assert reader.view(record) == body(500)
-        reader.advance(record)
-        assert reader.peek() is None
-        assert made.consumed() == made.published
-
-
-def test_most_buffers_fit_the_smallest_ring() -> None:
-    with ring() as made:
-        made.write(b"main", buffers=[b"x"] * MAX_BUFFERS)
-        assert made.read() == (b"main", [b"x"] * MAX_BUFFERS)
-        with pytest.raises(ValueError, match="too many"):
-            made.write(b"main", buffers=[b""] * 5000)
-        made.write(b"next")
-        assert made.read() == (b"next", [])
-
-
-def test_every_record_rings_the_readers_and_every_read_the_writer() -> None:
+def test_every_record_notifies_the_readers_and_every_read_the_writer() -> None:
     with ring(2) as made:
         board = made.boards[0]
         bells = [board.eventcount_offset(member) for member in range(3)]
@@ -502,29 +297,48 @@ def test_every_record_rings_the_readers_and_every_read_the_writer() -> None:
             board.words.add32(bell + layout.EVENTCOUNT_WAITERS, -1)
 
 
-def test_reading_and_writing_is_progress() -> None:
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
+def test_a_message_wakes_all_readers_that_sleep(n: int) -> None:
+    def sleep(bell: int) -> None:
+        words.add32(bell + layout.EVENTCOUNT_WAITERS, 1)
+        while words.load32(bell) == 0:
+            words.sleep_on(bell, 0, 30.0)
+
+    with ring(n) as made:
+        words = made.boards[0].words
+        bells = [made.boards[0].eventcount_offset(1 + reader) for reader in range(n)]
+        assert [words.load32(bell) for bell in bells] == [0] * n
+        threads = [threading.Thread(target=sleep, args=(bell,)) for bell in bells]
+        for thread in threads:
+            thread.start()
+        until(lambda: all(words.load32(bell + layout.EVENTCOUNT_WAITERS) for bell in bells))
+        began = time.monotonic()
+        assert made.writer.try_write(CODEC, b"small")
+        for thread in threads:
+            thread.join()
+        assert time.monotonic() - began < 10
+
+
+def test_a_small_message_is_progress_and_an_operation() -> None:
+    """A slow reader is named with its last operation, also if it never waited."""
     with ring() as made:
         board = made.boards[0]
         at = [board.slot_offset(member) + layout.MEMBER_PROGRESS for member in (0, 1)]
+        made.boards[1].record_begin("all_reduce")
         for offset in at:
             board.words.store64(offset, 1)
         made.writer.try_write(CODEC, b"small")
         assert board.words.load64(at[0]) > 1
         assert board.words.load64(at[1]) == 1
-        made.read()
-        assert board.words.load64(at[1]) > 1
-
-
-def test_small_messages_are_seen_as_operations() -> None:
-    """A slow reader is named with what it did last, also if it never had to wait."""
-    with ring() as made:
-        made.boards[1].record_begin("all_reduce")
-        made.writer.try_write(CODEC, b"small")
         made.readers[0].try_read(0, begins=True)
+        assert board.words.load64(at[1]) > 1
         made.readers[0].try_read(0)
-        writer, reader = made.boards[0].status()
+        writer, reader = board.status()
         assert (writer.operation, writer.sequence) == ("enqueue", 1)
         assert (reader.operation, reader.sequence) == ("dequeue", 2)
+
+
+# --- damage ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("total", [0, 1 << 62, 1 << 63])

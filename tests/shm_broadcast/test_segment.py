@@ -1,4 +1,4 @@
-"""Segments: sealed, nameless, reserved, and nothing left of them."""
+"""Segments: sealed, nameless, reserved, of this user and group alone, and nothing left of them."""
 
 from __future__ import annotations
 
@@ -7,27 +7,49 @@ import fcntl
 import mmap
 import os
 import resource
+import signal
 import socket
+import sys
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
 
+from shm_broadcast import (
+    ForeignMemoryError,
+    GroupClosedError,
+    ProcessId,
+    Segment,
+    SegmentHandle,
+    SharedMemoryError,
+)
 from shm_broadcast import segment as module
-from shm_broadcast.errors import GroupClosedError, SharedMemoryError
 from shm_broadcast.layout import SEGMENT_MAGIC, SEGMENT_SIZE
-from shm_broadcast.process import ProcessId
-from shm_broadcast.segment import Segment, SegmentHandle
+from shm_broadcast.process import describe_os_error
 from tests.forked import in_a_child
 from tests.ranks import run_ranks
+from tests.refusals import refuse
 from tests.shm_broadcast.leaks import no_descriptors, open_descriptors
 from tests.shm_broadcast.remote_peers import get, put
+from tests.unshared import run_unshared
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    from collections.abc import Callable, Iterator
 
 PAGE = mmap.PAGESIZE
+NOBODY = 65534
+
+SHARE = """
+from shm_broadcast import SharedMemoryError
+from shm_broadcast.segment import Segment
+try:
+    with Segment.create(4096, "test") as segment:
+        print(Segment.attach(segment.handle()).size)
+except SharedMemoryError as error:
+    print(error)
+"""
 
 
 @pytest.fixture
@@ -36,32 +58,30 @@ def segment() -> Iterator[Segment]:
         yield made
 
 
-def test_size_is_rounded_up_to_pages(segment: Segment) -> None:
-    assert segment.size == 4 * PAGE
-    assert len(segment.memory) == 4 * PAGE
+# --- the memory ------------------------------------------------------------------------------
+
+
+def test_both_ends_share_zeroed_reserved_pages(segment: Segment) -> None:
+    assert segment.size == len(segment.memory) == 4 * PAGE
     assert segment.words.load64(SEGMENT_SIZE) == 4 * PAGE
-
-
-def test_it_is_zeroed_after_its_header(segment: Segment) -> None:
     assert bytes(segment.memory[64:]) == bytes(4 * PAGE - 64)
-
-
-def test_both_views_show_the_same_memory(segment: Segment) -> None:
+    assert os.fstat(segment.handle().fd).st_blocks * 512 == 4 * PAGE
     with Segment.attach(segment.handle()) as other:
         segment.words.store64(128, 7)
         assert other.words.load64(128) == 7
         other.memory[200:205] = b"hello"
         assert bytes(segment.memory[200:205]) == b"hello"
-
-
-def test_its_pages_are_reserved(segment: Segment) -> None:
-    assert os.fstat(segment.handle().fd).st_blocks * 512 == 4 * PAGE
+        assert not os.get_inheritable(segment.handle().fd)
+        assert not os.get_inheritable(other.handle().fd)
+        segment.close()  # the memory stays
+        segment.words.store32(128, 3)
+        assert other.words.load32(128) == 3
 
 
 def test_pages_settle_where_they_are_reserved_anew(
     segment: Segment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Freed first, so that whoever reserves them touches them first; by one node it cannot show."""
+    """Freed first, so that the process that reserves them touches them first."""
     reserve, freed = os.posix_fallocate, []
 
     def spy(fd: int, offset: int, size: int) -> None:
@@ -82,29 +102,23 @@ def test_pages_settle_where_they_are_reserved_anew(
         assert bytes(other.memory[PAGE : PAGE + 5]) == b"hello"
 
 
-def test_less_than_a_page_does_not_settle(
-    segment: Segment, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "posix_fallocate", None)
-    segment.memory[64:] = b"x" * (4 * PAGE - 64)
-    segment.first_touch(PAGE + 1, 3 * PAGE - 1)
-    segment.first_touch(PAGE, PAGE)
-    assert bytes(segment.memory[64:]) == b"x" * (4 * PAGE - 64)
-
-
-def test_no_memory_to_settle_in_is_an_error(
+def test_less_than_a_page_does_not_settle_and_no_memory_is_an_error(
     segment: Segment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
+    segment.memory[64:] = b"x" * (4 * PAGE - 64)
+    segment.first_touch(PAGE + 1, 3 * PAGE - 1)
+    segment.first_touch(PAGE, PAGE)
+    assert bytes(segment.memory[64:]) == b"x" * (4 * PAGE - 64)
     says = "cannot reserve 4096 bytes: fallocate: No space left"
     with pytest.raises(SharedMemoryError, match=says):
         segment.first_touch(PAGE, 2 * PAGE)
 
 
-def test_it_cannot_shrink_grow_or_be_unsealed(segment: Segment) -> None:
+def test_a_segment_cannot_shrink_grow_or_be_unsealed(segment: Segment) -> None:
     fd = segment.handle().fd
     assert fcntl.fcntl(fd, fcntl.F_GET_SEALS) == (
         fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -114,7 +128,7 @@ def test_it_cannot_shrink_grow_or_be_unsealed(segment: Segment) -> None:
             os.ftruncate(fd, size)
 
 
-def test_it_has_no_name() -> None:
+def test_a_segment_has_no_name() -> None:
     before = set(os.listdir("/dev/shm"))  # noqa: PTH208
     with Segment.create(PAGE, "nameless") as segment:
         assert set(os.listdir("/dev/shm")) <= before  # noqa: PTH208
@@ -122,43 +136,31 @@ def test_it_has_no_name() -> None:
         assert target == "/memfd:nameless (deleted)"
 
 
-def test_children_do_not_inherit_it(segment: Segment) -> None:
-    assert not os.get_inheritable(segment.handle().fd)
-    with Segment.attach(segment.handle()) as other:
-        assert not os.get_inheritable(other.handle().fd)
-
-
 def test_a_handle_is_plain_data(segment: Segment) -> None:
     handle = segment.handle()
     decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(handle), type=SegmentHandle)
     assert decoded == handle
-    with Segment.attach(decoded) as other:
-        assert other.nonce == segment.nonce
+    with Segment.attach(decoded) as other, Segment.create(PAGE, "test") as another:
+        assert other.nonce == segment.nonce != another.nonce
 
 
-def test_two_segments_differ() -> None:
-    with Segment.create(PAGE, "test") as first, Segment.create(PAGE, "test") as second:
-        assert first.nonce != second.nonce
+# --- nothing is left -------------------------------------------------------------------------
 
 
-def test_no_descriptor_is_left() -> None:
+@pytest.mark.parametrize("closes", [True, False], ids=["closed", "dropped"])
+def test_no_descriptor_is_left(closes: bool) -> None:
     before = open_descriptors()
-    for _ in range(10):
-        with Segment.create(PAGE, "test") as segment, Segment.attach(segment.handle()) as other:
-            assert not other.closed
-    # Python's mmap keeps a descriptor of its own as long as the memory is mapped.
-    assert open_descriptors() == before + 2
-    del segment, other
-    assert open_descriptors() == before
-
-
-def test_a_segment_that_was_forgotten_leaves_no_descriptor() -> None:
-    before = open_descriptors()
-    segment = Segment.create(PAGE, "test")
-    other = Segment.attach(segment.handle())
-    assert open_descriptors() == before + 4
-    del segment, other
-    assert open_descriptors() == before
+    for _ in range(3):
+        segment = Segment.create(PAGE, "test")
+        other = Segment.attach(segment.handle())
+        # Python's mmap keeps a descriptor of its own as long as the memory is mapped.
+        assert open_descriptors() == before + 4
+        if closes:
+            segment.close()
+            other.close()
+            assert open_descriptors() == before + 2
+        del segment, other
+        assert open_descriptors() == before
 
 
 def test_close_is_idempotent_and_closes_nothing_else(segment: Segment) -> None:
@@ -174,13 +176,6 @@ def test_close_is_idempotent_and_closes_nothing_else(segment: Segment) -> None:
         os.close(taken)
 
 
-def test_memory_stays_after_close(segment: Segment) -> None:
-    with Segment.attach(segment.handle()) as other:
-        segment.close()
-        segment.words.store32(128, 3)
-        assert other.words.load32(128) == 3
-
-
 def test_a_closed_segment_is_not_handed_on(segment: Segment) -> None:
     segment.close()
     with pytest.raises(GroupClosedError):
@@ -191,17 +186,22 @@ def test_a_closed_segment_is_not_handed_on(segment: Segment) -> None:
     assert "closed" in repr(segment)
 
 
-def test_attach_after_the_owner_closed_it(segment: Segment) -> None:
-    handle = segment.handle()
-    segment.close()
-    before = open_descriptors()
-    with pytest.raises(SharedMemoryError, match=f"pid {handle.pid}"):
-        Segment.attach(handle)
-    assert open_descriptors() == before
+def own_and_die(rank: int, n: int, folder: str) -> None:
+    put(folder, "handle", Segment.create(PAGE, "test").handle())
+    os._exit(0)
+
+
+def test_a_segment_ends_with_its_owner(tmp_path: Path) -> None:
+    run_ranks(1, own_and_die, str(tmp_path), may_die=[0])
+    with pytest.raises(SharedMemoryError, match="owner has ended"):
+        Segment.attach(get(str(tmp_path), "handle"))
+
+
+# --- handles that are refused ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["file", "segment", "device"])
-def test_a_number_that_is_another_file_by_now(kind: str, tmp_path: Path) -> None:
+def test_a_descriptor_that_is_another_file_by_now_is_refused(kind: str, tmp_path: Path) -> None:
     stale = Segment.create(PAGE, "stale")
     handle = stale.handle()
     stale.close()
@@ -224,26 +224,22 @@ def test_a_number_that_is_another_file_by_now(kind: str, tmp_path: Path) -> None
     assert open_descriptors() == before
 
 
-def test_handles_that_are_not_true_are_refused(segment: Segment) -> None:
+def test_wrong_handles_are_refused_with_the_reason(segment: Segment) -> None:
     handle = segment.handle()
-    wrong = {
-        "pid": 2**22 + 1,
-        "start_time": handle.start_time + 1,
-        "fd": 10_000,
-        "nonce": bytes(16),
-        "size": handle.size + PAGE,
-    }
     before = open_descriptors()
-    for field, value in wrong.items():
-        with pytest.raises(SharedMemoryError):
-            Segment.attach(msgspec.structs.replace(handle, **{field: value}))
-    assert open_descriptors() == before
-
-
-def test_another_version_is_refused(segment: Segment) -> None:
-    segment.words.store32(SEGMENT_MAGIC, 0x12345678)
+    for wrong, says in [
+        ({"pid": 2**22 + 1}, r"\(no process has pid 4194305\)"),
+        ({"start_time": handle.start_time + 1}, r"\(the pid has been used again\)"),
+        ({"fd": 10_000}, f"pid {handle.pid}"),
+        ({"nonce": bytes(16)}, "another segment"),
+        ({"size": handle.size + PAGE}, "segment"),
+    ]:
+        with pytest.raises(SharedMemoryError, match=says):
+            Segment.attach(msgspec.structs.replace(handle, **wrong))
+    segment.words.store32(SEGMENT_MAGIC, 0x12345678)  # of another version
     with pytest.raises(SharedMemoryError, match="another segment"):
-        Segment.attach(segment.handle())
+        Segment.attach(handle)
+    assert open_descriptors() == before
 
 
 @pytest.mark.parametrize("size", [0, 1])
@@ -259,45 +255,87 @@ def test_memory_that_is_too_small_to_be_a_segment_is_refused(size: int) -> None:
     os.close(fd)
 
 
-def test_the_error_of_a_stale_handle_says_why(segment: Segment) -> None:
-    handle = segment.handle()
-    with pytest.raises(SharedMemoryError, match=r"\(no process has pid 4194305\)"):
-        Segment.attach(msgspec.structs.replace(handle, pid=2**22 + 1))
-    with pytest.raises(SharedMemoryError, match=r"\(the pid has been used again\)"):
-        Segment.attach(msgspec.structs.replace(handle, start_time=handle.start_time + 1))
+ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+SIZE = 4096
 
 
-def test_send_and_receive(segment: Segment) -> None:
-    left, right = socket.socketpair()
-    before = open_descriptors()
-    with left, right:
-        segment.send(left)
-        with Segment.receive(right, segment.handle()) as other:
-            segment.words.store32(128, 5)
-            assert other.words.load32(128) == 5
-            assert not os.get_inheritable(other.handle().fd)
-    del other
-    assert open_descriptors() == before - 2
+def another_user() -> Segment:
+    os.setresuid(NOBODY, NOBODY, NOBODY)
+    return Segment.create(SIZE, "another user's")
 
 
-def test_receive_refuses_what_is_not_the_segment(segment: Segment) -> None:
+def set_user_id_program() -> Segment:
+    """As ``su`` while it asks for a password: root's by effect, started by another user."""
+    made = Segment.create(SIZE, "of a program with the set-user-ID bit")
+    os.setresuid(NOBODY, 0, 0)
+    return made
+
+
+def memory_handed_to_us() -> Segment:
+    """A process of ours that was started with another user's descriptor open."""
+    os.seteuid(NOBODY)
+    made = Segment.create(SIZE, "another user's, open in a process of ours")
+    os.seteuid(0)
+    return made
+
+
+@contextmanager
+def segment_of(make: Callable[[], Segment]) -> Iterator[SegmentHandle]:
+    """The handle of a segment that a process makes; inside, it lives."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        made = make()
+        os.write(writing, msgspec.msgpack.encode(made.handle()))
+        signal.pause()
+    try:
+        os.close(writing)
+        yield msgspec.msgpack.decode(os.read(reading, 4096), type=SegmentHandle)
+    finally:
+        os.close(reading)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+@ROOT
+@pytest.mark.parametrize("make", [another_user, set_user_id_program, memory_handed_to_us])
+def test_another_users_segment_is_not_opened(make: Callable[[], Segment]) -> None:
+    with segment_of(make) as handle, pytest.raises(ForeignMemoryError, match=f"pid {handle.pid}"):
+        Segment.attach(handle)
+
+
+def test_a_segment_outside_the_group_is_not_opened() -> None:
+    with segment_of(lambda: Segment.create(PAGE, "ours")) as handle:
+        Segment.attach(handle, lambda pid: pid == handle.pid).close()
+        with pytest.raises(ForeignMemoryError, match=f"pid {handle.pid} is no member"):
+            Segment.attach(handle, lambda pid: pid == os.getpid())
+
+
+# --- descriptors over a socket ---------------------------------------------------------------
+
+
+def test_a_segment_is_received_over_a_socket_and_nothing_else(segment: Segment) -> None:
     left, right = socket.socketpair()
     with left, right, Segment.create(segment.size, "other") as other:
         before = open_descriptors()
+        segment.send(left)
+        with Segment.receive(right, segment.handle()) as received:
+            segment.words.store32(128, 5)
+            assert received.words.load32(128) == 5
+            assert not os.get_inheritable(received.handle().fd)
+        del received
         other.send(left)
         with pytest.raises(SharedMemoryError, match="another segment"):
             Segment.receive(right, segment.handle())
         left.send(b"s")
-        with pytest.raises(SharedMemoryError, match="no descriptor"):
-            Segment.receive(right, segment.handle())
+        left.shutdown(socket.SHUT_WR)
+        for _ in range(2):  # a byte without a descriptor, and the end
+            with pytest.raises(SharedMemoryError, match="no descriptor"):
+                Segment.receive(right, segment.handle())
         assert open_descriptors() == before
 
 
-def test_receive_when_the_other_end_has_gone(segment: Segment) -> None:
-    left, right = socket.socketpair()
-    left.close()
-    with right, pytest.raises(SharedMemoryError, match="no descriptor"):
-        Segment.receive(right, segment.handle())
+# --- too few resources -----------------------------------------------------------------------
 
 
 def test_too_little_memory_is_an_error_with_both_numbers(
@@ -310,10 +348,6 @@ def test_too_little_memory_is_an_error_with_both_numbers(
     assert open_descriptors() == before
 
 
-def test_no_descriptor_for_it_is_an_error_too() -> None:
-    in_a_child(create_without_descriptors)
-
-
 def create_without_descriptors() -> None:
     says = r"cannot reserve 4096 bytes: Too many open files \(RLIMIT_NOFILE"
     refused = pytest.raises(SharedMemoryError, match=says)
@@ -321,12 +355,10 @@ def create_without_descriptors() -> None:
         Segment.create(PAGE, "test")
 
 
-def test_more_than_the_machine_has() -> None:
+def test_too_few_resources_of_the_system_are_errors() -> None:
+    in_a_child(create_without_descriptors)
     with pytest.raises(SharedMemoryError, match=rf"{1 << 50} bytes .* required, \d+ are free"):
         Segment.create(1 << 50, "test")
-
-
-def test_the_system_s_refusal_is_an_error_too() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = open_descriptors()
     resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE, hard))
@@ -348,44 +380,49 @@ def test_free_memory_is_the_least_of_machine_and_cgroup(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.stat").write_text("anon 4096\ninactive_file 0\nactive_file 0\n")
     assert module._free_bytes(tmp_path) == 1_000_000 - 4096
-
-
-def test_files_in_a_cgroup_s_cache_count_as_free(tmp_path: Path) -> None:
-    """A container that has read its weights has filled its limit with cache, and is not full."""
-    (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("990000\n")
-    (tmp_path / "memory.stat").write_text(
+    (tmp_path / "memory.stat").write_text(  # the cache of files that were read is free
         "anon 40000\nfile 900000\nshmem 50000\ninactive_file 800000\nactive_file 50000\n"
     )
     assert module._free_bytes(tmp_path) == 10_000 + 850_000
 
 
-def own_and_die(rank: int, n: int, folder: str) -> None:
-    put(folder, "handle", Segment.create(PAGE, "test").handle())
-    os._exit(0)
+def shared_within(*namespace: str, mount: str = "true") -> str:
+    """Return what `SHARE` prints in a namespace, after the command ``mount``."""
+    command = f'{mount} && exec "$0" -c "$1"'
+    done = run_unshared([*namespace], "sh", "-c", command, sys.executable, SHARE, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
 
 
-def test_a_segment_goes_with_its_owner(tmp_path: Path) -> None:
-    run_ranks(1, own_and_die, str(tmp_path), may_die=[0])
-    with pytest.raises(SharedMemoryError, match="owner has ended"):
-        Segment.attach(get(str(tmp_path), "handle"))
+@pytest.mark.parametrize(
+    ("namespace", "mount", "said"),
+    [
+        (["--mount"], "mount -t tmpfs none /proc", "no memory can be shared: /proc is not mounted"),
+        (["--pid", "--fork"], "true", "is that of another pid namespace"),
+        (["--mount"], "mount -t proc -o subset=pid proc /proc", "4096"),
+    ],
+    ids=["no proc", "another namespace's", "processes only"],
+)
+def test_memory_is_shared_by_the_proc_of_this_pid_namespace(
+    namespace: list[str], mount: str, said: str
+) -> None:
+    assert said in shared_within(*namespace, mount=mount)
 
 
-def own_and_wait(rank: int, n: int, folder: str) -> bytes:
-    if rank == 0:
-        with Segment.create(PAGE, "test") as segment:
-            put(folder, "handle", segment.handle())
-            get(folder, "attached")
-        put(folder, "closed", True)
-        get(folder, "written")
-        return bytes(segment.memory[100:104])
-    segment = Segment.attach(get(folder, "handle"))
-    put(folder, "attached", True)
-    get(folder, "closed")
-    segment.memory[100:104] = b"late"
-    put(folder, "written", True)
-    return b"late"
+def create(_: int, __: int, name: str, number: int) -> str:
+    before = len([*Path("/proc/self/fd").iterdir()])
+    refuse(number, name)
+    with pytest.raises(SharedMemoryError) as caught:
+        Segment.create(4096, "test")
+    assert len([*Path("/proc/self/fd").iterdir()]) == before
+    return str(caught.value)
 
 
-def test_who_has_attached_keeps_the_memory(tmp_path: Path) -> None:
-    assert run_ranks(2, own_and_wait, str(tmp_path)) == [b"late", b"late"]
+@pytest.mark.parametrize("name", ["memfd_create", "fallocate"])
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS])
+def test_a_refused_system_call_is_named(name: str, number: int) -> None:
+    (told,) = run_ranks(1, create, name, number)
+    assert told == f"cannot reserve 4096 bytes: {name} is refused here: {os.strerror(number)}"
+    assert describe_os_error(OSError("no route")) == "no route"
+    assert describe_os_error(OSError(errno.EMFILE, "full")) == "full (RLIMIT_NOFILE, ulimit -n)"

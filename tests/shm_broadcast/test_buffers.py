@@ -1,23 +1,30 @@
-"""Blocks of large buffers: used where they lie, and not again before all readers let go."""
+"""Large buffers: used where they lie, and memory used again after its last reference."""
 
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 import threading
 from contextlib import contextmanager
-from functools import partial
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from shm_broadcast.errors import SharedMemoryError
-from shm_broadcast.ring.buffers import BlockReader, BlockWriter, PlacedBuffer
-from shm_broadcast.segment import Segment
+from shm_broadcast import SharedMemoryError
+from shm_broadcast._native import RecyclingPool
+from shm_broadcast.ring.buffers import (
+    RECYCLED_BYTES,
+    BlockReader,
+    BlockWriter,
+    PlacedBuffer,
+    size_class,
+)
 from tests.forked import in_a_child
 from tests.patience import until
 from tests.shm_broadcast.leaks import open_descriptors
@@ -68,7 +75,10 @@ class Rig:
         return [reader.resolve(descriptor) for reader in self.readers]
 
 
-def test_readers_see_the_bytes_where_they_lie() -> None:
+# --- blocks that readers share ---------------------------------------------------------------
+
+
+def test_readers_share_the_bytes_of_a_block() -> None:
     first, second = Rig().share(7, 2 * MIB + 3)
     assert first.nbytes == second.nbytes == 2 * MIB + 3
     assert (first == 7).all()
@@ -76,7 +86,7 @@ def test_readers_see_the_bytes_where_they_lie() -> None:
     assert second[5] == 8
 
 
-def test_a_block_is_used_again_when_all_have_let_go() -> None:
+def test_a_block_is_used_again_when_all_have_released_it() -> None:
     rig = Rig()
     rig.share(1)
     before = open_descriptors()
@@ -98,57 +108,48 @@ def test_a_block_is_not_written_while_one_reader_holds_it() -> None:
 
 
 VIEWS: list[Callable[[Any], Any]] = [
-    lambda array: array[5:10],
+    lambda array: array[10:20],
+    lambda array: array.view(np.float32).reshape(2, -1).T,
     lambda array: memoryview(array)[5:].cast("B"),
-    lambda array: np.frombuffer(array, dtype=np.int32),
-    lambda array: torch.frombuffer(array, dtype=torch.float32)[::7],
-    lambda array: torch.from_numpy(array).view(torch.bfloat16).t(),
+    lambda array: np.frombuffer(array, dtype=np.int64),
+    lambda array: torch.frombuffer(array, dtype=torch.uint8).view(torch.bfloat16)[3:7],
+    lambda array: torch.from_numpy(array).view(2, -1).t(),
+    lambda array: torch.frombuffer(array, dtype=torch.float32).numpy()[::2],
+    lambda array: torch.nn.Parameter(torch.frombuffer(array, dtype=torch.float32)),
 ]
 
 
-@pytest.mark.parametrize("view", VIEWS)
-def test_any_view_holds_the_block(view: Callable[[Any], Any]) -> None:
-    in_a_child(partial(hold_the_block, view))  # where no thread of another test closes descriptors
+def test_any_view_holds_a_block() -> None:
+    in_a_child(hold_a_block)  # where no thread of another test closes descriptors
 
 
-def hold_the_block(view: Callable[[Any], Any]) -> None:
-    rig = Rig(n_readers=1)
-    (array,) = rig.share(1)
-    shown = view(array)
-    before = bytes(np.ascontiguousarray(shown)) if isinstance(shown, np.ndarray) else None
-    del array
-    gc.collect()
-    (other,) = rig.share(2)
-    if before is not None:
-        assert bytes(np.ascontiguousarray(shown)) == before
-    del shown
-    gc.collect()
-    descriptors = open_descriptors()
-    (third,) = rig.share(3)
-    assert open_descriptors() == descriptors
-    assert (other == 2).all()
-    assert (third == 3).all()
+def hold_a_block() -> None:
+    rig = Rig(n_readers=1, limit=MIB)
+    rig.share(0)
+    before = open_descriptors()
+    for number, view in enumerate(VIEWS):
+        shown = view(rig.share(number)[0])
+        assert rig.writer.place(content(99)) is None, f"view {number} holds nothing"
+        del shown
+    assert (rig.share(3)[0] == 3).all()
+    assert open_descriptors() == before
 
 
-def test_what_a_cancelled_message_placed_is_free_again() -> None:
-    rig = Rig(limit=MIB)
-    for _ in range(5):
-        rig.place(content(1)).withdraw()
-    rig.place(content(1))
-    assert rig.writer.place(content(2)) is None
-
-
-def test_a_reader_that_left_before_it_took_the_block_holds_nothing() -> None:
+def test_a_reader_that_left_holds_what_it_took_only() -> None:
     rig = Rig(limit=MIB)
     descriptor = bytes(rig.place(content(1)).descriptor)
-    first = rig.readers[0].resolve(descriptor)
-    del first
-    assert rig.writer.place(content(2)) is None
+    rig.readers[0].resolve(descriptor)
+    assert rig.writer.place(content(2)) is None  # reader 1 may take it
     rig.left.add(1)
-    rig.place(content(2))
+    first = rig.readers[0].resolve(bytes(rig.place(content(2)).descriptor))
+    rig.left.add(0)
+    assert rig.writer.place(content(3)) is None
+    assert (first == 2).all()
+    del first
+    rig.place(content(3))
 
 
-def test_a_reader_that_has_joined_since_takes_nothing_of_before() -> None:
+def test_a_reader_holds_no_block_of_before_it_joined() -> None:
     rig = Rig(n_readers=2, limit=MIB)
     descriptor = bytes(rig.place(content(1)).descriptor)
     first = rig.readers[0].resolve(descriptor)
@@ -166,39 +167,6 @@ def test_no_block_is_used_twice_in_a_message() -> None:
     rig.left.clear()  # it has come back before the message is published
     found = [rig.readers[0].resolve(bytes(each.descriptor))[0] for each in placed if each]
     assert found == [1, 2]
-
-
-def test_a_block_whose_filling_is_interrupted_stays_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    rig = Rig(limit=MIB)
-    rig.place(content(1)).withdraw()
-    (block,) = rig.writer._blocks
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            block.segment,
-            "words",
-            SimpleNamespace(
-                write=interrupt,
-                load64=block.segment.words.load64,
-                store64=block.segment.words.store64,
-            ),
-        )
-        with pytest.raises(KeyboardInterrupt):
-            rig.place(content(2))
-    rig.place(content(3))
-
-
-def test_what_a_reader_that_left_still_holds_is_not_written() -> None:
-    rig = Rig(limit=MIB)
-    first, second = rig.share(1)
-    del first
-    rig.left.add(1)
-    assert rig.writer.place(content(2)) is None
-    assert (second == 1).all()
-    del second
-    rig.place(content(2))
 
 
 @contextmanager
@@ -220,7 +188,7 @@ def child(do: Callable[[], object]) -> Iterator[None]:
         os.close(done)
 
 
-def test_what_another_process_holds_is_free_once_it_has_ended() -> None:
+def test_a_block_is_free_once_the_process_that_holds_it_has_ended() -> None:
     rig = Rig(n_readers=1, limit=MIB)  # by the board, another process is that reader by now
     descriptor = bytes(rig.place(content(1)).descriptor)
     rig.left.add(0)
@@ -229,7 +197,7 @@ def test_what_another_process_holds_is_free_once_it_has_ended() -> None:
     rig.place(content(2))
 
 
-def test_what_a_forked_child_lets_go_of_is_held_by_its_parent() -> None:
+def test_a_forked_child_does_not_release_its_parents_block() -> None:
     rig = Rig(n_readers=1, limit=MIB)
     held = rig.share(1)
     with child(held.clear):
@@ -245,30 +213,24 @@ def test_beyond_the_limit_nothing_is_placed() -> None:
     held = [rig.share(mark) for mark in range(3)]
     assert rig.writer.place(content(9)) is None
     held.pop()
-    rig.place(content(9)).withdraw()
+    for _ in range(5):  # of a cancelled message nothing is left
+        rig.place(content(9)).withdraw()
+    rig.place(content(9))
 
 
 def test_free_blocks_of_other_sizes_make_room() -> None:
-    rig = Rig(n_readers=1, limit=4 * MIB)
     before = open_descriptors()
+    rig = Rig(n_readers=1, limit=4 * MIB)
     for size in (MIB, 2 * MIB, 3 * MIB, 4 * MIB, MIB):
-        (array,) = rig.share(size // MIB, size)
-        assert (array == size // MIB).all()
-        del array
-    rig.writer.close()
-    rig.readers[0].forget()
-    gc.collect()
-    assert open_descriptors() == before
-
-
-def test_arrays_outlive_the_writer_s_blocks_and_the_reader_s_mappings() -> None:
-    rig = Rig(n_readers=1)
-    (array,) = rig.share(5)
+        assert (rig.share(size // MIB, size)[0] == size // MIB).all()
+    (last,) = rig.share(5)
     rig.writer.close()
     rig.readers[0].forget()
     del rig
     gc.collect()
-    assert (array == 5).all()
+    assert (last == 5).all()  # an array outlives both ends
+    del last
+    assert open_descriptors() == before
 
 
 def test_mappings_beyond_the_limit_are_dropped_the_oldest_first() -> None:
@@ -307,7 +269,7 @@ def joins_later(rig: Rig) -> None:
     "go", [lambda rig: rig.left.add(1), lambda rig: rig.ended.add(1), joins_later]
 )
 @pytest.mark.parametrize("first", ["goes", "closed"])
-def test_a_closed_writer_keeps_no_block_for_a_reader_that_does_not_come(
+def test_a_closed_writer_keeps_no_block_for_a_reader_that_left(
     first: str, go: Callable[[Rig], object]
 ) -> None:
     before = open_descriptors()
@@ -340,11 +302,103 @@ def test_a_closed_writer_that_gets_no_thread_keeps_nothing(
     assert open_descriptors() == before
 
 
-def test_too_little_memory_for_a_block_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks save a copy; without memory for them, messages travel through the ring."""
+# --- recycled memory of one process ----------------------------------------------------------
 
-    def refuse(*_: object) -> None:
-        raise SharedMemoryError("1 byte of shared memory is required, 0 are free")
 
-    monkeypatch.setattr(Segment, "create", refuse)
-    assert Rig().writer.place(content(1)) is None
+def taken(pool: RecyclingPool, size: int) -> Any:
+    """An array over a block."""
+    return np.frombuffer(memoryview(pool.take(size)), dtype=np.uint8)
+
+
+def address(array: Any) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+@given(st.integers(1, 1 << 40), st.integers(MIB, 64 * MIB))
+def test_a_size_is_rounded_up_by_an_eighth_at_most(any_size: int, size: int) -> None:
+    assert any_size <= size_class(any_size) <= any_size + any_size // 8 + 1
+    assert size_class(size_class(any_size)) == size_class(any_size)
+    pool = RecyclingPool()
+    pool.take(size)
+    assert pool.kept_bytes == size_class(size)
+
+
+def test_memory_is_used_again_by_sizes_of_its_class() -> None:
+    pool = RecyclingPool()
+    for size in (0, RECYCLED_BYTES - 1):  # ordinary memory
+        assert taken(pool, size).nbytes == size
+        assert pool.kept_bytes == 0
+    first = taken(pool, 3 * MIB)
+    first[:] = 7
+    at = address(first)
+    assert pool.kept_bytes == 0
+    del first
+    for size in (3 * MIB, 3 * MIB - 100):
+        assert pool.kept_bytes == size_class(3 * MIB)
+        again = taken(pool, size)
+        assert (address(again), again.nbytes) == (at, size)
+        assert pool.kept_bytes == 0
+        del again
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_any_view_keeps_the_memory(view: Callable[[Any], Any]) -> None:
+    pool = RecyclingPool()
+    array = taken(pool, 2 * MIB)
+    at, shown = address(array), view(array)
+    del array
+    gc.collect()
+    assert pool.kept_bytes == 0
+    other = taken(pool, 2 * MIB)
+    assert abs(address(other) - at) >= 2 * MIB
+    del other
+    kept = pool.kept_bytes
+    assert kept > 0
+    del shown
+    gc.collect()
+    assert pool.kept_bytes == 2 * kept
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.integers(MIB - 1, 5 * MIB)), max_size=25))
+def test_no_two_living_arrays_share_memory(steps: list[tuple[bool, int]]) -> None:
+    pool = RecyclingPool(kept_bytes=12 * MIB)
+    living: list[tuple[int, Any]] = []
+    for number, (takes, size) in enumerate(steps):
+        if takes or not living:
+            array = taken(pool, size)
+            assert array.nbytes == size
+            array[::4096] = number % 256
+            array[-1] = number % 256
+            living.append((number % 256, array))
+        else:
+            living.pop(size % len(living))
+        for mark, array in living:
+            assert (array[::4096] == mark).all()
+            assert array[-1] == mark
+        spans = sorted((address(array), array.nbytes) for _, array in living)
+        for (start, size_), (following, _) in itertools.pairwise(spans):
+            assert start + size_ <= following
+        assert 0 <= pool.kept_bytes <= 12 * MIB
+
+
+def test_the_limit_bounds_what_is_kept_and_old_sizes_make_room() -> None:
+    pool = RecyclingPool(kept_bytes=8 * MIB)
+    arrays = [taken(pool, 2 * MIB) for _ in range(5)]
+    arrays.clear()
+    assert pool.kept_bytes == 8 * MIB
+    at = set()
+    for _ in range(3):
+        at.add(address(taken(pool, 5 * MIB)))
+    assert 0 < pool.kept_bytes <= 8 * MIB
+    assert len(at) == 1
+    taken(pool, 9 * MIB)
+    assert pool.kept_bytes > 0
+    array = taken(pool, 2 * MIB)
+    none = RecyclingPool(kept_bytes=0)
+    taken(none, 2 * MIB)
+    assert none.kept_bytes == 0
+    del pool, none
+    gc.collect()
+    array[:] = 1  # it outlives its pool
+    assert array.sum() == 2 * MIB
