@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import socket
-import threading
-from contextlib import contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -35,12 +33,12 @@ from shm_broadcast.net.protocol import (
 from shm_broadcast.net.reader import RemoteReader
 from shm_broadcast.net.writer import RemoteWriter
 from tests.fuzz.search import falsify
-from tests.server.fake_service import listening, site
+from tests.server.fake_service import in_a_thread, listening, site
 from tests.shm_broadcast.remote_peers import LIMIT, SECRET
 from tests.shm_broadcast.remote_taps import raw_reader, raw_writer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator
 
     from hypothesis.strategies import SearchStrategy
 
@@ -234,24 +232,14 @@ def bodies(draw: Draw) -> bytes:
 @contextmanager
 def served() -> Iterator[Callable[[bytes], None]]:
     """A service; the function sends it a body, and raises unless it answers as it should."""
-    found: list[str] = []
-    here, over = threading.Event(), threading.Event()
+    with in_a_thread(_serving()) as url, httpx.Client(base_url=url, timeout=30) as client:
+        yield lambda body: _check_answer(client, body)
 
-    async def serve() -> None:
-        async with site(max_waiting=4096) as service, listening(service) as at:
-            found.append(at)
-            here.set()
-            await asyncio.to_thread(over.wait)
 
-    thread = threading.Thread(target=asyncio.run, args=(serve(),))
-    thread.start()
-    try:
-        assert here.wait(30)
-        with httpx.Client(base_url=found[0], timeout=30) as client:
-            yield lambda body: _check_answer(client, body)
-    finally:
-        over.set()
-        thread.join()
+@asynccontextmanager
+async def _serving() -> AsyncIterator[str]:
+    async with site(max_waiting=4096) as service, listening(service) as url:
+        yield url
 
 
 def _check_answer(client: httpx.Client, body: bytes) -> None:

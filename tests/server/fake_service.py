@@ -1,15 +1,17 @@
-"""A service over a tokenizer and a pool of the tests' own, here or behind a socket."""
+"""A service over a fake tokenizer and a fake pool, in this process or behind a socket."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
 
 from coordinator.rank_grid import RankGrid
 from server.config import ServiceLimits
@@ -21,10 +23,11 @@ from server.service.web_server import WebServer
 from server.workers.minilm import EncodedText, InputTooLongError
 from shm_broadcast import CoordinatorError, MemberStatus
 from shm_broadcast.state.flight_recorder import VerbTotal
-from tests.patience import auntil
+from tests.patience import PATIENCE_SECONDS, auntil
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+    from contextlib import AbstractAsyncContextManager
 
     from server.service.app import ServiceApp
 
@@ -120,6 +123,9 @@ class Site:
             "/v1/embeddings", json={"model": "m", "input": given, **fields}
         )
 
+    def samples(self) -> dict[tuple[str, ...], float]:
+        return samples(self.service.metrics.expose().decode())
+
 
 class Tokenizer:
     """Makes a token of each character."""
@@ -193,6 +199,41 @@ async def serving(front: ServiceApp[Any], connections: int = 1000) -> AsyncItera
         await serving
 
 
+@contextmanager
+def in_a_thread(serving: AbstractAsyncContextManager[Any]) -> Iterator[Any]:
+    """Enter a service in a thread with an event loop of its own; give what it gives."""
+    found: Future[Any] = Future()
+    over = threading.Event()
+
+    async def serve() -> None:
+        async with serving as here:
+            found.set_result(here)
+            await asyncio.to_thread(over.wait)
+
+    with ThreadPoolExecutor(1) as thread:
+        ended = thread.submit(lambda: asyncio.run(serve()))
+        ended.add_done_callback(lambda _: found.cancel())  # a failed start ends the wait for it
+        try:
+            yield found.result(PATIENCE_SECONDS)
+        finally:
+            over.set()
+            ended.result(PATIENCE_SECONDS)
+
+
 def run(test: Callable[[], Awaitable[None]]) -> None:
     """Run a test's coroutine, for a minute at most."""
     asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def samples(text: str) -> dict[tuple[str, ...], float]:
+    """The samples of an exposition, by name and the values of the sorted labels."""
+    return {
+        (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def labelled(found: dict[tuple[str, ...], float], name: str) -> dict[str, float]:
+    """The samples of a metric with one label, by its value."""
+    return {key[1]: value for key, value in found.items() if key[0] == name}

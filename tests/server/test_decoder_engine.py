@@ -1,4 +1,4 @@
-"""The engine's scheduling over workers in this process: who is computed when, and what is lost."""
+"""The engine over a decoder in this process: its schedule, and answers that survive losses."""
 
 from __future__ import annotations
 
@@ -53,7 +53,11 @@ def engine(pool: OneWorker) -> Iterator[Engine]:
     with Engine(pool, chunk=16, max_waiting=8) as made:
         yield made
         pool.go()
-    assert not [each for each in threading.enumerate() if each.name == "decoder-slots"]
+    assert not slot_threads()
+
+
+def slot_threads() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name == "decoder-slots"]
 
 
 def test_prompts_together_give_what_each_gives_alone(
@@ -70,7 +74,7 @@ def test_prompts_together_give_what_each_gives_alone(
     assert [list(engine.submit(prompt, COUNT)) for prompt in PROMPTS] == expected
 
 
-def test_an_interrupt_anywhere_in_a_request_keeps_up_no_other(
+def test_an_interrupt_anywhere_in_a_request_blocks_no_other(
     pool: OneWorker, engine: Engine
 ) -> None:
     pool.hold()
@@ -95,43 +99,39 @@ def test_an_interrupt_anywhere_in_a_request_keeps_up_no_other(
     assert [len(list(each)) for each in asked] == [2] * len(asked)
 
 
+def under_way(pool: OneWorker) -> tuple[Engine, list[GeneratedSequence]]:
+    """An engine with an answer whose step is held, one cancelled, and two that wait."""
+    made = Engine(pool, max_waiting=3)
+    asked = [made.submit([5], 2, timeout=PATIENCE_SECONDS)]
+    until(lambda: made.running > 0)
+    asked += [made.submit([5], 2, timeout=PATIENCE_SECONDS) for _ in range(3)]
+    asked[1].cancel()
+    return made, asked
+
+
 def test_an_engine_whose_close_is_interrupted_anywhere_can_be_closed(llama: Path) -> None:
     pool = OneWorker(llama)
     pool.hold()
 
-    def prepared() -> tuple[Engine, list[GeneratedSequence]]:
-        made = Engine(pool)
-        asked = [made.submit([5], 2, timeout=PATIENCE_SECONDS) for _ in range(5)]
-        until(lambda: made.running > 0)
-        return made, asked
-
     def close() -> None:
         made.close(0.0)
 
-    made, asked = prepared()
+    made, asked = under_way(pool)
     for _ in interruptions(close, server.workers):
         close()
-        for each in asked:
+        for each in (asked[0], *asked[2:]):
             with pytest.raises(PoolClosedError):
                 list(each)
-        made, asked = prepared()
+        made, asked = under_way(pool)
     pool.go()
     made.close()
-    until(lambda: not [each for each in threading.enumerate() if each.name == "decoder-slots"])
+    until(lambda: not slot_threads())
 
 
 @pytest.mark.parametrize("what", ["submit", "close"])
 def test_a_signal_handler_may_close_the_engine_anywhere(llama: Path, what: str) -> None:
     pool = OneWorker(llama)
     pool.hold()
-
-    def prepared() -> tuple[Engine, list[GeneratedSequence]]:
-        made = Engine(pool, max_waiting=3)
-        asked = [made.submit([5], 2, timeout=PATIENCE_SECONDS)]
-        until(lambda: made.running > 0)
-        asked += [made.submit([5], 2, timeout=PATIENCE_SECONDS) for _ in range(3)]
-        asked[1].cancel()
-        return made, asked
 
     def act() -> None:
         if what == "close":
@@ -143,16 +143,16 @@ def test_a_signal_handler_may_close_the_engine_anywhere(llama: Path, what: str) 
     def close() -> None:
         made.close(0.0)
 
-    made, asked = prepared()
+    made, asked = under_way(pool)
     for place in interruptions(act, server.workers, handler=close):
         for each in asked:
             with suppress(PoolClosedError):
                 assert list(each) == [], place
             assert each.reason == "cancelled"
-        made, asked = prepared()
+        made, asked = under_way(pool)
     pool.go()
     made.close()
-    until(lambda: not [each for each in threading.enumerate() if each.name == "decoder-slots"])
+    until(lambda: not slot_threads())
 
 
 def test_answers_go_on_while_a_long_prompt_is_read(pool: OneWorker, engine: Engine) -> None:
@@ -168,7 +168,7 @@ def test_answers_go_on_while_a_long_prompt_is_read(pool: OneWorker, engine: Engi
     assert all(any(row.tokens != rows[0].tokens for row in rows) for rows in reading)
 
 
-def test_an_answer_ends_at_its_end(llama: Path, tmp_path: Path) -> None:
+def test_an_answer_ends_at_its_end_token(llama: Path, tmp_path: Path) -> None:
     """At the token that ends it, which is not given out; unless that is not asked for."""
     whole = greedy(llama, PROMPTS[0], COUNT)
     other = make_llama(tmp_path / "model", eos_token_id=whole[6])
@@ -200,7 +200,7 @@ def test_an_answer_ends_with_the_context(engine: Engine) -> None:
         (np.array([3.0]), 5, TypeError, "a prompt has token ids: 'numpy"),
     ],
 )
-def test_requests_that_make_no_sense(
+def test_a_wrong_request_is_refused(
     engine: Engine, prompt: Any, max_tokens: int, error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error, match=text):
@@ -208,13 +208,20 @@ def test_requests_that_make_no_sense(
 
 
 @pytest.mark.parametrize(
-    "prompt", [np.array(PROMPTS[0]), tuple(PROMPTS[0]), (each for each in PROMPTS[0])], ids=type
+    ("timeout", "error"), [(-1, ValueError), (math.nan, ValueError), ("3", TypeError)]
 )
-def test_a_prompt_is_any_iterable_of_ids(llama: Path, engine: Engine, prompt: Any) -> None:
-    assert list(engine.submit(prompt, COUNT)) == greedy(llama, PROMPTS[0], COUNT)
+def test_a_wrong_timeout_is_refused(engine: Engine, timeout: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        engine.submit([5], 3, timeout=timeout)
+    assert engine.waiting == engine.running == 0
 
 
-def test_sampling_with_a_seed_is_the_same_in_any_company(engine: Engine) -> None:
+def test_a_prompt_is_any_iterable_of_ids(llama: Path, engine: Engine) -> None:
+    for prompt in (np.array(PROMPTS[0]), tuple(PROMPTS[0]), iter(PROMPTS[0])):
+        assert list(engine.submit(prompt, COUNT)) == greedy(llama, PROMPTS[0], COUNT)
+
+
+def test_a_seed_draws_the_same_in_any_company(engine: Engine) -> None:
     how = Sampling(temperature=2.0, seed=11)
     alone = list(engine.submit(PROMPTS[0], COUNT, how))
     asked = [engine.submit(prompt, COUNT, how) for prompt in PROMPTS]
@@ -223,11 +230,8 @@ def test_sampling_with_a_seed_is_the_same_in_any_company(engine: Engine) -> None
     for other in (12, -11):
         how = Sampling(temperature=2.0, seed=other)
         assert list(engine.submit(PROMPTS[0], COUNT, how)) != alone
-
-
-def test_without_a_seed_answers_differ(engine: Engine) -> None:
-    how = Sampling(temperature=5.0)
-    assert len({tuple(engine.submit(PROMPTS[0], COUNT, how)) for _ in range(3)}) == 3
+    unseeded = Sampling(temperature=5.0)
+    assert len({tuple(engine.submit(PROMPTS[0], COUNT, unseeded)) for _ in range(3)}) == 3
 
 
 def test_cancelled_answers_free_their_slots(pool: OneWorker, engine: Engine) -> None:
@@ -248,7 +252,7 @@ def test_cancelled_answers_free_their_slots(pool: OneWorker, engine: Engine) -> 
     until(lambda: engine.running == 0)
 
 
-def test_no_more_wait_than_may(pool: OneWorker, engine: Engine) -> None:
+def test_the_queue_has_a_limit(pool: OneWorker, engine: Engine) -> None:
     pool.hold()
     begun = [engine.submit([5], 1)]
     until(lambda: engine.running == 1)
@@ -284,7 +288,7 @@ def test_lost_workers_change_no_answer(llama: Path, pool: OneWorker, engine: Eng
     assert len(pool.steps) - begun > 14
 
 
-def test_a_sequence_whose_slot_another_one_has_begins_anew(
+def test_a_sequence_whose_slot_was_taken_begins_anew(
     llama: Path, pool: OneWorker, engine: Engine
 ) -> None:
     """Even where the other one is as long."""
@@ -298,7 +302,9 @@ def test_a_sequence_whose_slot_another_one_has_begins_anew(
     assert list(engine.submit(PROMPTS[0], COUNT)) == greedy(llama, PROMPTS[0], COUNT)
 
 
-def test_what_is_always_lost_fails_and_the_engine_goes_on(pool: OneWorker, engine: Engine) -> None:
+def test_a_step_that_is_always_lost_fails_and_the_engine_goes_on(
+    pool: OneWorker, engine: Engine
+) -> None:
     def lose_a_seven(_: int) -> None:
         if any(7 in row.tokens for row in pool.steps[-1]):
             raise LOST
@@ -310,7 +316,7 @@ def test_what_is_always_lost_fails_and_the_engine_goes_on(pool: OneWorker, engin
     assert len(list(engine.submit([5], 5))) == 5
 
 
-def test_a_step_that_is_late_is_not_made_again(pool: OneWorker, engine: Engine) -> None:
+def test_a_late_step_is_not_repeated(pool: OneWorker, engine: Engine) -> None:
     def late(step: int) -> None:
         if step == 3:
             raise CallTimeoutError("step", 1.0)
@@ -324,7 +330,7 @@ def test_a_step_that_is_late_is_not_made_again(pool: OneWorker, engine: Engine) 
     assert len(list(engine.submit([5], 9, ignore_ends=True))) == 9
 
 
-def test_a_pool_that_is_broken_ends_all(pool: OneWorker, engine: Engine) -> None:
+def test_a_broken_pool_ends_all_answers(pool: OneWorker, engine: Engine) -> None:
     def fail(step: int) -> None:
         if step == 5:
             pool.failure = LOST
@@ -341,15 +347,7 @@ def test_a_pool_that_is_broken_ends_all(pool: OneWorker, engine: Engine) -> None
         engine.submit([5])
 
 
-def test_an_error_of_the_engine_itself_hangs_nobody(pool: OneWorker, engine: Engine) -> None:
-    pool.before = lambda _: [][0]
-    with pytest.raises(IndexError):
-        list(engine.submit([5]))
-    with pytest.raises(IndexError):
-        engine.submit([5])
-
-
-def test_an_error_between_two_steps_hangs_nobody(
+def test_an_error_of_the_engine_itself_hangs_no_caller(
     pool: OneWorker, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool.hold()
@@ -365,7 +363,22 @@ def test_an_error_between_two_steps_hangs_nobody(
         engine.submit([5])
 
 
-def test_closing_ends_what_is_under_way(pool: OneWorker, engine: Engine) -> None:
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_wrong_step_ends_the_answers(
+    raises: bool, pool: OneWorker, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error, text = (IndexError, None) if raises else (ValueError, "drew 0 tokens for 1 sequences")
+    if raises:
+        pool.before = lambda _: [][0]
+    else:
+        monkeypatch.setattr(pool.worker, "step", lambda _: [])
+    with pytest.raises(error, match=text):
+        list(engine.submit([5], 3, timeout=PATIENCE_SECONDS))
+    with pytest.raises(error, match=text):
+        engine.submit([5], 3)
+
+
+def test_closing_ends_answers_under_way(pool: OneWorker, engine: Engine) -> None:
     pool.hold()
     asked = [engine.submit([5], ignore_ends=True) for _ in range(4)]
     pool.hold(after=1)
@@ -378,30 +391,24 @@ def test_closing_ends_what_is_under_way(pool: OneWorker, engine: Engine) -> None
         engine.submit([5])
 
 
-def test_a_token_that_does_not_come_in_time(pool: OneWorker, engine: Engine) -> None:
+def test_a_token_that_is_late_raises(pool: OneWorker, engine: Engine) -> None:
     pool.hold()
-    asked = engine.submit([5], timeout=0.05)
     with pytest.raises(GenerationTimeoutError, match=r"no token within 0.05 s"):
-        list(asked)
+        list(engine.submit([5], timeout=0.05))
+    with pytest.raises(GenerationTimeoutError, match=r"no token within 0.05 s"):
+        asyncio.run(tokens(engine.submit([5], timeout=0.05)))
     pool.go()
     until(lambda: engine.running == 0)
 
 
+async def tokens(asked: GeneratedSequence) -> list[int]:
+    return [token async for token in asked]
+
+
 @pytest.mark.parametrize("timeout", [math.inf, 1e300, 10**400], ids=["inf", "1e300", "10**400"])
 def test_a_token_may_take_for_ever(engine: Engine, timeout: float) -> None:
-    async def read() -> list[int]:
-        return [token async for token in engine.submit([5], 3, timeout=timeout)]
-
-    assert list(engine.submit([5], 3, timeout=timeout)) == asyncio.run(read())
-
-
-@pytest.mark.parametrize(
-    ("timeout", "error"), [(-1, ValueError), (math.nan, ValueError), ("3", TypeError)]
-)
-def test_a_time_that_makes_no_sense(engine: Engine, timeout: Any, error: type[Exception]) -> None:
-    with pytest.raises(error):
-        engine.submit([5], 3, timeout=timeout)
-    assert engine.waiting == engine.running == 0
+    found = asyncio.run(tokens(engine.submit([5], 3, timeout=timeout)))
+    assert list(engine.submit([5], 3, timeout=timeout)) == found
 
 
 def test_a_forked_child_is_refused(pool: OneWorker, engine: Engine) -> None:
@@ -420,15 +427,12 @@ def test_a_forked_child_is_refused(pool: OneWorker, engine: Engine) -> None:
     assert len(list(asked)) == 3
 
 
-def test_who_iterates_again_comes_to_the_end_at_once(pool: OneWorker, engine: Engine) -> None:
+def test_a_second_iteration_ends_at_once(pool: OneWorker, engine: Engine) -> None:
     asked = engine.submit([5], 3, ignore_ends=True)
     assert len(list(asked)) == 3
     assert list(asked) == []
 
-    async def rest() -> list[int]:
-        return [token async for token in asked]
-
-    assert asyncio.run(rest()) == []
+    assert asyncio.run(tokens(asked)) == []
     pool.hold()
     lost = engine.submit([5], 3)
     engine.close(0.0)
@@ -438,28 +442,7 @@ def test_who_iterates_again_comes_to_the_end_at_once(pool: OneWorker, engine: En
             list(lost)
 
 
-def test_many_at_once_from_an_event_loop(llama: Path, pool: OneWorker, engine: Engine) -> None:
-    expected = [greedy(llama, prompt, 5) for prompt in PROMPTS]
-
-    async def one(at: int) -> list[int]:
-        return [token async for token in engine.submit(PROMPTS[at], 5, timeout=PATIENCE_SECONDS)]
-
-    async def late() -> None:
-        pool.hold()
-        with pytest.raises(GenerationTimeoutError):
-            async for _ in engine.submit([5], timeout=0.05):
-                pass
-        pool.go()
-
-    async def both() -> list[list[int]]:
-        found = await asyncio.gather(*(one(at) for at in range(4)))
-        await late()
-        return found
-
-    assert asyncio.run(both()) == expected
-
-
-def test_a_loop_that_is_gone_does_not_harm_the_engine(pool: OneWorker, engine: Engine) -> None:
+def test_a_closed_event_loop_does_not_harm_the_engine(pool: OneWorker, engine: Engine) -> None:
     async def leave() -> None:
         async for _ in engine.submit([5], ignore_ends=True):
             return
@@ -471,16 +454,6 @@ def test_a_loop_that_is_gone_does_not_harm_the_engine(pool: OneWorker, engine: E
 def test_a_step_must_have_room_for_every_sequence(pool: OneWorker) -> None:
     with pytest.raises(ValueError, match="chunk must be 3, the slots, or more; got 2"):
         Engine(pool, chunk=2)
-
-
-def test_workers_that_draw_too_few_tokens_end_the_answers(
-    pool: OneWorker, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pool.worker, "step", lambda _: [])
-    with pytest.raises(ValueError, match="the workers drew 0 tokens for 1 sequences"):
-        list(engine.submit([5], 3, timeout=PATIENCE_SECONDS))
-    with pytest.raises(ValueError, match="drew 0 tokens"):
-        engine.submit([5], 3)
 
 
 def test_every_stage_has_a_step_under_way(llama: Path) -> None:
@@ -501,9 +474,7 @@ def test_every_stage_has_a_step_under_way(llama: Path) -> None:
     assert all(len({row.slot % 2 for row in rows}) == 1 for rows in pool.steps)
 
 
-def test_short_prompts_that_keep_coming_do_not_starve_a_long_one(
-    pool: OneWorker, engine: Engine
-) -> None:
+def test_short_prompts_do_not_starve_a_long_one(pool: OneWorker, engine: Engine) -> None:
     """A step has room for 16 tokens, and a worker for 3 sequences."""
     pool.hold()
     long = engine.submit([1] * 40, 1)
@@ -514,20 +485,7 @@ def test_short_prompts_that_keep_coming_do_not_starve_a_long_one(
     assert sum(list(row.tokens).count(1) for step in pool.steps[:4] for row in step) == 40
 
 
-def test_those_that_have_left_do_not_wait_for_a_slot(pool: OneWorker, engine: Engine) -> None:
-    pool.hold()
-    asked = [engine.submit([1] * 4, 1)]
-    until(lambda: engine.waiting == 0)  # its step is held, so that no other one is taken in
-    asked += [engine.submit([1] * 4, 1) for _ in range(3)]
-    assert engine.waiting == 3
-    asked[-1].cancel()
-    assert engine.waiting == 2
-    pool.go()
-    for each in asked[:-1]:
-        list(each)
-
-
-def test_an_engine_that_may_not_start_all_its_threads_leaves_none(
+def test_an_engine_whose_thread_is_refused_leaves_none(
     pool: OneWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits, begin = replace(pool.call("limits"), stages=2), threading.Thread.start

@@ -20,12 +20,16 @@ from server.workers.decoder.decoder_cache import (
     ScheduledSequence,
     choose,
 )
-from server.workers.decoder.decoder_folder import DecoderFolder, DecoderFolderError, is_decoder
+from server.workers.decoder.decoder_folder import (
+    DecoderFolder,
+    DecoderFolderError,
+    is_decoder,
+    made_once,
+)
 from server.workers.decoder.decoder_model import FixedArrangement
 from server.workers.decoder.decoder_worker import DecoderWorker
-from server.workers.model_folder import HeadSplit
 from tests.server.fake_groups import run_threads
-from tests.server.test_minilm_config import edit
+from tests.server.tiny_bert import edit
 from tests.server.tiny_llama import PROMPTS, greedy, make_llama
 
 if TYPE_CHECKING:
@@ -34,6 +38,11 @@ if TYPE_CHECKING:
 
 GREEDY = SampleRequest(Sampling(), 0.0)
 COUNT = 20
+
+
+@pytest.fixture
+def edited(tmp_path: Path) -> Path:
+    return make_llama(tmp_path / "model")
 
 
 def steps_of(answers: Sequence[Sequence[int]], chunk: int) -> list[list[ScheduledSequence]]:
@@ -91,7 +100,7 @@ def test_tokens_are_those_of_transformers(llama: Path, tp: int, pp: int, chunk: 
     ],
     ids=str,
 )
-def test_other_decoders(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_other_decoders_give_their_tokens(tmp_path: Path, changes: dict[str, Any]) -> None:
     folder = make_llama(tmp_path / "model", **changes)
     expected = [greedy(folder, prompt, COUNT) for prompt in PROMPTS]
     for tp, pp in [(1, 1), (2, 1), (1, 3)]:
@@ -198,7 +207,7 @@ def test_a_step_gives_the_device_its_numbers_at_once(llama: Path, sampling: Samp
     assert counts["aten::_to_copy"] <= (sampling.temperature > 0) * 3
 
 
-def test_a_further_answer_costs_a_layer_its_attention_alone(llama: Path, tmp_path: Path) -> None:
+def test_a_further_answer_costs_only_its_attention(llama: Path, tmp_path: Path) -> None:
     shallow = make_llama(tmp_path / "shallow", num_hidden_layers=2)
     one, two, three = (
         sum(operators(llama, rows).values()) - sum(operators(shallow, rows).values())
@@ -208,24 +217,14 @@ def test_a_further_answer_costs_a_layer_its_attention_alone(llama: Path, tmp_pat
     assert three - two == 2
 
 
-def test_half_precision(llama: Path) -> None:
+def test_half_precision_draws_nearly_the_same(llama: Path) -> None:
     expected = [greedy(llama, prompt, 4) for prompt in PROMPTS]
     found = drawn(llama, 2, 1, steps_of(expected, 100), dtype="float16")
     same = sum(found[slot][0] == answer[0] for slot, answer in enumerate(expected))
     assert same >= len(PROMPTS) - 1
 
 
-def test_a_slot_is_used_again(llama: Path) -> None:
-    """What an earlier sequence has left there is not seen."""
-    expected = greedy(llama, PROMPTS[0], 1)
-    steps = [
-        [ScheduledSequence(0, 0, 0, PROMPTS[2], GREEDY)],
-        [ScheduledSequence(1, 0, 0, PROMPTS[0], GREEDY)],
-    ]
-    assert drawn(llama, 2, 1, steps)[0][1:] == expected
-
-
-def test_a_sequence_that_the_cache_does_not_hold(llama: Path) -> None:
+def test_a_sequence_that_the_cache_lacks_is_named(llama: Path) -> None:
     def body(context: Any) -> Any:
         worker = DecoderWorker(context, llama, slots=2, length=128)
         first = worker.step([ScheduledSequence(7, 0, 0, PROMPTS[0], GREEDY)])
@@ -245,41 +244,17 @@ def test_a_sequence_that_the_cache_does_not_hold(llama: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "row",
-    [
-        ScheduledSequence(0, 2, 0, [5], GREEDY),
-        ScheduledSequence(0, -1, 0, [5], GREEDY),
-        ScheduledSequence(0, 0, 0, [], GREEDY),
-        ScheduledSequence(0, 0, 0, [1] * 9, None),
-    ],
+    ("slot", "tokens", "draw"),
+    [(2, [5], GREEDY), (-1, [5], GREEDY), (0, [], GREEDY), (0, [1] * 9, None)],
     ids=str,
 )
-def test_a_row_that_has_no_place(llama: Path, row: ScheduledSequence) -> None:
+def test_a_row_outside_the_slots_is_refused(llama: Path, slot: int, tokens: Any, draw: Any) -> None:
     def body(context: Any) -> None:
         worker = DecoderWorker(context, llama, slots=2, length=8)
         with pytest.raises(ValueError, match="2 slots of 8 tokens"):
-            worker.step([row])
+            worker.step([ScheduledSequence(0, slot, 0, tokens, draw)])
 
     run_threads(1, 1, body)
-
-
-def test_a_long_prompt_is_not_drawn_from_before_its_end(llama: Path) -> None:
-    assert drawn(llama, 2, 1, [[ScheduledSequence(0, 0, 0, [1, 2, 3], None)]]) == {}
-
-
-@pytest.mark.parametrize(
-    ("queries", "keys", "ranks", "expected"),
-    [
-        (9, 3, 2, ((6, 3), (2, 1))),
-        (9, 3, 3, ((3, 3, 3), (1, 1, 1))),
-        (8, 8, 3, ((3, 3, 2), (3, 3, 2))),
-        (4, 1, 1, ((4,), (1,))),
-    ],
-)
-def test_heads_are_cut_whole(queries: int, keys: int, ranks: int, expected: Any) -> None:
-    heads = HeadSplit.over(queries, keys, ranks)
-    assert (heads.queries, heads.keys) == expected
-    assert heads.query_sizes(64) == tuple(64 * count for count in expected[0])
 
 
 @pytest.mark.parametrize(
@@ -305,57 +280,107 @@ def test_a_pool_that_does_not_fit(llama: Path, tp: int, pp: int, message: str) -
         ({"num_hidden_layers": "many"}, "num_hidden_layers"),
     ],
 )
-def test_a_config_that_cannot_be_run(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    folder = make_llama(tmp_path / "model")
-    edit(folder / "config.json", **changes)
+def test_an_unsupported_config_is_refused_by_field(
+    edited: Path, changes: dict[str, Any], message: str
+) -> None:
+    edit(edited / "config.json", **changes)
     with pytest.raises(DecoderFolderError, match=message):
-        DecoderFolder.open(folder)
-
-
-def test_folders(tmp_path: Path) -> None:
-    folder = make_llama(tmp_path / "model")
-    assert is_decoder(folder)
-    assert not is_decoder(tmp_path)
-    assert DecoderFolder.open(folder).ends == {256}
-    edit(folder / "generation_config.json", eos_token_id=[256, 7])
-    assert DecoderFolder.open(folder).ends == {256, 7}
-    edit(folder / "generation_config.json", eos_token_id=0)
-    assert DecoderFolder.open(folder).ends == {0}
-    edit(folder / "generation_config.json", eos_token_id=None)
-    assert DecoderFolder.open(folder).ends == {256}
-    (folder / "tokenizer.json").unlink()
-    with pytest.raises(DecoderFolderError, match=r"no tokenizer\.json"):
-        DecoderFolder.open(folder)
-    with pytest.raises(FileNotFoundError, match="no such model folder"):
-        DecoderFolder.open(tmp_path / "none")
-
-
-def test_weights_that_are_not_the_configs(tmp_path: Path) -> None:
-    folder = make_llama(tmp_path / "model")
-    edit(folder / "config.json", intermediate_size=42)
-    with pytest.raises(TensorShapeError, match=r"has shape \[41, 36\]"):
-        run_threads(1, 1, lambda context: DecoderWorker(context, folder))
-    edit(folder / "config.json", intermediate_size=41, num_hidden_layers=4)
-    with pytest.raises(MissingTensorError, match=r"no tensor named model\.layers\.3\."):
-        run_threads(1, 1, lambda context: DecoderWorker(context, folder))
+        DecoderFolder.open(edited)
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        {"temperature": -0.1},
-        {"temperature": float("nan")},
-        {"temperature": float("inf")},
-        {"top_p": 0.0},
-        {"top_p": 1.1},
-        {"top_p": float("nan")},
-        {"top_k": -1},
-    ],
-    ids=str,
+    ("given", "ends"),
+    [(256, {256}), ([256, 7], {256, 7}), (0, {0}), (None, {256})],
 )
-def test_sampling_that_makes_no_sense(wrong: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
-        Sampling(**wrong)
+def test_the_tokens_that_end_answers_are_the_folders(edited: Path, given: Any, ends: Any) -> None:
+    edit(edited / "generation_config.json", eos_token_id=given)
+    assert DecoderFolder.open(edited).ends == ends
+
+
+def test_a_folder_that_is_no_decoder_is_refused(edited: Path) -> None:
+    assert is_decoder(edited)
+    assert not is_decoder(edited.parent)
+    (edited / "tokenizer.json").unlink()
+    with pytest.raises(DecoderFolderError, match=r"no tokenizer\.json"):
+        DecoderFolder.open(edited)
+    with pytest.raises(FileNotFoundError, match="no such model folder"):
+        DecoderFolder.open(edited / "none")
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "text"),
+    [
+        ({"intermediate_size": 42}, TensorShapeError, r"has shape \[41, 36\]"),
+        ({"num_hidden_layers": 4}, MissingTensorError, r"no tensor named model\.layers\.3\."),
+    ],
+)
+def test_weights_that_do_not_fit_the_config_are_named(
+    edited: Path, config: Any, error: type[Exception], text: str
+) -> None:
+    edit(edited / "config.json", **config)
+    with pytest.raises(error, match=text):
+        run_threads(1, 1, lambda context: DecoderWorker(context, edited))
+
+
+# --- The folder in the user's cache that holds a model made once --------------------------
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "group-coordinator"
+
+
+def fill(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "weights").write_text("whole")
+
+
+def fail(folder: Path) -> None:
+    fill(folder)
+    raise ValueError("half of it")
+
+
+def test_a_cached_model_is_made_once(cache: Path) -> None:
+    with pytest.raises(ValueError, match="half of it"):
+        made_once("model", fail)
+    assert [*cache.iterdir()] == []
+    assert (made_once("model", fill) / "weights").read_text() == "whole"
+    assert made_once("model", fail) == cache / "model"
+
+
+def test_another_process_may_make_the_cached_model_first(cache: Path) -> None:
+    def fill_late(folder: Path) -> None:
+        made_once("model", fill)
+        fill(folder)
+
+    made_once("model", fill_late)
+    assert [*cache.iterdir()] == [cache / "model"]
+
+
+def test_a_cache_that_cannot_be_written_names_the_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(NotADirectoryError, match=r"XDG_CACHE_HOME names the folder .*/file/group-"):
+        made_once("model", fill)
+
+
+# --- Sampling -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("temperature", value) for value in (-0.1, math.nan, math.inf)),
+        *(("top_p", value) for value in (0.0, 1.1, math.nan)),
+        ("top_k", -1),
+    ],
+)
+def test_wrong_sampling_is_refused_by_field(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{field} must be"):
+        Sampling(**{field: value})
 
 
 def test_sampling_draws_by_chance() -> None:

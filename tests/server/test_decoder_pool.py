@@ -1,11 +1,12 @@
-"""The decoder over real worker processes: every grid gives transformers' tokens, also when workers
-are killed in the middle of answers; and the terminal's chat.
-"""
+"""The decoder over real workers: its tokens in every grid and past kills; its page and its chat."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,11 +18,14 @@ import openai
 import psutil
 import pytest
 
+from benchmarks.http_served import Served
 from server.config import PoolConfig
-from server.errors import WorkerLostError
 from server.pool import WorkerPool
 from server.replicas import Replicas
+from server.service.completions import PLAIN
 from server.workers.decoder import DecoderFolder, DecoderText, DecoderWorker, Engine, smollm2
+from tests.commands import run_to_end
+from tests.pages.blocks import block_of, read
 from tests.patience import PATIENCE_SECONDS, until
 from tests.server.served import ForkedServed
 from tests.server.tiny_llama import PROMPTS, greedy
@@ -35,10 +39,14 @@ QUESTIONS = ["Hello! Who are you?", "What is the capital of France?", "Sing me a
 COUNT = 16
 
 
-def pool_of(folder: Path, tp: int, pp: int, restart: str = "worker", **options: Any) -> WorkerPool:
-    arguments = {"model": str(folder), "length": 128, "threads": 1, **options}
+def pool_of(folder: Path, tp: int, pp: int, **options: Any) -> WorkerPool:
     return WorkerPool(
-        *(DecoderWorker,), tp=tp, pp=pp, worker_kwargs=arguments, restart=restart, config=PATIENT
+        DecoderWorker,
+        tp=tp,
+        pp=pp,
+        worker_kwargs={"model": str(folder), "length": 128, "threads": 1, **options},
+        restart="worker",
+        config=PATIENT,
     )
 
 
@@ -48,8 +56,10 @@ def prompts() -> list[list[int]]:
     return [text.encode_chat([{"role": "user", "content": each}]) for each in QUESTIONS]
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2), (3, 1)])
-def test_real_weights(tp: int, pp: int, prompts: list[list[int]]) -> None:
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2), (3, 1)])
+def test_real_weights_give_the_tokens_of_transformers(
+    tp: int, pp: int, prompts: list[list[int]]
+) -> None:
     """SmolLM2 has 9 query heads and 3 key-value heads: at tp=2 6 and 2 here, 3 and 1 there."""
     ends = DecoderFolder.open(smollm2()).ends
     expected = [
@@ -85,19 +95,7 @@ def _is_restarted(pool: WorkerPool, generation: int) -> bool:
     return pool.generation == generation and pool.restarting is None
 
 
-def test_without_restart_answers_fail_with_the_cause(llama: Path) -> None:
-    with pool_of(llama, 2, 1, restart="never") as pool, Engine(pool) as engine:
-        asked = engine.submit(PROMPTS[0], timeout=PATIENCE_SECONDS, ignore_ends=True)
-        tokens = iter(asked)
-        next(tokens)
-        os.kill(pool.status()[1].pid, signal.SIGKILL)
-        with pytest.raises(WorkerLostError, match="rank 1"):
-            list(tokens)
-        with pytest.raises(WorkerLostError, match="rank 1"):
-            engine.submit(PROMPTS[0])
-
-
-def test_replicas_have_an_engine_each(llama: Path) -> None:
+def test_each_replica_has_its_own_engine(llama: Path) -> None:
     expected = [greedy(llama, prompt, COUNT) for prompt in PROMPTS]
     arguments = {"model": str(llama), "length": 128, "threads": 1, "slots": 1}
     with Replicas(DecoderWorker, dp=2, worker_kwargs=arguments, config=PATIENT) as replicas:
@@ -109,7 +107,7 @@ def test_replicas_have_an_engine_each(llama: Path) -> None:
                 assert [list(each) for each in asked] == expected
 
 
-def test_fifty_streams_at_once(llama: Path) -> None:
+def test_fifty_streams_at_once_get_their_own_answers(llama: Path) -> None:
     expected = [greedy(llama, prompt, COUNT) for prompt in PROMPTS]
 
     async def read(engine: Engine, at: int) -> list[int]:
@@ -143,7 +141,7 @@ def test_the_service_streams_on_when_a_worker_is_killed(llama: Path) -> None:
 
 @pytest.fixture
 def chat(llama: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """The example, talking by pipes. Whatever it has started ends with it, however that ends."""
+    """The example, over pipes; all that it has started ends with it."""
     options = ["--model", str(llama), "--tp", "2", "--pp", "2"]
     process = subprocess.Popen(
         [sys.executable, str(CHAT), *options],
@@ -165,24 +163,20 @@ def started_by(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
 def test_a_chat_answers_each_line_and_ends_with_its_input(
     llama: Path, chat: subprocess.Popen[bytes]
 ) -> None:
-    said, errors = chat.communicate(b"hi\n\nbye\n", timeout=PATIENCE_SECONDS)
-    assert (chat.returncode, errors) == (0, b"")
+    lines = b"x" * 300 + b"\nhi\n\nbye \xff\n"
+    said, errors = chat.communicate(lines, timeout=PATIENCE_SECONDS)
+    assert chat.returncode == 0
+    assert errors.decode().startswith("the prompt has 317 tokens; with its answer at most 128 fit")
+    assert errors.count(b"\n") == 1
     text = DecoderText(DecoderFolder.open(llama))
     prompt = text.encode_chat([{"role": "user", "content": "hi"}])
     reader = text.reader()
     first = "".join(reader.read(token) for token in greedy(llama, prompt, 100))
-    assert said.decode().startswith(first)
     assert first
+    assert said.decode().startswith(first)
 
 
-def test_a_chat_goes_on_after_a_line_that_is_too_long(chat: subprocess.Popen[bytes]) -> None:
-    said, errors = chat.communicate(b"x" * 300 + b"\nhi \xff\n", timeout=PATIENCE_SECONDS)
-    assert chat.returncode == 0
-    assert errors.decode().startswith("the prompt has 317 tokens; with its answer at most 128 fit")
-    assert said
-
-
-def test_a_chat_that_is_interrupted_leaves_nothing(chat: subprocess.Popen[bytes]) -> None:
+def test_an_interrupted_chat_leaves_no_process(chat: subprocess.Popen[bytes]) -> None:
     until(lambda: len(started_by(chat)) > 4)
     started = started_by(chat)
     chat.send_signal(signal.SIGINT)
@@ -191,12 +185,40 @@ def test_a_chat_that_is_interrupted_leaves_nothing(chat: subprocess.Popen[bytes]
     until(lambda: not any(each.is_running() for each in started))
 
 
-def test_a_chat_that_cannot_be_says_why(llama: Path) -> None:
-    ended = subprocess.run(
-        [sys.executable, str(CHAT), "--model", str(llama), "--tp", "4"],
-        capture_output=True,
-        timeout=PATIENCE_SECONDS,
-        check=False,
+def test_a_chat_that_cannot_start_gives_the_reason(llama: Path) -> None:
+    ended = run_to_end(
+        *(sys.executable, CHAT, "--model", llama, "--tp", "4"), status=2, timeout=PATIENCE_SECONDS
     )
-    assert ended.returncode == 2
-    assert b"tp must be 1 to 3" in ended.stderr
+    assert "tp must be 1 to 3" in ended.stderr
+
+
+# --- docs/decoder.md, but for the port ----------------------------------------------------
+
+
+def test_the_engine_of_the_page_prints_what_is_shown(tmp_path: Path) -> None:
+    script = tmp_path / "page.py"
+    script.write_text(block_of("docs/decoder.md", "WorkerPool(DecoderWorker"))
+    expected = re.findall(r"print\(.*\)  # (.*)", script.read_text())
+    assert len(expected) == 2
+    assert run_to_end(sys.executable, script).stdout.splitlines() == expected
+
+
+def test_the_page_lists_the_refused_fields_and_the_chat() -> None:
+    _, _, listed = read("docs/decoder.md").partition("These fields are refused with status 400")
+    assert re.findall(r"`(\w+)`", listed.partition("Other fields")[0]) == [*PLAIN]
+    assert "make chat" in block_of("docs/decoder.md", "make chat")
+    assert "examples/decoder/chat.py" in run_to_end("make", "-n", "chat").stdout
+
+
+def test_the_service_of_the_page_answers_as_shown() -> None:
+    command, *options = shlex.split(block_of("docs/decoder.md", "group-coordinator serve"))
+    assert (command, options.pop(0)) == ("group-coordinator", "serve")
+    curl = block_of("docs/decoder.md", "curl -sN")
+    assert "http://127.0.0.1:8000" in curl
+    with Served(*options) as served:
+        served.wait_until_ready()
+        shown = run_to_end("bash", "-c", curl.replace("http://127.0.0.1:8000", served.url)).stdout
+    events = [line.removeprefix("data: ") for line in shown.splitlines() if line]
+    assert events.pop() == "[DONE]"
+    said = [json.loads(event)["choices"][0]["delta"].get("content", "") for event in events]
+    assert "".join(said) == "The capital of France is Paris."

@@ -1,4 +1,4 @@
-"""An answer's text, token by token, is what the tokenizer makes of all tokens at once."""
+"""Text of a decoder: prompts from chats; answers token by token as the tokenizer decodes all."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from server.workers.decoder import AnswerReader, DecoderFolder, DecoderText
+from tests.server.tiny_bert import edit
 from tests.server.tiny_llama import make_llama
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
+pytestmark = pytest.mark.quick
 
 END = "<end>"
 WORDS = ["▁", "▁hello", "▁world", "a", "é", "漢", "\ufffd"]
@@ -66,7 +69,7 @@ def read(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_the_pieces_of_any_tokens_are_the_whole(make: Any) -> None:
+def test_the_pieces_of_any_tokens_are_their_text(make: Any) -> None:
     tokenizer, chance = make(), random.Random(5)
     size = tokenizer.get_vocab_size()
     for _ in range(400):
@@ -94,7 +97,7 @@ def test_bytes_are_decoded_together() -> None:
     assert read(tokenizer, [hello, *duck]) == ["hello", "", "", "", "", "🦆"]
 
 
-def test_special_tokens_do_not_part_what_they_stand_in() -> None:
+def test_special_tokens_do_not_split_a_character() -> None:
     symbols = [f"<0x{byte:02X}>" for byte in "🦆".encode()]
     for tokenizer, duck in ((byte_level(), "ðŁ¦Ĩ"), (byte_fallback(), symbols)):
         end, *parts = ids_of(tokenizer, END, *duck)
@@ -114,13 +117,24 @@ def test_a_stop_of_bytes_ends_an_answer_at_once() -> None:
     assert (reader.read(duck[3]), reader.stopped) == ("", True)
 
 
-def test_a_stop_is_found_at_the_very_end() -> None:
-    tokenizer = byte_fallback()
-    ids = ids_of(tokenizer, "a", "é", "<0x21>")
-    for stop, expected in (("é!", "a"), ("!", "aé"), ("é!?", "aé!")):
-        reader = AnswerReader(tokenizer, [stop])
-        assert "".join(map(reader.read, ids)) + reader.rest() == expected
-        assert reader.stopped == (stop != "é!?")
+@pytest.mark.parametrize(
+    ("stops", "expected"),
+    [
+        ((), "one two three"),
+        (("two",), "one "),
+        (("three", "two"), "one "),
+        (("two t",), "one "),
+        (("e two threeX", "threeX"), "one two three"),
+        (("o",), ""),
+        (("🦆",), "one two three"),
+    ],
+)
+def test_stops_are_found_across_tokens(llama: Path, stops: tuple[str, ...], expected: str) -> None:
+    text = DecoderText(DecoderFolder.open(llama))
+    reader = text.reader(stops)
+    said = "".join(map(reader.read, text.encode("one two three"))) + reader.rest()
+    assert said == expected
+    assert reader.stopped == (expected != "one two three")
 
 
 @pytest.mark.parametrize("kept", ["chat_template.jinja", "text", "by name"])
@@ -137,3 +151,21 @@ def test_the_template_of_a_chat_is_found(tmp_path: Path, kept: str) -> None:
     text = DecoderText(DecoderFolder.open(folder))
     ids = text.encode_chat([{"role": "user", "content": "<b> & 'é'"}])
     assert ids == text.encode("""[{"role": "user", "content": "<b> & 'é'"}]:""")
+
+
+def test_a_wrong_tokenizer_or_template_is_refused(tmp_path: Path) -> None:
+    folder = make_llama(tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("{% if %}")
+    with pytest.raises(ValueError, match="chat template: Expected an expression"):
+        DecoderText(DecoderFolder.open(folder))
+    (folder / "chat_template.jinja").unlink()
+    (folder / "tokenizer_config.json").write_text('{"chat_template": "{{ bos_token }}!"}')
+    edit(folder / "tokenizer_config.json", bos_token={"__type": "AddedToken", "content": "<end>"})
+    text = DecoderText(DecoderFolder.open(folder))
+    assert text.encode_chat([{"role": "user", "content": "hi"}])[0] == 256
+    (folder / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(ValueError, match="tokenizer or chat template: "):
+        DecoderText(DecoderFolder.open(folder))
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="tokenizer or chat template: "):
+        DecoderText(DecoderFolder.open(folder))

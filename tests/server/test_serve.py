@@ -47,7 +47,7 @@ def as_floats(embedding: Any) -> np.ndarray:
 
 
 def in_threads(n: int, served: Served, given: Any) -> tuple[list[Any], list[threading.Thread]]:
-    """Ask ``n`` times; each answer is appended with the time it came."""
+    """Ask ``n`` times; each answer is appended with its time."""
     answers: list[Any] = []
 
     def ask() -> None:
@@ -64,12 +64,12 @@ def wait_for(served: Served, key: str, at_least: int) -> None:
 
 
 def signalled(served: Served, number: signal.Signals) -> None:
-    """Send a signal and wait until it was heard: nobody is let in any more."""
+    """Send a signal, and wait until the service accepts no connection any more."""
     served.process.send_signal(number)
-    until(lambda: not lets_in(served))
+    until(lambda: not accepts(served))
 
 
-def lets_in(served: Served) -> bool:
+def accepts(served: Served) -> bool:
     at = urlsplit(served.url)
     try:
         socket.create_connection((at.hostname, at.port), 60).close()
@@ -78,9 +78,13 @@ def lets_in(served: Served) -> bool:
     return True
 
 
+def stop(served: Served) -> tuple[int, str]:
+    served.process.send_signal(signal.SIGTERM)
+    return served.finish()
+
+
 @contextmanager
 def stopped(pids: list[int]) -> Iterator[None]:
-    """These processes do nothing meanwhile."""
     for pid in pids:
         psutil.Process(pid).suspend()
     try:
@@ -91,7 +95,7 @@ def stopped(pids: list[int]) -> Iterator[None]:
                 psutil.Process(pid).resume()
 
 
-def test_clients_get_the_models_vectors_or_what_is_wrong_until_it_is_stopped() -> None:
+def test_clients_get_vectors_or_errors_until_a_stop() -> None:
     expected = reference(packaged_model(), LINES)
     with Served(*FOUR) as served:
         assert served.get("/health")[0] == 200
@@ -114,7 +118,7 @@ def test_clients_get_the_models_vectors_or_what_is_wrong_until_it_is_stopped() -
             assert answer.usage.prompt_tokens > 256
             one = client.embeddings.create(model=PACKAGED_NAME, input=LINES[0], user="u")
             assert np.abs(as_floats(one.data[0].embedding) - expected[0]).max() <= 1e-5
-            assert_what_is_wrong_is_told(client)
+            assert_errors_have_their_fields(client)
 
         lines = [row for row, line in enumerate(LINES) if len(line) < 100]
         questions = Questions([LINES[row] for row in lines], expected[lines])
@@ -146,20 +150,14 @@ def assert_a_stop_finishes_what_was_accepted(served: Served) -> None:
     assert gone(pids)
 
 
-def assert_what_is_wrong_is_told(client: openai.OpenAI) -> None:
-    """The official client understands the errors: its classes and their fields."""
+def assert_errors_have_their_fields(client: openai.OpenAI) -> None:
     wrong: list[tuple[type[openai.APIStatusError], dict[str, Any], str, str | None]] = [
         (openai.NotFoundError, {"model": "other"}, "model", "model_not_found"),
         (openai.BadRequestError, {"input": []}, "input", None),
-        (openai.BadRequestError, {"input": [[]]}, "input", None),
         (openai.BadRequestError, {"input": [[101, 999_999]]}, "input", None),
-        (openai.BadRequestError, {"input": [[101, -1]]}, "input", None),
         (openai.BadRequestError, {"input": [1] * 257}, "input", "context_length_exceeded"),
         (openai.BadRequestError, {"input": "word " * 255}, "input", "context_length_exceeded"),
         (openai.BadRequestError, {"input": "x" * 10**6}, "input", "context_length_exceeded"),
-        (openai.BadRequestError, {"input": ["a"] * 2049}, "input", None),
-        (openai.BadRequestError, {"dimensions": 12}, "dimensions", None),
-        (openai.BadRequestError, {"encoding_format": "int8"}, "encoding_format", None),
     ]
     for kind, fields, param, code in wrong:
         given: dict[str, Any] = {"model": PACKAGED_NAME, "input": "a", **fields}
@@ -175,7 +173,7 @@ def assert_what_is_wrong_is_told(client: openai.OpenAI) -> None:
     assert raised.value.code == "model_not_found"
 
 
-def test_a_dead_worker_turns_requests_and_readiness_into_503_within_a_second() -> None:
+def test_a_dead_worker_gives_503_by_rank_within_a_second() -> None:
     assert quickest(seconds_until_all_get_503, NAMED_WITHIN) < NAMED_WITHIN
 
 
@@ -207,7 +205,8 @@ def seconds_until_all_get_503() -> float:
 
 
 def test_a_lost_worker_is_replaced_and_no_accepted_request_is_lost() -> None:
-    with ForkedServed(*FOUR, "--restart", "worker", "--request-timeout", "120") as served:
+    options = ("--restart", "worker", "--request-timeout", "120", "--log-json")
+    with ForkedServed(*FOUR, *options) as served:
         served.wait_until_ready()
         pids = served.worker_pids()
         expected = embed(served, "word").json()["data"]
@@ -229,25 +228,13 @@ def test_a_lost_worker_is_replaced_and_no_accepted_request_is_lost() -> None:
         assert f"rank 2 (pid {pids[2]}): killed by SIGKILL" in seen["last_failure"]["text"]
         assert [each["place"]["pp"] for each in seen["workers"]] == [0, 0, 1, 1]
         assert "pool_restarts_total 1.0" in httpx.get(f"{served.url}/metrics").text
-        served.process.send_signal(signal.SIGTERM)
-        status, errors = served.finish()
-    assert status == 0
-    assert f"is restarted: {WorkerLostError(2, pids[2], 'killed by SIGKILL')}" in errors
-
-
-def test_the_log_as_json_says_which_rank_and_generation() -> None:
-    with ForkedServed("--tp", "2", "--restart", "worker", "--log-json") as served:
-        served.wait_until_ready()
-        pid = served.worker_pids()[1]
-        psutil.Process(pid).kill()
-        until(lambda: "pool_restarts_total 1.0" in httpx.get(f"{served.url}/metrics").text)
-        served.wait_until_ready()
-        served.process.send_signal(signal.SIGTERM)
-        status, errors = served.finish()
+        status, errors = stop(served)
     assert status == 0
     lines = [json.loads(line) for line in errors.splitlines()]
+    cause = f"is restarted: {WorkerLostError(2, pids[2], 'killed by SIGKILL')}"
+    assert any(cause in line["message"] for line in lines)
     (lost,) = (line for line in lines if " was lost: killed by SIGKILL" in line["message"])
-    assert (lost["rank"], lost["generation"], lost["level"]) == (1, 1, "INFO")
+    assert (lost["rank"], lost["generation"], lost["level"]) == (2, 1, "INFO")
     started = [line["generation"] for line in lines if "has started" in line["message"]]
     assert started == [1, 2]
     (again,) = (line for line in lines if "the pool was restarted" in line["message"])
@@ -256,11 +243,11 @@ def test_the_log_as_json_says_which_rank_and_generation() -> None:
     assert again | {"time": documented["time"]} == documented
 
 
-def test_a_service_whose_workers_are_lost_too_often_ends_and_says_why() -> None:
+def test_too_many_restarts_end_the_service_with_the_reason() -> None:
     with ForkedServed(*FOUR, "--restart", "pool", "--max-restarts", "1") as served:
         served.wait_until_ready()
         psutil.Process(served.worker_pids()[0]).kill()
-        until(lambda: "pool_restarts_total 1.0" in httpx.get(f"{served.url}/metrics").text)
+        until(lambda: served.get("/status")[1]["restarts"] == 1)
         psutil.Process(served.worker_pids()[0]).kill()
         status, errors = served.finish()
     assert status == 1
@@ -269,7 +256,7 @@ def test_a_service_whose_workers_are_lost_too_often_ends_and_says_why() -> None:
     )
 
 
-def test_clients_notice_nothing_of_a_replica_that_dies() -> None:
+def test_a_dead_replica_fails_no_request() -> None:
     with ForkedServed("--dp", "2", "--restart", "worker") as served:
         served.wait_until_ready()
         pids = served.worker_pids()
@@ -283,9 +270,7 @@ def test_clients_notice_nothing_of_a_replica_that_dies() -> None:
             assert embed(served, "word").json()["data"] == expected
         assert [answer.status_code for answer, _ in answers] == [200] * 8
         until(lambda: served.worker_pids()[0] != pids[0])
-        served.process.send_signal(signal.SIGTERM)
-        status, _ = served.finish()
-    assert status == 0
+        assert stop(served)[0] == 0
 
 
 def lines_up_to(served: Served, text: str) -> str:
@@ -324,30 +309,12 @@ def test_a_stopped_worker_is_named_with_its_stack_and_the_service_recovers() -> 
         served.wait_until_ready()
         assert embed(served, "word").status_code == 200
         errors = lines_up_to(served, "calls are answered again")
-        served.process.send_signal(signal.SIGTERM)
-        status, _ = served.finish()
-    assert status == 0
+        assert stop(served)[0] == 0
     assert re.search(f"a call was not answered for 1 s: {culprit}.*\n", errors)
     assert "Stack of rank 0:" in errors  # it waits for rank 1, which cannot write its own
 
 
-def test_what_is_unfinished_when_the_time_to_drain_is_over_is_given_up() -> None:
-    with ForkedServed("--drain-timeout", "1") as served:
-        served.wait_until_ready()
-        pids = served.worker_pids()
-        with stopped(pids):
-            answers, threads = in_threads(1, served, "word")
-            wait_for(served, "calls_running", 1)
-            signalled(served, signal.SIGHUP)
-            for thread in threads:
-                thread.join(60)
-            status, errors = served.finish()
-            assert status == 1 and ABORTED_KEY in errors.splitlines()[-1]
-        assert answers[0][0].status_code == 503
-        assert gone(pids)
-
-
-def test_a_second_signal_gives_up_what_is_unfinished() -> None:
+def test_a_second_signal_abandons_requests() -> None:
     with ForkedServed("--truncate", "--max-num-batched-tokens", "1024") as served:
         served.wait_until_ready()
         pids = served.worker_pids()
@@ -374,7 +341,7 @@ def test_a_second_signal_gives_up_what_is_unfinished() -> None:
         (True, [signal.SIGTERM, signal.SIGTERM], 0),
     ],
 )
-def test_a_stop_before_it_is_ready_ends_all(
+def test_a_stop_before_it_is_ready_ends_every_process(
     loading: bool, numbers: list[signal.Signals], status: int
 ) -> None:
     with ForkedServed(*FOUR) as served:
@@ -391,7 +358,7 @@ def test_a_stop_before_it_is_ready_ends_all(
         assert gone(children)
 
 
-def test_ipv6_and_a_key() -> None:
+def test_a_service_on_ipv6_requires_its_key() -> None:
     with ForkedServed("--api-key", "secret", host="::1") as served:
         assert served.url.startswith("http://[::1]:")
         served.wait_until_ready()

@@ -1,4 +1,4 @@
-"""The server as it is run, under clients that ask for too much, or hold what others need."""
+"""The service as it runs, under clients that ask for too much, or hold what others need."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import psutil
+import pytest
 
 from benchmarks.http_served import Served
 from server.config import PACKAGED_NAME
@@ -22,11 +23,19 @@ from tests.patience import STALL_SECONDS, until
 from tests.server.served import ForkedServed
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 MIB = 1 << 20
 NEARLY = MAX_BODY_BYTES - 4096
 """Characters that still fit into a body."""
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Served]:
+    """For tests that leave it as it was."""
+    with ForkedServed("--request-timeout", "120") as served:
+        served.wait_until_ready()
+        yield served
 
 
 def connect(served: Served) -> socket.socket:
@@ -34,8 +43,8 @@ def connect(served: Served) -> socket.socket:
     return socket.create_connection((at.hostname, at.port), 60)
 
 
-def ask(served: Served, given: Any, **fields: Any) -> httpx.Response:
-    body = {"model": PACKAGED_NAME, "input": given, **fields}
+def ask(served: Served, input: Any, **fields: Any) -> httpx.Response:  # noqa: A002
+    body = {"model": PACKAGED_NAME, "input": input, **fields}
     return httpx.post(f"{served.url}/v1/embeddings", json=body, timeout=120)
 
 
@@ -93,19 +102,41 @@ def hostile_requests(most: int = 2048) -> list[tuple[dict[str, Any], int]]:
     ]
 
 
-def test_hostile_texts_cost_bounded_memory_and_kill_nobody() -> None:
-    with ForkedServed("--request-timeout", "120") as served:
-        served.wait_until_ready()
-        pids = served.worker_pids()
-        with Peak([served.process.pid, *pids]) as peak:
-            assert ask(served, ["warm " * 250] * 16).status_code == 200
-            for fields, status in hostile_requests():
-                answer = ask(served, **{"given": fields.pop("input"), **fields})
-                assert answer.status_code == status, (answer.text[:200], peak.grown() / MIB)
-        assert peak.grown() < 512 * MIB, peak.grown() / MIB
-        assert peak.kept() < 256 * MIB, peak.kept() / MIB
-        assert served.worker_pids() == pids
-        assert ask(served, "after").status_code == 200
+def test_a_small_request_does_not_wait_for_a_large_one(service: Served) -> None:
+    answers: list[httpx.Response] = []
+    large = threading.Thread(target=lambda: answers.append(ask(service, ["word " * 240] * 48)))
+    large.start()
+    until(lambda: service.get("/status")[1]["items_waiting"])
+    assert ask(service, "small").status_code == 200
+    assert service.get("/status")[1]["items_waiting"] > 0
+    large.join(120)
+    assert answers[0].status_code == 200
+
+
+def test_a_burst_of_connections_waits_to_be_accepted(service: Served) -> None:
+    with ExitStack() as burst:
+        service.process.send_signal(signal.SIGSTOP)
+        try:
+            clients = [burst.enter_context(connect(service)) for _ in range(600)]
+        finally:
+            service.process.send_signal(signal.SIGCONT)
+        for client in clients:
+            client.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        for client in clients:
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+
+
+def test_hostile_texts_cost_bounded_memory_and_kill_no_worker(service: Served) -> None:
+    pids = service.worker_pids()
+    with Peak([service.process.pid, *pids]) as peak:
+        assert ask(service, ["warm " * 250] * 16).status_code == 200
+        for fields, status in hostile_requests():
+            answer = ask(service, **fields)
+            assert answer.status_code == status, (answer.text[:200], peak.grown() / MIB)
+    assert peak.grown() < 512 * MIB, peak.grown() / MIB
+    assert peak.kept() < 256 * MIB, peak.kept() / MIB
+    assert service.worker_pids() == pids
+    assert ask(service, "after").status_code == 200
 
 
 def test_within_a_limit_of_memory_no_worker_dies() -> None:
@@ -118,40 +149,13 @@ def test_within_a_limit_of_memory_no_worker_dies() -> None:
             room = psutil.Process(pid).memory_info().vms + 512 * MIB
             resource.prlimit(pid, resource.RLIMIT_AS, (room, room))
         for fields, status in hostile_requests(512):
-            answer = ask(served, **{"given": fields.pop("input"), **fields})
+            answer = ask(served, **fields)
             assert answer.status_code == status, answer.text[:200]
         assert served.worker_pids() == pids
         assert ask(served, "after").status_code == 200
 
 
-def test_a_small_request_does_not_wait_for_a_large_one() -> None:
-    with ForkedServed("--request-timeout", "120") as served:
-        served.wait_until_ready()
-        answers: list[httpx.Response] = []
-        large = threading.Thread(target=lambda: answers.append(ask(served, ["word " * 240] * 48)))
-        large.start()
-        until(lambda: served.get("/status")[1]["items_waiting"])
-        assert ask(served, "small").status_code == 200
-        assert served.get("/status")[1]["items_waiting"] > 0
-        large.join(120)
-        assert answers[0].status_code == 200
-
-
-def test_a_burst_of_connections_waits_to_be_accepted() -> None:
-    with ForkedServed() as served, ExitStack() as burst:
-        served.wait_until_ready()
-        served.process.send_signal(signal.SIGSTOP)
-        try:
-            clients = [burst.enter_context(connect(served)) for _ in range(600)]
-        finally:
-            served.process.send_signal(signal.SIGCONT)
-        for client in clients:
-            client.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
-        for client in clients:
-            assert client.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
-
-
-def test_a_request_that_is_half_sent_holds_a_stop_as_long_as_is_given_to_drain() -> None:
+def test_a_half_sent_request_delays_a_stop_by_the_drain_timeout() -> None:
     with ForkedServed("--drain-timeout", "1", host="::1") as served:
         served.wait_until_ready()
         head = b"POST /v1/embeddings HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n"
@@ -160,7 +164,7 @@ def test_a_request_that_is_half_sent_holds_a_stop_as_long_as_is_given_to_drain()
             begun.sendall(b"GET /hea")
             assert served.get("/health")[0] == 200  # those before it have been seen
             began = time.monotonic()
-            served.process.send_signal(signal.SIGTERM)
+            served.process.send_signal(signal.SIGHUP)
             assert silent.recv(1) == begun.recv(1) == b""
             status, errors = served.finish()
             assert (status, errors.count("\n")) == (1, 1)

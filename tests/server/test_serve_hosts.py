@@ -1,4 +1,4 @@
-"""The service over two hosts, as its users start it: by options, and by torchrun."""
+"""The service over two hosts, as users start it: by options, and by torchrun."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +16,8 @@ import pytest
 from benchmarks.http_served import COMMAND, ROOT, Served
 from coordinator.secret import SECRET_FILE
 from server.workers.minilm import packaged_model
-from tests.commands import run_to_end
 from tests.coordinator.hosts import NAMES, move_to
 from tests.netns import Host, two_hosts
-from tests.patience import PATIENCE_SECONDS
 from tests.ranks import run_ranks
 from tests.server.over_hosts import living_children, note, noted
 from tests.server.served import embed
@@ -108,35 +105,3 @@ def test_a_headless_host_that_is_stopped_ends_the_service_which_names_it(tmp_pat
     )
     assert status == 128 + signal.SIGTERM
     assert left == []
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--nnodes", "2"), "node_rank, master_addr is missing"),
-        (("--headless",), "the pool's hosts are not given"),
-        (
-            ("--nnodes", "2", "--node-rank", "0", "--master-addr", "a", "--headless"),
-            "--headless: this is host 0",
-        ),
-        (
-            ("--nnodes", "2", "--node-rank", "0", "--master-addr", "a", "--dp", "2"),
-            "--dp must be 1",
-        ),
-        (("--launcher", "ray", "--dp", "2"), "--dp must be 1"),
-        (("--launcher", "local", "--nnodes", "2"), "--launcher local"),
-        (("--launcher", "torchrun"), "torchrun did not start this process"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused_at_once(
-    options: Sequence[str], message: str, tmp_path: Path
-) -> None:
-    secret = tmp_path / "secret"
-    secret.touch(0o600)
-    secret.write_text("0123456789abcdef")
-    command = [sys.executable, "-c", COMMAND, "serve", *options]
-    environment = {**os.environ, SECRET_FILE: str(secret)}
-    began = time.monotonic()
-    done = run_to_end(*command, status=2, env=environment)
-    assert message in done.stderr
-    assert time.monotonic() - began < PATIENCE_SECONDS

@@ -1,14 +1,16 @@
-"""What the command line of ``serve`` accepts, and how it says no."""
+"""What the command line of ``serve`` accepts, and how it refuses."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import socket
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from coordinator.secret import SECRET_FILE
 from server.cli import main
 from server.commands import serve
 from server.commands.options import ServeOptions, StatusOptions, add_options
@@ -24,7 +26,18 @@ from server.config import (
 from server.hosts.place import Hosts
 from server.service.listener import listen
 from server.workers.minilm import MiniLMWorker
-from tests.server.tiny_llama import make_llama
+
+if TYPE_CHECKING:
+    pass
+
+
+COUNTS = ("dp", "max_restarts", "max_num_batched_tokens", "max_connections", "max_waiting")
+TIMES = ("stuck_after", "start_timeout")
+HOST_0 = {"nnodes": 2, "node_rank": 0, "master_addr": "a"}
+
+
+def flag(field: str) -> str:
+    return "--" + field.replace("_", "-")
 
 
 def test_the_command_line_and_python_make_the_same_options(tmp_path: Path) -> None:
@@ -66,8 +79,6 @@ def test_python_values_are_checked_as_those_of_the_command_line() -> None:
     [
         ({"port": 99999}, "--port must be 0 to 65535; got 99999"),
         ({"host": "0.0.0.0"}, "--host 0.0.0.0 is beyond loopback: give --api-key"),
-        ({"host": "::"}, "beyond loopback"),
-        ({"host": "example.org"}, "beyond loopback"),
         ({"host": "localhost.example.org"}, "beyond loopback"),
         ({"host": "0.0.0.0", "api_key": ""}, "printable ASCII"),
         ({"api_key": "two words"}, "printable ASCII"),
@@ -77,34 +88,45 @@ def test_python_values_are_checked_as_those_of_the_command_line() -> None:
         ({"tp": 5}, "tp=5 does not divide"),
         ({"bind": "half"}, "--bind must be none, auto, or"),
         ({"bind": "0|1", "tp": 3}, "is for 2 workers, and this host has 3"),
-        ({"dp": 0}, "--dp must be 1 or more; got 0"),
-        ({"max_restarts": 0}, "--max-restarts must be 1 or more; got 0"),
         ({"max_restarts": 3}, "--max-restarts is for restarted workers: give --restart"),
         ({"master_port": 4000}, "--master-port is for several hosts, and no other option names"),
         ({"silence_timeout": 9.0}, "--silence-timeout is for several hosts, and no other option"),
         ({"launcher": "torchrun", "nnodes": 2}, "--launcher torchrun defines the hosts itself"),
         ({"launcher": "ray", "master_port": 4000}, "--launcher ray defines the hosts itself"),
         ({"launcher": "ray", "headless": True}, "Ray starts the others, so none is --headless"),
-        ({"silence_timeout": float("inf")}, "--silence-timeout must be a finite number"),
-        ({"stuck_after": 0.0}, "--stuck-after must be more than 0 seconds; got 0.0"),
-        ({"max_num_batched_tokens": 0}, "--max-num-batched-tokens must be 1 or more; got 0"),
-        ({"max_connections": 0}, "--max-connections must be 1 or more; got 0"),
-        ({"max_waiting": 0}, "--max-waiting must be 1 or more; got 0"),
-        ({"start_timeout": 0.0}, "--start-timeout must be more than 0 seconds; got 0.0"),
-        (
-            {"request_timeout": -1.0},
-            "--request-timeout must be more than 0 seconds; got -1.0",
-        ),
-        (
-            {"stall_timeout": float("nan")},
-            "--stall-timeout must be more than 0 seconds; got nan",
-        ),
-        ({"drain_timeout": float("inf")}, "--drain-timeout must be a finite number"),
+        ({"nnodes": 2}, "node_rank, master_addr is missing"),
+        ({"headless": True}, "the pool's hosts are not given"),
+        ({**HOST_0, "headless": True}, "--headless: this is host 0"),
+        ({**HOST_0, "dp": 2}, "--dp must be 1"),
+        ({"launcher": "ray", "dp": 2}, "--dp must be 1"),
+        ({"launcher": "local", "nnodes": 2}, "--launcher local"),
+        ({"launcher": "torchrun"}, "torchrun did not start this process"),
+        *(({"host": name}, "beyond loopback") for name in ("::", "example.org")),
+        *(({field: 0}, f"{flag(field)} must be 1 or more; got 0") for field in COUNTS),
+        *(({field: 0.0}, f"{flag(field)} must be more than 0 seconds; got 0") for field in TIMES),
+        ({"request_timeout": -1.0}, "--request-timeout must be more than 0 seconds; got -1.0"),
+        ({"stall_timeout": math.nan}, "--stall-timeout must be more than 0 seconds; got nan"),
+        ({"silence_timeout": math.inf}, "--silence-timeout must be a finite number"),
+        ({"drain_timeout": math.inf}, "--drain-timeout must be a finite number"),
     ],
 )
-def test_wrong_options_are_refused(given: Any, text: str) -> None:
+def test_wrong_options_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: Any, text: str
+) -> None:
+    (tmp_path / "secret").touch(0o600)
+    (tmp_path / "secret").write_text("0123456789abcdef")
+    monkeypatch.setenv(SECRET_FILE, str(tmp_path / "secret"))
     with pytest.raises(ValueError, match=text):
         serve.prepare(ServeOptions(**given))
+
+
+def test_a_wrong_option_ends_with_status_2_and_its_reason(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--launcher", "torchrun"])
+    assert ended.value.code == 2
+    assert "torchrun did not start this process" in capsys.readouterr().err
 
 
 def test_hosts_share_the_workers_evenly() -> None:
@@ -128,28 +150,27 @@ def test_hosts_share_the_workers_evenly() -> None:
         ({"max_model_len": 1}, "--max-model-len must be at least 2: a token of the prompt, one"),
     ],
 )
-def test_options_that_are_wrong_for_completions(tmp_path: Path, given: Any, text: str) -> None:
-    folder = make_llama(tmp_path / "model")
+def test_wrong_options_for_completions_are_refused(llama: Path, given: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        serve.prepare(ServeOptions(model=folder, **given))
+        serve.prepare(ServeOptions(model=llama, **given))
 
 
-def test_a_model_that_completes(tmp_path: Path) -> None:
-    plan: Any = serve.prepare(ServeOptions(make_llama(tmp_path / "tiny"), max_model_len=1000))
-    assert (plan.app.model.name, plan.app.model.max_tokens) == ("tiny", 128)
+def test_a_model_that_completes_is_served(llama: Path) -> None:
+    plan: Any = serve.prepare(ServeOptions(llama, max_model_len=1000))
+    assert (plan.app.model.name, plan.app.model.max_tokens) == ("model", 128)
     worker = plan.pool["worker_kwargs"]
     assert (worker["slots"], worker["length"]) == (16, 128)
     with pytest.raises(ValueError, match="--max-num-seqs and --max-model-len are for models that"):
         serve.prepare(ServeOptions(max_num_seqs=4))
 
 
-def test_ray_is_asked_for_where_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_ray_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "find_spec", lambda _: None)
     with pytest.raises(ImportError, match="--launcher ray: install the extra 'ray'"):
         serve.prepare(ServeOptions(launcher="ray"))
 
 
-def test_hosts_that_ray_finds_may_be_silent_for_as_long_as_is_said(
+def test_hosts_that_ray_finds_have_a_longer_silence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(serve, "find_spec", str)
@@ -159,15 +180,12 @@ def test_hosts_that_ray_finds_may_be_silent_for_as_long_as_is_said(
 
 
 @pytest.mark.parametrize("where", ["::1", "localhost", "127.0.0.1", "127.8.9.10"])
-def test_loopback_needs_no_key(where: str) -> None:
+def test_only_loopback_needs_no_key(where: str) -> None:
     assert ServeOptions(host=where).api_key is None
-
-
-def test_beyond_loopback_with_a_key() -> None:
     assert ServeOptions(host="0.0.0.0", api_key="k").host == "0.0.0.0"
 
 
-def test_a_key_may_stand_in_a_file(tmp_path: Path) -> None:
+def test_a_key_is_read_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text("from-a-file\n")
     assert ServeOptions(api_key=f"@{file}").api_key == "from-a-file"
@@ -186,7 +204,7 @@ def test_a_key_may_stand_in_a_file(tmp_path: Path) -> None:
             ServeOptions(api_key=f"@{file}")
 
 
-def test_a_port_that_is_taken_is_told_before_workers_start(
+def test_a_taken_port_is_an_error_before_workers_start(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -198,6 +216,6 @@ def test_a_port_that_is_taken_is_told_before_workers_start(
     assert told.err.count("\n") == 1
 
 
-def test_a_name_that_no_host_can_have_is_told_as_an_address_that_cannot_be_listened_at() -> None:
+def test_an_impossible_host_name_cannot_be_listened_at() -> None:
     with pytest.raises(OSError, match=r"cannot listen at a{64}, port 0: no host has such a name"):
         listen("a" * 64, 0)

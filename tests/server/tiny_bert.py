@@ -108,6 +108,10 @@ def save_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content), encoding="utf-8")
 
 
+def edit(path: Path, **changes: Any) -> None:
+    save_json(path, json.loads(path.read_text()) | changes)
+
+
 def _save_tokenizer(folder: Path) -> None:
     ids = {token: number for number, token in enumerate(VOCABULARY)}
     tokenizer = Tokenizer(models.WordPiece(ids, unk_token="[UNK]"))

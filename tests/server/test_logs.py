@@ -1,7 +1,8 @@
-"""Request ids, and the lines that the service writes about requests and itself."""
+"""What the service writes: its log, a line for each request with its id, a bar while it loads."""
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -13,30 +14,32 @@ from typing import TYPE_CHECKING, TextIO
 
 import pytest
 
+from server.commands.progress import ProgressBar
 from server.service import logs
-from tests.server.fake_service import run, site
+from tests.server.fake_service import site
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.quick
 TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
 
 
-def ask(mode: str) -> None:
-    async def test() -> None:
-        async with site() as here:
-            logs.configure(mode)
-            own = await here.embed(["a", "bcd"])
-            assert re.fullmatch("[0-9a-f]{32}", own.headers["x-request-id"])
-            here.client.headers["x-request-id"] = "from-the-client"
-            given = await here.client.get('/no"where?secret=1')
-            assert given.headers["x-request-id"] == "from-the-client"
-            for wrong in ("", "two words", "x" * 129, "tab\tbed"):
-                here.client.headers["x-request-id"] = wrong
-                new = (await here.client.get("/health")).headers["x-request-id"]
-                assert re.fullmatch("[0-9a-f]{32}", new)
+FACTS = {"facts": {"client": "", "method": "GET", "path": "/"}}
 
-    run(test)
+
+async def ask(mode: str) -> None:
+    async with site() as here:
+        logs.configure(mode)
+        own = await here.embed(["a", "bcd"])
+        assert re.fullmatch("[0-9a-f]{32}", own.headers["x-request-id"])
+        here.client.headers["x-request-id"] = "from-the-client"
+        given = await here.client.get('/no"where?secret=1')
+        assert given.headers["x-request-id"] == "from-the-client"
+        for wrong in ("", "two words", "x" * 129, "tab\tbed"):
+            here.client.headers["x-request-id"] = wrong
+            new = (await here.client.get("/health")).headers["x-request-id"]
+            assert re.fullmatch("[0-9a-f]{32}", new)
 
 
 def test_the_log_as_json(capfd: pytest.CaptureFixture[str]) -> None:
@@ -61,8 +64,8 @@ def test_the_log_as_json(capfd: pytest.CaptureFixture[str]) -> None:
     assert other["traceback"].endswith("ValueError: oh")
 
 
-def test_a_line_for_each_request(capfd: pytest.CaptureFixture[str]) -> None:
-    ask("on")
+async def test_each_request_has_a_line(capfd: pytest.CaptureFixture[str]) -> None:
+    await ask("on")
     embedded, missing, *_ = capfd.readouterr().out.splitlines()
     assert re.fullmatch(
         rf'{TIME} 127.0.0.1:123 POST "/v1/embeddings" status=200 ms=[\d.]+ bytes=\d+ '
@@ -71,15 +74,14 @@ def test_a_line_for_each_request(capfd: pytest.CaptureFixture[str]) -> None:
     )
     assert "status=404" in missing and "id=from-the-client" in missing
     assert "secret" not in missing
-
-
-def test_a_json_object_for_each_request(capfd: pytest.CaptureFixture[str]) -> None:
-    ask("json")
+    await ask("json")
     lines = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
     assert len(lines) == 6
     assert re.fullmatch(TIME, lines[0]["time"])
     assert (lines[0]["method"], lines[0]["status"], lines[0]["tokens"]) == ("POST", 200, 4)
     assert lines[1]["path"] == "/no%22where"
+    await ask("off")
+    assert capfd.readouterr() == ("", "")
 
 
 async def test_a_long_path_is_cut_in_answer_and_line(capfd: pytest.CaptureFixture[str]) -> None:
@@ -95,29 +97,27 @@ async def test_a_long_path_is_cut_in_answer_and_line(capfd: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("n_warnings", [1, 3])
-def test_an_access_log_that_cannot_be_written_says_so_without_a_traceback(
+def test_an_access_log_that_cannot_be_written_warns_without_a_traceback(
     n_warnings: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Once where its reader has gone, each time where a disk is full, which may change."""
     reader, broken = os.pipe()
     os.close(reader)
     full = os.open("/dev/full", os.O_WRONLY)
     with os.fdopen(full, "w") as full_disk, os.fdopen(broken, "w") as unread:
         monkeypatch.setattr(sys, "stdout", unread if n_warnings == 1 else full_disk)
         logs.configure("on")
-        facts = {"client": "", "method": "GET", "path": "/"}
         for _ in range(3):
-            logging.getLogger(logs.ACCESS).info("request", extra={"facts": facts})
-        told = capfd.readouterr().err.splitlines()
-        assert len(told) == n_warnings
-        assert "the access log cannot be written: " in told[0]
+            logging.getLogger(logs.ACCESS).info("request", extra=FACTS)
+        warnings = capfd.readouterr().err.splitlines()
+        assert len(warnings) == n_warnings
+        assert "the access log cannot be written: " in warnings[0]
         with Path(os.devnull).open("w") as nowhere:
             os.dup2(nowhere.fileno(), full)  # what is left can be written
 
 
 @pytest.fixture
 def unread() -> Iterator[tuple[int, TextIO]]:
-    """Both ends of a pipe; whoever waits in a write to it gets an error after 30 s."""
+    """Both ends of a pipe; a write that blocks raises after 30 s."""
     reader, writer = os.pipe()
     signal.signal(signal.SIGALRM, lambda *_: os.close(reader))
     signal.alarm(30)
@@ -129,7 +129,7 @@ def unread() -> Iterator[tuple[int, TextIO]]:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_reader_that_stops_is_not_waited_for(
+def test_a_log_waits_for_no_reader_that_stops(
     shared: bool,
     unread: tuple[int, TextIO],
     monkeypatch: pytest.MonkeyPatch,
@@ -141,15 +141,14 @@ def test_a_reader_that_stops_is_not_waited_for(
     if shared:
         monkeypatch.setattr(sys, "stderr", pipe)
     logs.configure("on")
-    line = {"extra": {"facts": {"client": "", "method": "GET", "path": "/"}}}
     n_lines = 3000
     for _ in range(n_lines):
-        logging.getLogger(logs.ACCESS).info("request", **line)
+        logging.getLogger(logs.ACCESS).info("request", extra=FACTS)
     logging.getLogger("another").warning("this")
     logging.getLogger("another").warning("that")
     n_written = os.read(reader, 1 << 20).count(b"\n")
     assert 0 < n_written < n_lines
-    logging.getLogger(logs.ACCESS).info("request", **line)
+    logging.getLogger(logs.ACCESS).info("request", extra=FACTS)
     logging.getLogger("another").warning("the rest")
     later = os.read(reader, 1 << 20).decode() + capfd.readouterr().err
     assert later.count('GET "/"') == 2  # the one that was waited for is kept
@@ -160,7 +159,7 @@ def test_a_reader_that_stops_is_not_waited_for(
     assert ("the log was not read: 1 lines were dropped" in later) == shared
 
 
-def test_a_line_longer_than_a_pipe_takes_at_once_is_not_waited_for_and_ended_later(
+def test_a_line_longer_than_the_pipe_is_completed_later(
     unread: tuple[int, TextIO], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader, pipe = unread
@@ -179,12 +178,7 @@ def test_a_line_longer_than_a_pipe_takes_at_once_is_not_waited_for_and_ended_lat
     assert told.endswith(f"the log was not read: {9 - len(whole)} lines were dropped")
 
 
-def test_no_line_unless_it_is_wanted(capfd: pytest.CaptureFixture[str]) -> None:
-    ask("off")
-    assert capfd.readouterr() == ("", "")
-
-
-def test_a_flood_of_one_kind_is_cut_short_and_hides_no_other(
+def test_a_flood_of_one_kind_is_cut_and_hides_no_other(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     logs.configure("off")
@@ -209,3 +203,33 @@ def test_a_flood_may_go_on_after_its_minute() -> None:
     assert [passes(at) for at in (0.0, 1.0, 2.0, 59.0, 60.0, 61.0, 62.0)] == [
         True, True, False, False, True, True, False,
     ]  # fmt: skip
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_all_ranks_in_one_bar_and_a_pipe_nothing() -> None:
+    out = Terminal()
+    bar = ProgressBar(out)
+    bar.begin()
+    bar(0, 10, 40, "weights")
+    bar(1, 0, 40, "weights")
+    bar(0, 40, 40, "weights")
+    bar(1, 40, 40, "weights")
+    bar.end("ready")
+    assert out.getvalue().split("\r\x1b[K") == [
+        "",
+        "starting the workers",
+        "[" + "#" * 7 + "." * 23 + "]  25 % loaded: weights",
+        "[" + "#" * 3 + "." * 27 + "]  12 % loaded: weights",
+        "[" + "#" * 15 + "." * 15 + "]  50 % loaded: weights",
+        "warming up",
+        "ready\n",
+    ]
+    pipe = io.StringIO()
+    bar = ProgressBar(pipe)
+    bar(0, 1, 2, "weights")
+    bar.end("ready")
+    assert pipe.getvalue() == ""

@@ -1,4 +1,4 @@
-"""Pools where the system refuses what they need, or kills a worker for want of memory."""
+"""Pools where the system refuses calls, threads or processes, or kills a worker for its memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.server.test_resources import system
 from tests.server.workers import Worker, pids_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
 
@@ -50,29 +50,27 @@ def start(_: int, __: int, number: int, names: Sequence[str], fork: bool) -> tup
     return type(caught.value), caught.value.errno, str(caught.value), left
 
 
+LIMIT = "no further process or thread can be started: this user may have "
+
+
 @pytest.mark.parametrize(
-    ("refused", "named", "fork"),
+    ("refused", "fork", "kind", "number", "text"),
     [
-        ("pidfd_open", "pidfd_open", True),
-        ("pidfd_open", "pidfd_open", False),
-        ("eventfd2", "eventfd", False),
+        (["pidfd_open"], True, OSError, errno.ENOSYS, "pidfd_open is refused here: Function not"),
+        (["pidfd_open"], False, OSError, errno.ENOSYS, "pidfd_open is refused here: Function not"),
+        (["eventfd2"], False, OSError, errno.ENOSYS, "eventfd is refused here: Function not impl"),
+        (NEW_PROCESSES, True, ProcessLimitError, errno.EAGAIN, LIMIT),
     ],
 )
-def test_without_a_system_call_a_pool_names_it(refused: str, named: str, fork: bool) -> None:
-    ((_, number, told, left),) = run_ranks(1, start, errno.ENOSYS, [refused], fork)
-    assert number == errno.ENOSYS
-    assert f"{named} is refused here: Function not implemented" in told
-    assert left == []
+def test_a_pool_names_the_refused_system_call_and_leaves_no_process(
+    refused: Sequence[str], fork: bool, kind: type[OSError], number: int, text: str
+) -> None:
+    (found,) = run_ranks(1, start, number, refused, fork)
+    assert issubclass(found[0], kind)
+    assert (found[1], text in found[2], found[3]) == (number, True, [])
 
 
-def test_a_pool_that_may_start_no_process_says_so() -> None:
-    ((kind, number, told, left),) = run_ranks(1, start, errno.EAGAIN, NEW_PROCESSES, True)
-    assert (kind, number) == (ProcessLimitError, errno.EAGAIN)
-    assert told.startswith("no further process or thread can be started: this user may have ")
-    assert left == []
-
-
-def test_calls_are_late_or_stuck_in_time_where_no_further_thread_may_be_started(
+def test_calls_time_out_where_no_further_thread_may_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with WorkerPool(Worker, stuck_after=3.0) as pool:
@@ -89,18 +87,25 @@ def test_calls_are_late_or_stuck_in_time_where_no_further_thread_may_be_started(
             pool.call("echo", timeout=60.0)
 
 
-@pytest.mark.parametrize("refused", ["pool-collector", "pool-supervisor"])
-def test_a_pool_that_may_not_start_all_its_threads_leaves_none(refused: str) -> None:
+@pytest.mark.parametrize(
+    ("refused", "make"),
+    [
+        ("pool-collector", partial(WorkerPool, Worker, tp=2)),
+        ("pool-supervisor", partial(WorkerPool, Worker, tp=2)),
+        ("start-replica-1", partial(Replicas, Worker, dp=2)),
+    ],
+)
+def test_a_refused_thread_leaves_no_other_one(refused: str, make: Callable[[], object]) -> None:
     with refusing_threads(refused), pytest.raises(ProcessLimitError):
-        WorkerPool(Worker, tp=2)
-    until(lambda: not any(each.name.startswith("pool-") for each in threading.enumerate()))
-
-
-def test_replicas_that_may_not_all_have_a_thread_to_start_in_leave_none() -> None:
-    with refusing_threads("start-replica-1"), pytest.raises(ProcessLimitError):
-        Replicas(Worker, dp=2)
-    until(lambda: not any("-replica-" in each.name for each in threading.enumerate()))
-    until(lambda: not any(each.name.startswith("pool-") for each in threading.enumerate()))
+        make()
+    until(
+        lambda: (
+            not any(
+                each.name.startswith("pool-") or "-replica-" in each.name
+                for each in threading.enumerate()
+            )
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -110,7 +115,7 @@ def test_replicas_that_may_not_all_have_a_thread_to_start_in_leave_none() -> Non
         ("threading.Thread.start", "can't start new thread"),
     ],
 )
-def test_a_worker_that_may_start_no_process_or_thread_says_so(
+def test_a_worker_that_may_start_no_process_or_thread_gives_the_reason(
     replaced: str, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     code = f"""
@@ -143,7 +148,7 @@ CONTROL = "oom_kill_disable 0\nunder_oom 0\noom_kill {}\n"
     ],
     ids=["container", "unit", "around", "version 1"],
 )
-def test_a_worker_that_the_kernel_kills_for_want_of_memory_is_said_to_be(
+def test_a_kill_by_the_kernel_for_memory_is_named(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     groups: str,
@@ -151,6 +156,7 @@ def test_a_worker_that_the_kernel_kills_for_want_of_memory_is_said_to_be(
     file: str,
     counts: str,
 ) -> None:
+    assert memory_kills(tmp_path) == 0
     system(tmp_path, groups, mounts, **{file.replace("/", "__"): counts.format(2)})
     monkeypatch.setattr(local, "memory_kills", partial(memory_kills, tmp_path))
     with WorkerPool(Worker, tp=2) as pool:
@@ -161,10 +167,6 @@ def test_a_worker_that_the_kernel_kills_for_want_of_memory_is_said_to_be(
     assert caught.value.end == (
         "killed by SIGKILL (the kernel has killed 1 here for want of memory since it started)"
     )
-
-
-def test_where_there_is_no_memory_cgroup_nothing_is_known_of_kills(tmp_path: Path) -> None:
-    assert memory_kills(tmp_path) == 0
 
 
 STARVED = """
