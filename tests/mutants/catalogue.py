@@ -370,10 +370,7 @@ MUTANTS = (
         "server/calls/pending_call.py",
         "difference = first_divergence(self.begun)",
         "difference = None if self.begun else first_divergence(self.begun)",
-        (
-            "tests/server/test_pool_divergence.py::"
-            "test_calls_do_not_meet_where_a_rank_leaves_a_collective_out",
-        ),
+        ("tests/server/test_pool_divergence.py::test_calls_do_not_meet",),
     ),
     Mutant(
         "R1 ranks that differ in a dtype alone get no answer, whatever the transport",
@@ -381,8 +378,8 @@ MUTANTS = (
         "        0 if dtype is None else DTYPE_CODES.get(dtype, 0),",
         "        0,",
         (
-            "tests/server/test_pool_slips.py::test_a_slip_over_torch_is_never_answered",
-            "tests/server/test_agreement.py::"
+            "tests/server/test_pool_divergence.py::test_a_slip_over_torch_is_never_answered",
+            "tests/server/test_pool_errors.py::"
             "test_a_collective_of_another_kind_is_named_with_the_odd_rank",
         ),
     ),
@@ -616,7 +613,7 @@ MUTANTS = (
         "coordinator/context.py",
         "over = below = build.shm(wire)",
         "over = below = build.shm(wire)\n            groups.cpu(exchange.deadline)",
-        ("tests/server/test_pool_locked.py::test_nobody_can_reach_a_pool_on_the_cpu",),
+        ("tests/server/test_pool_groups.py::test_a_pool_on_the_cpu_opens_no_socket",),
     ),
     Mutant(
         "O1 a wait is said to whoever looks on",

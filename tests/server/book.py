@@ -1,16 +1,23 @@
-"""A table of the calls of two ranks, for tests without processes."""
+"""A table of calls, its calls and what two ranks have begun in them: decided without processes."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from device_comm.call_number import OperationCounts
+from device_comm.shm.signature import sign
 from server.calls.call_table import CallTable, DueCalls
 from server.calls.pending_call import PendingCall
 from server.control.protocol import Failed, Reply
 from server.errors import WorkerLostError
 from shm_broadcast import CoordinatorError
-from tests.server.begun import begun
+from tests.calls import in_call
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from coordinator.call_counts import GroupOperationCounts
 
 
 class AbortError(CoordinatorError):
@@ -19,6 +26,31 @@ class AbortError(CoordinatorError):
 
 def a_call(*, retry: bool = False, timeout: float | None = None) -> PendingCall:
     return PendingCall("embed", (), {}, 2, None, timeout, retry=retry)
+
+
+def begun(
+    ranks: tuple[int, ...],
+    name: str = "tp",
+    number: int = 0,
+    sent: Mapping[int, int] | None = None,
+    received: Mapping[int, int] | None = None,
+    signatures: tuple[bytes, ...] = (),
+    **verbs: int,
+) -> tuple[GroupOperationCounts, ...]:
+    """What a member of one group reports: the collectives ``signatures``, then so many of each
+    verb, and messages by rank in it.
+    """
+    did = OperationCounts(len(ranks))
+    with in_call(1):
+        signed = [sign(verb) for verb, count in verbs.items() for _ in range(count)]
+        for signature in (*signatures, *signed):
+            did.add(signature)
+        for counted, count_one in ((sent, did.count_sent), (received, did.count_received)):
+            for peer, count in (counted or {}).items():
+                for _ in range(count):
+                    count_one(peer)
+    taken = did.take()
+    return ((name, ranks, bytes([number]), *taken),) if any(taken) else ()
 
 
 class Book:

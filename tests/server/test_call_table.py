@@ -1,19 +1,23 @@
-"""The order of calls, their answers and deadlines, by hand, without processes."""
+"""The table of calls: their order, answers, deadlines and restarts, without processes."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
+import server.calls
 from server.calls.pending_call import PendingCall
-from server.errors import CallDivergedError, PoolClosedError, WorkerError, WorkerLostError
+from server.errors import CallDivergedError, WorkerError, WorkerLostError
 from shm_broadcast import CoordinatorError, MessageDecodeError
+from tests.interruptions import interruptions
 from tests.server.book import AbortError, Book, a_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+pytestmark = pytest.mark.quick
 
 
 def test_a_call_is_done_when_every_rank_has_answered() -> None:
@@ -60,7 +64,9 @@ def test_every_error_names_the_pool(wrong: Callable[[Book], None]) -> None:
 def test_the_first_failure_is_kept() -> None:
     book = Book()
     calls = [book.send(), book.send()]
+    unsent = calls[1]
     book.lose_worker()
+    book.table.unsent(unsent)
     book.table.end(WorkerLostError(0, 4241, "exit status 1"))
     for call in calls:
         with pytest.raises(WorkerLostError, match=r"rank 1 \(pid 4242\): killed by SIGKILL"):
@@ -70,64 +76,23 @@ def test_the_first_failure_is_kept() -> None:
     assert "takes no more calls" in raised.value.__notes__[-1]
 
 
-def test_a_closed_pool_fails_its_calls_and_has_no_failure() -> None:
-    book = Book()
-    call = book.send()
-    book.table.end(PoolClosedError("shut down"))
-    with pytest.raises(PoolClosedError):
-        call.result()
-    assert (book.table.failure, book.table.last_failure) == (None, None)
-
-
 def test_at_most_in_flight_calls_are_sent_and_the_rest_in_order() -> None:
     book = Book(in_flight=2)
     calls = [book.send() for _ in range(4)]
     assert [call.number for call in calls] == [1, 2, 0, 0]
     assert book.next() is None
+    queued = a_call()
+    assert not book.table.accept(queued, 0)  # another thread sends
     for number in (1, 2):
         book.answer(number)
         assert book.next() is calls[number + 1]
     assert [call.number for call in calls] == [1, 2, 3, 4]
+    book.answer(3)
+    assert book.next() is queued
 
 
-def test_a_call_is_queued_while_another_thread_sends() -> None:
-    book = Book(in_flight=2)
-    first, second = a_call(), a_call()
-    assert book.table.accept(first, 1)
-    assert not book.table.accept(second, 0)
-    assert book.next() is second
-
-
-def test_the_number_of_an_unsent_call_goes_to_the_next() -> None:
-    book = Book()
-    late, unpicklable, last = a_call(), a_call(), a_call()
-    assert book.table.accept(late, 1)
-    book.table.unsent(late)
-    assert (late.done, late.number) == (False, 0)
-    future = unpicklable.future()
-    book.table.submit(unpicklable)
-    assert book.next() is unpicklable
-    assert unpicklable.number == 1
-    book.table.unsent(unpicklable)
-    book.table.expire(unpicklable, TypeError("cannot pickle"))
-    (finished,) = book.table.finished
-    finished.hand_out()
-    assert isinstance(future.exception(0), TypeError)
-    assert book.table.accept(last, 1)
-    assert last.number == 1
-
-
-def test_a_call_that_is_unsent_after_the_pool_broke_has_its_failure() -> None:
-    book = Book()
-    call = book.send()
-    book.lose_worker()
-    book.table.unsent(call)
-    with pytest.raises(WorkerLostError):
-        call.result()
-
-
-def test_withdrawn_and_cancelled_calls_are_skipped() -> None:
-    book = Book(in_flight=1, call_seconds=60.0)
+def test_calls_without_a_caller_are_not_sent_or_are_marked_in_flight() -> None:
+    book = Book(in_flight=1)
     first, withdrawn = book.send(), book.send()
     cancelled, last = a_call(), a_call()
     assert cancelled.future().cancel()
@@ -137,35 +102,9 @@ def test_withdrawn_and_cancelled_calls_are_skipped() -> None:
     book.table.abandon(first)
     assert book.marked == [1]
     book.answer(1)
-    assert book.next() is last
-    assert last.number == 2
-
-
-def test_only_a_call_in_flight_is_marked_as_cancelled() -> None:
-    book = Book()
-    first, _ = book.send(), book.send()
-    for number in (1, 2):
-        book.answer(number)
     book.table.cancel(first)
-    assert book.marked == []
-
-
-def test_a_stream_ends_on_all_ranks_or_fails() -> None:
-    book = Book(in_flight=4)
-    calls = [PendingCall("words", (), {}, 2, 1, stream=number) for number in (1, 1, 1, -1)]
-    for call in calls:
-        assert book.table.accept(call, 1)
-    values: list[Any] = [((None,), ("a",)), ((None,), ("b",)), ((), ("c",)), (None, None)]
-    for number, pair in enumerate(values, 1):
-        book.answer(number, *pair)
-    assert [call.result() for call in calls[:2]] == [("a",), ("b",)]
-    with pytest.raises(CallDivergedError) as raised:
-        calls[2].result()
-    assert str(raised.value) == (
-        "call 3 (words): in group world, rank 0 ended the stream where rank 1 went on with it"
-    )
-    assert calls[3].result() is None
-    assert book.table.ended is None
+    assert book.next() is last
+    assert (last.number, book.marked) == (2, [1])
 
 
 def test_results_are_not_compared_with_anything() -> None:
@@ -180,7 +119,6 @@ def test_results_are_not_compared_with_anything() -> None:
 
 
 def test_a_call_settles_only_after_all_earlier_ones() -> None:
-    """Reports of failures overtake replies."""
     book = Book()
     first, second = book.send(), book.send()
     for rank in (0, 1):
@@ -203,36 +141,25 @@ def test_a_lost_reply_breaks_the_pool_before_the_next_answer() -> None:
     assert book.table.failure is not None
 
 
-def test_an_unreadable_reply_fails_the_oldest_call_of_its_rank() -> None:
-    book = Book()
-    first, second = book.send(), book.send()
-    book.reply(1, 1)
-    book.table.garbled(0, MessageDecodeError("garbled"), 1)
-    with pytest.raises(MessageDecodeError, match=r"reply of rank 0 to .* cannot be read: garbled"):
-        first.result()
-    assert not second.done
-    assert book.table.failure is None
-
-
-def test_an_unreadable_reply_may_be_received_again() -> None:
+def test_an_unreadable_reply_fails_the_oldest_call_of_its_rank_and_may_be_received_again() -> None:
     """As without a free descriptor: the message is kept."""
     book = Book()
     first, second = book.send(), book.send()
+    book.reply(1, 1)
     for _ in range(2):
         book.table.garbled(0, MessageDecodeError("garbled"), 1)
+    with pytest.raises(MessageDecodeError, match=r"reply of rank 0 to .* cannot be read: garbled"):
+        first.result()
+    assert (second.done, book.table.failure) == (False, None)
     for number in (1, 2):
         book.reply(0, number)
+    book.reply(1, 2)
+    with pytest.raises(MessageDecodeError):
+        second.result()
     assert book.table.failure is None
-    for number in (1, 2):
-        book.reply(1, number)
-    for call in (first, second):
-        with pytest.raises(MessageDecodeError):
-            call.result()
 
 
 class Clock:
-    """Stands for ``time.monotonic``."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
         monkeypatch.setattr("time.monotonic", lambda: self.now)
@@ -271,12 +198,6 @@ def test_a_call_with_its_own_timeout_is_late_though_others_are_answered(clock: C
     clock.now += 2.0
     assert book.tick() == ([own], None, math.inf)
     assert book.table.due(own).timeout == 2.0
-
-
-@pytest.mark.parametrize("wrong", [-1.0, math.nan])
-def test_a_negative_timeout_is_refused(wrong: float) -> None:
-    with pytest.raises(ValueError, match="timeout must be 0 or more seconds"):
-        a_call(timeout=wrong)
 
 
 def test_a_stuck_call_is_reported_once(clock: Clock) -> None:
@@ -371,9 +292,6 @@ def test_the_time_of_a_failed_call_begins_after_all_earlier_calls() -> None:
     book.tick()
     assert isinstance(book.table.failure, WorkerError)
     assert second.done
-
-
-def test_the_time_of_the_next_failed_call_begins_when_the_first_settles() -> None:
     book = Book()
     book.send()
     assert book.tick().seconds == math.inf
@@ -383,68 +301,46 @@ def test_the_time_of_the_next_failed_call_begins_when_the_first_settles() -> Non
     assert book.tick().seconds == math.inf
 
 
-def test_an_own_failure_replaces_a_secondary_one() -> None:
+def test_a_failure_of_a_rank_s_own_replaces_a_consequence_of_another() -> None:
     book = Book()
-    call = book.send()
+    call, other = book.send(), book.send()
     book.fail(0, 1, "PeerLostError", secondary=True)
     assert not call.done
     book.fail(1, 1, "ValueError")
     with pytest.raises(WorkerError, match=r"rank 1 .*embed: ValueError"):
         call.result()
     assert book.table.failure is None
-
-
-def test_a_secondary_failure_counts_without_a_better_one() -> None:
-    book = Book()
-    call = book.send()
-    book.fail(0, 1, "PeerLostError", operations=1, secondary=True)
-    book.reply(1, 1)
-    for refused in (call.result, book.table.check):
+    book.fail(0, 2, "PeerLostError", operations=1, secondary=True)
+    book.reply(1, 2)
+    for refused in (other.result, book.table.check):
         with pytest.raises(WorkerError, match=r"rank 0 .*embed: PeerLostError"):
             refused()
 
 
-LOST = WorkerLostError(1, 4242, "killed by SIGABRT")
-
-
-def own(book: Book) -> None:
-    book.fail(1, 2, "ValueError", aborted=True)
-
-
-def exited(book: Book) -> None:
-    book.table.saw_abort(CoordinatorError("a queue ended"), LOST)
-
-
-def nothing(_: Book) -> None:
-    """Have no more evidence."""
-
-
-@pytest.mark.parametrize("more", [nothing, exited, own])
+@pytest.mark.parametrize("evidence", ["none", "the end of a process", "an own exception"])
 @pytest.mark.parametrize("secondary", [True, False])
-def test_the_root_cause_of_an_abort_is_the_best_evidence(
-    clock: Clock, more: Callable[[Book], None], secondary: bool
-) -> None:
-    """In this order: a rank's own exception, the end of a process, the abort."""
-    expected = {
-        own: "rank 1 .*embed: ValueError",
-        exited: "rank 1 .*killed by SIGABRT",
-        nothing: "aborted" if secondary else "a queue ended",
-    }[more]
+def test_an_abort_has_the_best_evidence(clock: Clock, evidence: str, secondary: bool) -> None:
     book = Book(settle_seconds=1.0)
     book.may_report = True
     early, late = book.send(), book.send()
+    expected = "aborted" if secondary else "a queue ended"
     if secondary:
         book.fail(0, 1, "GroupAbortedError", secondary=True, aborted=True)
     else:
         book.table.saw_abort(CoordinatorError("a queue ended"))
     book.reply(1, 1)
-    more(book)
-    for _ in range(6):
+    if evidence == "the end of a process":
+        lost = WorkerLostError(1, 4242, "killed by SIGABRT")
+        book.table.saw_abort(CoordinatorError("a queue ended"), lost)
+        expected = "rank 1 .*killed by SIGABRT"
+    elif evidence == "an own exception":
+        book.fail(1, 2, "ValueError", aborted=True)
+        expected = "rank 1 .*embed: ValueError"
         book.tick()
-        assert (book.table.failure is None) == (more is not own)
-        if more is own:
-            break
-        assert not early.done
+        assert book.table.failure is not None
+    for _ in range(6) if evidence != "an own exception" else ():
+        book.tick()
+        assert (early.done, book.table.failure) == (False, None)
         clock.now += 0.8
     clock.now += 0.8
     book.tick()
@@ -575,36 +471,44 @@ def test_a_future_outlives_its_generation_and_can_then_not_be_cancelled() -> Non
     assert future.result(timeout=0) == ["a", "b"]
 
 
-def test_a_pool_that_is_restarted_no_more_fails_the_waiting_calls() -> None:
-    book = Book(restartable=True)
-    had = book.send()
-    book.lose_worker()
-    waiting = book.send()
-    book.table.end(WorkerLostError(0, 4242, "again"))
-    with pytest.raises(WorkerLostError, match="rank 1"):
-        had.result()
-    for refused in (waiting.result, book.table.check):
-        with pytest.raises(WorkerLostError, match="again"):
-            refused()
-
-
 @pytest.mark.parametrize("restartable", [False, True])
-def test_lost_calls_of_replicas_move_unless_the_pool_is_closed(restartable: bool) -> None:
-    book = Book(in_flight=1, restartable=restartable)
-    calls = [book.send(retry=True) for _ in range(2)]
-    for call in calls:
-        call.move = lambda _: None
-    book.lose_worker()
-    assert list(book.table.moving) == calls
-    assert book.table.size == 2
-    book.table.moving.clear()
-    if restartable:
-        waiting = a_call(retry=True)
-        waiting.move = lambda _: None
-        stays = a_call()
-        for call in (waiting, stays):
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda book: book.reply(1, 1, "one"),
+        lambda book: book.fail(1, 1),
+        lambda book: book.reply(1, 1, operations=1),
+        lambda book: book.lose_worker(),
+        lambda book: book.table.accept(a_call(), 1),
+    ],
+    ids=["reply", "failure", "divergence", "loss", "call"],
+)
+def test_an_interrupt_anywhere_loses_no_call(
+    act: Callable[[Book], object], restartable: bool
+) -> None:
+    book, calls, places = Book(), list[PendingCall](), 0
+
+    def prepare() -> None:
+        nonlocal book, calls
+        book = Book(in_flight=3, restartable=restartable)
+        calls = [book.send(), book.send(), book.send(retry=True), a_call(), a_call(retry=True)]
+        for call in calls[3:]:
+            call.future()
             book.table.submit(call)
-        assert book.table.take_waiting() == [waiting]
-        book.table.end(PoolClosedError("shut down"))
-        assert stays.done
-        assert not book.table.size
+        book.reply(0, 1, "zero")
+
+    prepare()
+    for place in interruptions(lambda: act(book), server.calls):
+        places += 1
+        book.table.break_off(CoordinatorError("amid"))
+        book.tick()
+        waiting = [call for call in calls if restartable and call.retry]
+        assert [call for call in calls if not call.done] == waiting, place
+        assert [*book.table.queued] == waiting, place
+        assert not any(call.done == call.ended.locked() for call in calls), place
+        for call in [*book.table.finished]:
+            call.hand_out()
+        assert calls[3].future().done()
+        assert calls[0].error is not None or calls[0].result() == ["zero", "one"], place
+        prepare()
+    assert places > 3

@@ -6,8 +6,7 @@ import asyncio
 import os
 import sys
 import threading
-import time
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +15,11 @@ import pytest
 import torch
 
 from server.config import PoolConfig
-from server.errors import CallTimeoutError, WorkerError
+from server.errors import WorkerError
 from server.pool import WorkerPool
+from server.replicas import Replicas
 from shm_broadcast import MessageDecodeError, SharedMemoryError
-from tests.patience import PATIENCE_SECONDS, STALL_SECONDS, until
+from tests.patience import PATIENCE_SECONDS, until
 from tests.server.workers import BadInputError, Gate, Undecodable, Unpicklable, Worker
 from tests.shm_broadcast.leaks import no_descriptors
 
@@ -40,18 +40,9 @@ def test_every_rank_is_a_process_that_was_given_the_arguments(pool: WorkerPool) 
     assert len({os.getpid(), *(pid for _, pid in places)}) == 3
     assert pool.collective_rpc("given") == [{"size": 3}, {"size": 3}]
     assert [status.pid for status in pool.status()] == [pid for _, pid in places]
-
-
-def test_workers_have_the_drivers_path_and_folder_and_a_session_of_their_own(
-    pool: WorkerPool,
-) -> None:
-    for there, (_, pid) in zip(
-        pool.collective_rpc("environment"), pool.collective_rpc("where"), strict=True
-    ):
-        assert there["path"] == sys.path
-        assert there["folder"] == str(Path.cwd())
-        assert there["device"] == torch.device("cpu")
-        assert there["session"] == pid
+    for there, (_, pid) in zip(pool.collective_rpc("environment"), places, strict=True):
+        assert (there["path"], there["folder"]) == (sys.path, str(Path.cwd()))
+        assert (there["device"], there["session"]) == (torch.device("cpu"), pid)
 
 
 def test_one_reply_may_be_wanted(pool: WorkerPool) -> None:
@@ -63,8 +54,18 @@ def test_one_reply_may_be_wanted(pool: WorkerPool) -> None:
         pool.collective_rpc("where", unique_reply_rank=2)
 
 
+def test_data_parallel_ranks_each_give_a_result_and_none_alone() -> None:
+    with WorkerPool(Worker, dp=2) as pool:
+        assert [rank for rank, _ in pool.collective_rpc("where", timeout=30)] == [0, 1]
+        assert pool.collective_rpc("where", 30, unique_reply_rank=1)[0] == 1
+        for refused in (pool.call, pool.submit):
+            with pytest.raises(ValueError, match="each of dp=2 replicas computes one"):
+                refused("where")
+        with pytest.raises(ValueError, match="call and submit return one result"):
+            pool.stream("count", 1)
+
+
 def test_where_no_loop_of_asyncio_runs_nothing_is_sent(pool: WorkerPool) -> None:
-    """As under trio, which has loops of its own."""
     for begun in (pool.acall("sleep", 0.5), anext(pool.astream("by_name_in_turn"))):
         with pytest.raises(RuntimeError, match="no running event loop"):
             begun.send(None)
@@ -74,14 +75,16 @@ def test_where_no_loop_of_asyncio_runs_nothing_is_sent(pool: WorkerPool) -> None
 def test_a_workers_argument_may_have_the_name_of_one_of_the_pools(pool: WorkerPool) -> None:
     names = {"method": "int8", "args": 1, "kwargs": 2, "rank": 3}
 
-    async def awaited() -> tuple[Any, list[Any]]:
-        items = [item async for item in pool.astream("by_name_in_turn", **names)]
-        return await pool.acall("by_name", **names), items
+    async def awaited(called: WorkerPool | Replicas) -> tuple[Any, list[Any]]:
+        items = [item async for item in called.astream("by_name_in_turn", **names)]
+        return await called.acall("by_name", **names), items
 
-    assert pool.call("by_name", **names) == names
-    assert pool.submit("by_name", **names).result(PATIENCE_SECONDS) == names
-    assert list(pool.stream("by_name_in_turn", **names)) == [*names.items()]
-    assert asyncio.run(awaited()) == (names, [*names.items()])
+    with Replicas(Worker, dp=1) as replicas:
+        for called in (pool, replicas):
+            assert called.call("by_name", **names) == names
+            assert called.submit("by_name", **names).result(PATIENCE_SECONDS) == names
+            assert list(called.stream("by_name_in_turn", **names)) == [*names.items()]
+            assert asyncio.run(awaited(called)) == (names, [*names.items()])
 
 
 @pytest.mark.parametrize(
@@ -95,9 +98,7 @@ def test_a_workers_argument_may_have_the_name_of_one_of_the_pools(pool: WorkerPo
         ({"kwargs": [1]}, r"kwargs must be a mapping of arguments by name; got \[1\]"),
     ],
 )
-def test_a_call_with_wrong_arguments_is_refused(
-    pool: WorkerPool, wrong: dict[str, Any], why: str
-) -> None:
+def test_wrong_arguments_are_refused(pool: WorkerPool, wrong: dict[str, Any], why: str) -> None:
     with pytest.raises(TypeError, match=why):
         pool.collective_rpc("note", **wrong)
 
@@ -110,23 +111,9 @@ def test_what_is_private_to_a_worker_cannot_be_called(pool: WorkerPool, method: 
     for nameless in ("", "\udc80echo"):
         with pytest.raises(ValueError, match="is no method's name"):
             pool.call(nameless)
+    with pytest.raises(TypeError, match="method must be the name"):
+        pool.call(Worker.echo)
     assert pool.call("echo", 1) == 1
-
-
-def test_workers_without_a_call_are_idle(pool: WorkerPool, gate: Gate) -> None:
-    pool.call("total", 1.0)
-    assert [(status.state, status.operation) for status in pool.status()] == [("idle", "total")] * 2
-    held = pool.submit("hold", gate, [1])
-    until(lambda: gate.reached(1))
-    until(lambda: pool.status()[0].state == "idle")
-    busy = pool.status()[1]
-    assert (busy.state, busy.operation) == ("busy", "hold")
-    gate.open()
-    held.result(timeout=30)
-
-
-def test_workers_use_their_groups(pool: WorkerPool) -> None:
-    assert pool.collective_rpc("total", args=(1.5,)) == [3.0, 3.0]
 
 
 @pytest.mark.parametrize("size", [0, 1000, 3 << 20])
@@ -138,65 +125,61 @@ def test_tensors_travel_both_ways(pool: WorkerPool, size: int) -> None:
         assert torch.equal(ones, torch.full((size,), float(rank)))
 
 
-def test_an_exception_on_every_rank_reaches_the_caller_and_the_pool_goes_on(
-    pool: WorkerPool,
-) -> None:
+@pytest.mark.parametrize(
+    ("method", "ranks"), [("fail", [0, 1]), ("fail", [1]), ("fail_after_reduce", [1])]
+)
+def test_an_exception_fails_its_call_only(pool: WorkerPool, method: str, ranks: list[int]) -> None:
     for _ in range(3):
-        with pytest.raises(WorkerError, match=r"BadInputError: bad input") as raised:
-            pool.call("fail", [0, 1])
+        with pytest.raises(WorkerError, match=r"BadInputError: ") as raised:
+            pool.call(method, ranks)
+        assert raised.value.rank in ranks
         assert isinstance(raised.value.__cause__, BadInputError)
-        assert "raise BadInputError(text)" in raised.value.traceback
-        assert pool.collective_rpc("total", args=(1.0,)) == [2.0, 2.0]
+        assert "raise BadInputError(" in raised.value.traceback
+        assert pool.collective_rpc("total", args=(1.5,)) == [3.0, 3.0]
 
 
-def test_an_exception_on_one_rank_names_it_and_the_pool_goes_on(pool: WorkerPool) -> None:
-    for method in ("fail", "fail_after_reduce"):
-        with pytest.raises(WorkerError) as raised:
-            pool.call(method, [1])
-        assert raised.value.rank == 1
-        assert pool.collective_rpc("total", args=(1.0,)) == [2.0, 2.0]
-
-
-def test_calls_behind_a_failed_one_are_not_mixed_up_with_it(pool: WorkerPool) -> None:
-    futures = [
-        pool.submit("fail_after_reduce", [1]) if turn % 3 == 1 else pool.submit("total", turn)
-        for turn in range(12)
+def test_calls_among_failed_ones_are_not_mixed_up_with_them(pool: WorkerPool) -> None:
+    """A report of a failure may overtake replies to earlier calls."""
+    calls: list[tuple[str, Any]] = [
+        ("total", turn) if turn % 2 else ("fail", [0, 1]) for turn in range(200)
     ]
-    for turn, future in enumerate(futures):
-        if turn % 3 == 1:
-            assert isinstance(future.exception(timeout=30), WorkerError)
+    calls[::3] = [("fail_after_reduce", [1])] * len(calls[::3])
+    futures = [pool.submit(method, argument) for method, argument in calls]
+    for (method, argument), future in zip(calls, futures, strict=True):
+        if method == "total":
+            assert future.result(timeout=30) == 2.0 * argument
         else:
-            assert future.result(timeout=30) == 2.0 * turn
+            assert isinstance(future.exception(timeout=30), WorkerError)
 
 
-def test_odd_exceptions_come_back_as_text(pool: WorkerPool) -> None:
-    with pytest.raises(WorkerError, match="UnpicklableError: 1 and 2") as raised:
-        pool.call("fail_oddly")
-    assert raised.value.__cause__ is None
-    with pytest.raises(WorkerError, match="SystemExit: 3"):
-        pool.call("leave")
-    with pytest.raises(WorkerError, match=r"AttributeError: .*no attribute 'absent'"):
-        pool.call("absent")
-    with pytest.raises(WorkerError, match=r"TypeError: .*unexpected keyword"):
-        pool.call("echo", wrong=1)
-
-
-def test_an_exception_that_is_its_own_cause_comes_back(pool: WorkerPool) -> None:
-    with pytest.raises(WorkerError, match="BadInputError: of itself"):
-        pool.call("fail_of_itself", timeout=PATIENCE_SECONDS)
-
-
-def test_a_method_has_a_name_of_any_length_and_script(pool: WorkerPool) -> None:
-    for name in ("é" * 100, "x" * 1000):
-        with pytest.raises(WorkerError, match="AttributeError"):
-            pool.call(name)
-    with pytest.raises(TypeError, match="method must be the name"):
-        pool.call(Worker.echo)
+@pytest.mark.parametrize(
+    ("method", "kwargs", "text"),
+    [
+        ("fail_oddly", {}, "UnpicklableError: 1 and 2"),
+        ("fail_of_itself", {}, "BadInputError: of itself"),  # it is its own cause
+        ("leave", {}, "SystemExit: 3"),
+        ("absent", {}, r"AttributeError: .*no attribute 'absent'"),
+        ("é" * 100, {}, "AttributeError"),
+        ("x" * 1000, {}, "AttributeError"),
+        ("echo", {"wrong": 1}, r"TypeError: .*unexpected keyword"),
+    ],
+)
+def test_any_exception_comes_back(
+    pool: WorkerPool, method: str, kwargs: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(WorkerError, match=text):
+        pool.call(method, timeout=PATIENCE_SECONDS, **kwargs)
 
 
 def test_what_cannot_travel_fails_its_call_only(pool: WorkerPool) -> None:
-    with pytest.raises(TypeError, match="this cannot be pickled"):
-        pool.call("echo", Unpicklable())
+    nested: list[Any] = []
+    for _ in range(5000):
+        nested = [nested]
+    for given, why in ((Unpicklable(), "this cannot be pickled"), (nested, "maximum recursion")):
+        with pytest.raises(TypeError, match=f"the arguments of echo cannot be sent: {why}"):
+            pool.call("echo", given)
+        with pytest.raises(WorkerError, match="MessageDecodeError"):  # the number is used again
+            pool.call("echo", Undecodable(), timeout=PATIENCE_SECONDS)
     for kind, why in (
         ("unpicklable", "its result, of type Unpicklable, cannot be sent: this cannot be pickled"),
         ("lambda", "its result, of type function, cannot be sent: Can't pickle local object"),
@@ -206,8 +189,6 @@ def test_what_cannot_travel_fails_its_call_only(pool: WorkerPool) -> None:
     ):
         with pytest.raises(WorkerError, match=why):
             pool.call("make", kind)
-    with pytest.raises(WorkerError, match="MessageDecodeError"):
-        pool.call("echo", Undecodable())
     with pytest.raises(MessageDecodeError, match="invalid literal"):
         pool.call("make", "undecodable")
     assert isinstance(pool.submit("echo", Unpicklable()).exception(timeout=30), TypeError)
@@ -232,6 +213,7 @@ def test_queued_calls_can_be_cancelled(pool: WorkerPool, gate: Gate) -> None:
     last = pool.submit("note", 1000)
     assert pool.load == 4
     assert last.cancel()
+    assert wait([last], PATIENCE_SECONDS / 10).done == {last}
     assert pool.load == 3  # what nobody waits for keeps no call away
     gate.open()
     assert [future.result(timeout=30) for future in futures] == [0, 0, 0]
@@ -243,33 +225,27 @@ def test_queued_calls_can_be_cancelled(pool: WorkerPool, gate: Gate) -> None:
 def test_threads_call_at_once_and_each_gets_its_own_answer(pool: WorkerPool) -> None:
     wrong: list[Any] = []
 
-    def many(thread: int) -> None:
+    def many(thread: int) -> bool:
         for turn in range(100):
             asked = (thread, turn)
-            kind = turn % 3
-            if kind == 0:
-                answer = pool.call("echo", asked, timeout=60)
-            elif kind == 1:
-                answer = pool.submit("echo", asked).result(timeout=60)
+            if turn % 3 == 0:
+                answers = [pool.call("echo", asked, timeout=60)]
+            elif turn % 3 == 1:
+                answers = [pool.submit("echo", asked).result(timeout=60)]
             else:
-                both = pool.collective_rpc("echo", 60, (asked,))
-                answer = both[0] if both[0] == both[1] else both
-            if answer != asked:
-                wrong.append((asked, answer))
+                answers = pool.collective_rpc("echo", 60, (asked,))
+            wrong.extend(answer for answer in answers if answer != asked)
 
-    threads = [threading.Thread(target=many, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert not any(thread.is_alive() for thread in threads)
+        return True
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(many, range(8), timeout=120))
     assert wrong == []
 
 
-def test_a_call_that_comes_when_the_collector_is_about_to_stop_is_answered(
+def test_a_call_amid_the_end_of_collecting_is_answered(
     pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its caller does not listen, as somebody still does; nobody would listen afterwards."""
     dispatcher = pool._driver.dispatcher
     stops, waits = threading.Event(), threading.Event()
     observe, wait = dispatcher._spin.observe, dispatcher._wait_for_other_listener
@@ -295,49 +271,13 @@ def test_a_call_that_comes_when_the_collector_is_about_to_stop_is_answered(
 
 
 def test_large_calls_and_large_replies_cross(pool: WorkerPool) -> None:
-    """Whoever listens never waits to send: 8 MiB each way through rings of 4 and 2."""
+    """A thread that receives never waits to send: 8 MiB each way through rings of 4 and 2."""
     sent = [torch.full((2 << 20,), float(turn)) for turn in range(6)]
     futures = [pool.submit("echo", tensor) for tensor in sent]
     again = [pool.call("echo", tensor, timeout=60) for tensor in sent]
     for tensor, future, answer in zip(sent, futures, again, strict=True):
         assert torch.equal(future.result(timeout=60), tensor)
         assert torch.equal(answer, tensor)
-
-
-def test_a_late_call_names_method_rank_and_stack_and_the_pool_goes_on(
-    pool: WorkerPool, gate: Gate
-) -> None:
-    began = time.monotonic()
-    with pytest.raises(CallTimeoutError) as raised:
-        pool.call("hold_before_group", gate, rank=1, timeout=2.5)
-    error = raised.value
-    assert 2.5 <= time.monotonic() - began < 2.5 + STALL_SECONDS
-    gate.open()
-    assert (error.method, error.timeout) == ("hold_before_group", 2.5)
-    assert [late.rank for late in error.waiting_for] == [0, 1]
-    assert "all_reduce" in error.waiting_for[0].operation
-    assert error.waiting_for[1].operation == "hold_before_group"
-    assert "in all_reduce" in error.stacks[0]
-    assert "in hold_before_group" in error.stacks[1]
-    assert pool.call("echo", "late but fine", timeout=30) == "late but fine"
-
-
-def test_only_the_late_ranks_are_named(pool: WorkerPool, gate: Gate) -> None:
-    with pytest.raises(CallTimeoutError, match=r"waiting for rank 1 \(pid \d+\)") as raised:
-        pool.collective_rpc("hold", 2.5, (gate, [1]))
-    gate.open()
-    assert list(raised.value.stacks) == [1]
-    assert pool.collective_rpc("where", 30)[1][0] == 1
-
-
-def test_a_call_that_never_left_says_so_and_is_not_made(pool: WorkerPool, gate: Gate) -> None:
-    busy = [pool.submit("hold", gate) for _ in range(3)]
-    with pytest.raises(CallTimeoutError, match="not sent"):
-        pool.call("note", 2000, timeout=0.1)
-    gate.open()
-    for future in busy:
-        future.result(timeout=30)
-    assert 2000 not in pool.call("note", 2001)
 
 
 def test_a_callback_that_ends_its_thread_ends_no_thread_of_the_pools(pool: WorkerPool) -> None:
@@ -350,9 +290,7 @@ def test_a_callback_that_ends_its_thread_ends_no_thread_of_the_pools(pool: Worke
     assert pool.submit("echo", 2).result(PATIENCE_SECONDS) == 2
 
 
-def test_a_future_whose_owner_sets_its_result_is_left_as_it_is(
-    pool: WorkerPool, gate: Gate
-) -> None:
+def test_a_future_may_get_its_result_from_its_owner(pool: WorkerPool, gate: Gate) -> None:
     held = [pool.submit("hold", gate) for _ in range(3)]
     queued = [pool.submit("note", number) for number in (2100, 2101)]
     until(lambda: gate.reached(0))
@@ -366,37 +304,12 @@ def test_a_future_whose_owner_sets_its_result_is_left_as_it_is(
     assert isinstance(queued[1].exception(), KeyError)
 
 
-def test_what_is_nested_too_deeply_cannot_be_sent(pool: WorkerPool) -> None:
-    nested: list[Any] = []
-    for _ in range(5000):
-        nested = [nested]
-    with pytest.raises(TypeError, match="the arguments of echo cannot be sent: maximum recursion"):
-        pool.call("echo", nested)
-    assert pool.call("echo", 1) == 1
-
-
-def test_the_workers_number_what_they_cannot_decode_right_after_what_could_not_be_sent(
-    pool: WorkerPool,
-) -> None:
-    for _ in range(3):
-        with pytest.raises(TypeError, match="the arguments of echo cannot be sent: this cannot be"):
-            pool.call("echo", Unpicklable())
-        with pytest.raises(WorkerError, match="MessageDecodeError"):
-            pool.call("echo", Undecodable(), timeout=PATIENCE_SECONDS)
-        assert pool.call("echo", 1, timeout=PATIENCE_SECONDS) == 1
-
-
-@pytest.mark.parametrize("said", [(0.5, 1, "loading"), (1, 2, None)])
-def test_progress_of_another_type_is_the_methods_error(said: Any) -> None:
-    with WorkerPool(Worker) as pool:
-        with pytest.raises(WorkerError, match="report_progress takes two ints and a text"):
-            pool.call("report", *said)
-        assert pool.call("total", 1.0) == 1.0
-
-
-def test_progress_is_told_after_the_start_too() -> None:
+def test_a_method_may_report_progress() -> None:
     told: list[tuple[int, int, int, str]] = []
     with WorkerPool(Worker, on_progress=lambda *what: told.append(what)) as pool:
+        for wrong in ((0.5, 1, "loading"), (1, 2, None)):
+            with pytest.raises(WorkerError, match="report_progress takes two ints and a text"):
+                pool.call("report", *wrong)
         pool.call("progress", 3)
         until(lambda: len(told) >= 3)
     assert told == [(0, 1, 3, "later"), (0, 2, 3, "later"), (0, 3, 3, "later")]

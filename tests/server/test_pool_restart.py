@@ -1,4 +1,4 @@
-"""A pool that is restarted when it breaks: who stays, which calls go on, and when it gives up."""
+"""A pool that is restarted: which workers stay, which calls run again, when it gives up."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import os
 import re
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest.mock import Mock
@@ -17,9 +19,7 @@ import psutil
 import pytest
 
 from server.calls.call_table import CallTable
-from server.calls.dispatcher import Dispatcher
 from server.config import PoolConfig, ServiceLimits
-from server.driver import pool_driver
 from server.driver.pool_driver import RestartBudget
 from server.driver.worker_processes import WorkerProcesses
 from server.errors import (
@@ -35,21 +35,28 @@ from server.errors import (
 )
 from server.launchers.fork_servers import FORK_SERVERS
 from server.pool import WorkerPool
+from server.replicas import Replicas
 from server.service.metrics import Metrics
 from server.service.pool_service import InstrumentedPool
 from shm_broadcast import DivergenceError
+from shm_broadcast.state.table import Slots
 from tests.patience import PATIENCE_SECONDS, STALL_SECONDS, until
 from tests.server.lean_model import Lean
 from tests.server.tiny_bert import make_model
 from tests.server.workers import Gate, Rebuilt, Restored, Unlucky, Unrestorable, Worker, pids_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from concurrent.futures import Future
     from pathlib import Path
 
+    from shm_broadcast.state.flight_recorder import VerbTotal
+
 PATIENT = PoolConfig(leave_seconds=PATIENCE_SECONDS)
 """Survivors have time to leave, so that none is replaced only because the machine stalls."""
+
+
+def patient(worker: type = Worker, tp: int = 2, **options: Any) -> WorkerPool:
+    return WorkerPool(worker, tp=tp, **{"restart": "worker", "config": PATIENT, **options})
 
 
 def break_by_death(pool: WorkerPool, victim: int = 1) -> None:
@@ -57,30 +64,34 @@ def break_by_death(pool: WorkerPool, victim: int = 1) -> None:
         pool.call("exit", [victim], 3)
 
 
-@pytest.mark.parametrize(("restart", "stays"), [("worker", True), ("pool", False)])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_a_killed_worker_is_replaced_and_calls_go_on(
-    restart: str, stays: bool, number: signal.Signals
-) -> None:
-    with WorkerPool(Worker, tp=2, restart=restart, config=PATIENT) as pool:
+@pytest.mark.parametrize(
+    ("restart", "number", "text"),
+    [
+        ("worker", signal.SIGKILL, "SIGKILL"),
+        ("worker", signal.SIGRTMIN + 3, f"signal {signal.SIGRTMIN + 3}"),
+        ("pool", signal.SIGSEGV, "SIGSEGV"),
+    ],
+)
+def test_a_killed_worker_is_replaced_and_calls_go_on(restart: str, number: int, text: str) -> None:
+    with patient(restart=restart) as pool:
         before = pids_of(pool)
         assert (pool.generation, pool.restarting, pool.failure) == (1, None, None)
         lost = pool.submit("hang_in_group", 1)
         until(lambda: "all_reduce" in pool.status()[0].operation)
         os.kill(before[1], number)
-        with pytest.raises(WorkerLostError, match=f"pid {before[1]}.*{number.name}"):
+        with pytest.raises(WorkerLostError, match=f"pid {before[1]}.* killed by {text}"):
             lost.result(PATIENCE_SECONDS)
         assert pool.call("total", 2.0, timeout=PATIENCE_SECONDS) == 4.0
         after = pids_of(pool)
-        assert (after[0] == before[0], after[1] == before[1]) == (stays, False)
+        assert (after[0] == before[0], after[1] == before[1]) == (restart == "worker", False)
         assert (pool.generation, pool.restarting, pool.failure) == (2, None, None)
         assert [status.state for status in pool.status()] == ["idle", "idle"]
 
 
-@pytest.mark.parametrize(("tp", "pp", "dp"), [(1, 1, 1), (2, 2, 1), (1, 1, 2)])
+@pytest.mark.parametrize(("tp", "pp", "dp"), [(2, 2, 1), (1, 1, 2)])
 def test_every_rank_of_every_grid_can_be_replaced(tp: int, pp: int, dp: int) -> None:
     n = tp * pp * dp
-    with WorkerPool(Worker, tp=tp, pp=pp, dp=dp, restart="worker", config=PATIENT) as pool:
+    with patient(tp=tp, pp=pp, dp=dp) as pool:
         before = pids_of(pool)
         for victim in range(n):
             with pytest.raises(WorkerLostError, match=f"rank {victim}"):
@@ -90,23 +101,26 @@ def test_every_rank_of_every_grid_can_be_replaced(tp: int, pp: int, dp: int) -> 
 
 
 def test_workers_that_can_be_restored_keep_what_they_hold() -> None:
-    with WorkerPool(Restored, tp=2, restart="worker", config=PATIENT) as pool:
-        break_by_death(pool)
-        assert pool.collective_rpc("holds") == [
-            ["made in 1", "restored in 2"],
-            ["made in 2"],
-        ]
-        break_by_death(pool, 0)
-        assert pool.collective_rpc("holds") == [["made in 3"], ["made in 2", "restored in 3"]]
+    with patient(Restored) as pool:
+        for victim, held in (
+            (1, [["made in 1", "restored in 2"], ["made in 2"]]),
+            (0, [["made in 3"], ["made in 2", "restored in 3"]]),
+        ):
+            break_by_death(pool, victim)
+            assert pool.collective_rpc("holds") == held
 
 
-def test_workers_that_cannot_be_restored_are_made_anew_in_their_process() -> None:
-    with WorkerPool(Worker, tp=2, restart="worker", config=PATIENT) as pool:
+def test_workers_that_cannot_be_restored_are_made_anew_in_their_process(tmp_path: Path) -> None:
+    with patient() as pool:
         assert pool.collective_rpc("note", args=(7,)) == [[7], [7]]
         (survivor, _) = pids_of(pool)
-        break_by_death(pool)
+        # The caller waits in its own thread meanwhile.
+        assert pool.call("exit_once", tmp_path / "one", 1, retry=True) == "fine"
         assert pool.collective_rpc("note", args=(8,)) == [[8], [8]]
         assert pids_of(pool)[0] == survivor
+        given = (tmp_path / "two", 0)
+        assert pool.collective_rpc("exit_once", args=given, retry=True) == ["fine", "fine"]
+        assert pool.generation == 3
 
 
 @pytest.mark.parametrize(
@@ -117,30 +131,16 @@ def test_workers_that_cannot_be_restored_are_made_anew_in_their_process() -> Non
         ("send_then_fail", (), WorkerError),
     ],
 )
-def test_a_failure_that_leaves_a_group_divided_ends_no_process(
+def test_a_divided_group_ends_no_process(
     method: str, arguments: tuple[Any, ...], error: type[Exception]
 ) -> None:
-    with WorkerPool(Restored, tp=2, restart="worker", config=PATIENT) as pool:
+    with patient(Restored) as pool:
         before = pids_of(pool)
         with pytest.raises(error):
             pool.call(method, *arguments)
         until(lambda: pool.generation == 2)
         assert pool.call("total", 2.0) == 4.0
         assert pids_of(pool) == before
-
-
-def test_calls_behind_one_that_leaves_a_group_divided_fail_with_it_or_are_made_again() -> None:
-    """The others hang in the first, and the pool breaks only when they had time to answer."""
-    with WorkerPool(
-        *(Worker,), tp=2, restart="worker", config=PoolConfig(in_flight=3, settle_seconds=0.5)
-    ) as pool:
-        with pytest.raises(WorkerError, match="not me"):
-            pool.call("fail_in_group", [0])
-        behind = [pool.submit("total", 3.0, retry=retry) for retry in (False, True)]
-        with pytest.raises(WorkerError, match=r"rank 0 .*fail_in_group.*not me"):
-            behind[0].result(PATIENCE_SECONDS)
-        assert behind[1].result(PATIENCE_SECONDS) == 6.0
-        assert pool.restarts == 1
 
 
 def lose_in_the_second_of_five(pool: WorkerPool, gate: Gate, *, retry: bool) -> list[Future[Any]]:
@@ -156,10 +156,10 @@ def lose_in_the_second_of_five(pool: WorkerPool, gate: Gate, *, retry: bool) -> 
     return calls
 
 
-def test_queued_calls_fail_with_the_workers_that_they_were_accepted_for(tmp_path: Path) -> None:
+def test_queued_calls_fail_with_the_workers_that_they_were_accepted_for(gate: Gate) -> None:
     """Else calls 4 and 5 run on a rank that lacks what calls 1 and 2 have left on the other."""
-    with WorkerPool(Restored, tp=2, restart="worker", config=PATIENT) as pool:
-        first, *lost = lose_in_the_second_of_five(pool, Gate(tmp_path), retry=False)
+    with patient(Restored) as pool:
+        first, *lost = lose_in_the_second_of_five(pool, gate, retry=False)
         assert first.result(PATIENCE_SECONDS) == [1]
         for call in lost:
             with pytest.raises(WorkerLostError, match=r"rank 1 .*SIGKILL"):
@@ -168,11 +168,9 @@ def test_queued_calls_fail_with_the_workers_that_they_were_accepted_for(tmp_path
         assert pool.generation == 2
 
 
-def test_calls_that_may_be_made_again_run_in_order_on_workers_that_were_rebuilt(
-    tmp_path: Path,
-) -> None:
-    with WorkerPool(Rebuilt, tp=2, restart="worker", config=PATIENT) as pool:
-        first, *again = lose_in_the_second_of_five(pool, Gate(tmp_path), retry=True)
+def test_calls_that_may_be_made_again_run_in_order_on_workers_that_were_rebuilt(gate: Gate) -> None:
+    with patient(Rebuilt) as pool:
+        first, *again = lose_in_the_second_of_five(pool, gate, retry=True)
         answers = [call.result(PATIENCE_SECONDS) for call in again]
         assert first.result(0) == [1]
         assert answers == [[2], [2, 3], [2, 3, 4], [2, 3, 4, 5]]
@@ -181,8 +179,8 @@ def test_calls_that_may_be_made_again_run_in_order_on_workers_that_were_rebuilt(
 
 def test_calls_that_may_be_made_again_outlive_what_their_neighbour_breaks() -> None:
     """Rank 0 waits in a collective that rank 1 leaves out, and meets there the next call's."""
-    with WorkerPool(Worker, tp=2, restart="worker", max_restarts=100, config=PATIENT) as pool:
-        for turn in range(1, 6):
+    with patient(max_restarts=100) as pool:
+        for turn in range(1, 4):
             before = [pool.submit("total", float(number), retry=True) for number in range(3)]
             slip = pool.submit("skip_group", 1)
             after = [pool.submit("total", float(number), retry=True) for number in range(3, 9)]
@@ -193,56 +191,27 @@ def test_calls_that_may_be_made_again_outlive_what_their_neighbour_breaks() -> N
             assert pool.restarts == turn
 
 
-def test_a_call_waiting_in_its_own_thread_is_made_again(tmp_path: Path) -> None:
-    with WorkerPool(Worker, tp=2, restart="worker", config=PATIENT) as pool:
-        assert pool.call("exit_once", tmp_path / "one", 1, retry=True) == "fine"
-        arguments = (tmp_path / "two", 0)
-        assert pool.collective_rpc("exit_once", args=arguments, retry=True) == ["fine", "fine"]
-        assert pool.generation == 3
-
-
-def test_a_call_that_kills_its_workers_is_made_three_times() -> None:
-    with WorkerPool(Worker, tp=2, restart="worker", config=PATIENT) as pool:
-        other = pool.submit("echo", "fine", retry=True)
-        with pytest.raises(WorkerLostError):
-            pool.call("exit", [1], 3, retry=True)
-        assert pool.call("echo", "still") == "still"
-        assert other.result(PATIENCE_SECONDS) == "fine"
-        assert pool.generation == 4
-
-
-def hang_in_python(pool: WorkerPool, _: int) -> None:
-    pool.call("hold_python", [1])
-
-
-def hang_stopped(pool: WorkerPool, pid: int) -> None:
-    os.kill(pid, signal.SIGSTOP)
-    pool.call("total", 1.0)
-
-
-@pytest.mark.parametrize("hang", [hang_in_python, hang_stopped])
-def test_a_rank_that_hangs_is_replaced_and_its_peers_stay(
-    hang: Callable[[WorkerPool, int], None], caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_rank_that_hangs_is_replaced(is_stopped: bool, caplog: pytest.LogCaptureFixture) -> None:
     config = PoolConfig(leave_seconds=2.0 + STALL_SECONDS)
-    with WorkerPool(Restored, tp=2, restart="worker", stuck_after=0.5, config=config) as pool:
+    with patient(Restored, stuck_after=0.5, config=config) as pool:
         before = pids_of(pool)
+        if is_stopped:
+            os.kill(before[1], signal.SIGSTOP)
+        method, argument = ("total", 1.0) if is_stopped else ("hold_python", [1])
         with pytest.raises(CallStuckError, match=r"timed out after 0.5 s.*rank 1") as raised:
-            hang(pool, before[1])
+            pool.call(method, argument)
         assert pool.call("total", 2.0, timeout=PATIENCE_SECONDS) == 4.0
         after = pids_of(pool)
-        assert after[0] == before[0]
-        assert after[1] != before[1]
-    if hang is hang_in_python:
+        assert (after[0] == before[0], after[1] == before[1]) == (True, False)
+    if not is_stopped:
         assert "in hold_python" in raised.value.stacks[1]
         assert any("in hold_python" in record.getMessage() for record in caplog.records)
 
 
-def test_a_service_logs_the_stack_of_the_culprit_of_a_stuck_call_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_service_logs_the_stack_of_a_stuck_call_once(caplog: pytest.LogCaptureFixture) -> None:
     limits = ServiceLimits(16, 16, 600.0, 600.0)
-    with WorkerPool(Worker, tp=3, restart="worker", stuck_after=0.5) as pool:
+    with patient(tp=3, stuck_after=0.5, config=PoolConfig()) as pool:
         watched = InstrumentedPool(pool, Metrics(list, "embedding"), limits)
         with pytest.raises(CallStuckError) as raised, watched.counted([1]):
             pool.call("hang_in_group", 1)
@@ -255,12 +224,10 @@ def test_a_service_logs_the_stack_of_the_culprit_of_a_stuck_call_once(
 
 
 @pytest.mark.parametrize("stuck_after", [None, math.inf])
-def test_a_pool_that_is_restarted_does_not_stay_with_a_rank_that_hangs(
-    stuck_after: float | None,
-) -> None:
+def test_a_pool_does_not_stay_with_a_rank_that_hangs(stuck_after: float | None) -> None:
     """Without ``stuck_after`` it has `PoolConfig.call_seconds`; with infinity it has for ever."""
     config = PoolConfig(call_seconds=1.0)
-    with WorkerPool(Worker, tp=2, restart="worker", stuck_after=stuck_after, config=config) as pool:
+    with patient(stuck_after=stuck_after, config=config) as pool:
         with pytest.raises(CallTimeoutError, match=r"timed out after 1 s.*rank 1"):
             pool.call("sleep", 600.0, [1])
         if stuck_after is None:
@@ -275,16 +242,7 @@ def test_a_pool_that_is_restarted_does_not_stay_with_a_rank_that_hangs(
             pool.shutdown(0.5)
 
 
-def test_a_stuck_pool_that_is_not_restarted_breaks() -> None:
-    with WorkerPool(Worker, tp=2, stuck_after=0.3) as pool:
-        with pytest.raises(CallStuckError):
-            pool.call("hang_in_group", 1)
-        assert isinstance(pool.failure, CallStuckError)
-
-
-def test_a_restart_in_vain_is_counted_as_one_though_the_pool_has_worked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_restart_in_vain_counts_once_the_pool_has_worked(monkeypatch: pytest.MonkeyPatch) -> None:
     worked: list[bool] = []
     take = RestartBudget.take
 
@@ -292,7 +250,7 @@ def test_a_restart_in_vain_is_counted_as_one_though_the_pool_has_worked(
         worked.append(has_worked)
         return take(budget, now, has_worked)
 
-    with WorkerPool(Worker, tp=2, restart="worker", max_restarts=3, config=PATIENT) as pool:
+    with patient(max_restarts=3) as pool:
         assert pool.call("echo", 1) == 1
         monkeypatch.setattr(RestartBudget, "take", note)
         monkeypatch.setattr(
@@ -305,7 +263,7 @@ def test_a_restart_in_vain_is_counted_as_one_though_the_pool_has_worked(
 
 
 def test_a_pool_that_breaks_too_often_says_why_and_leaves_nothing() -> None:
-    with WorkerPool(Worker, tp=2, restart="worker", max_restarts=2, config=PATIENT) as pool:
+    with patient(max_restarts=2) as pool:
         for _ in range(2):
             break_by_death(pool)
         pids = pids_of(pool)
@@ -317,55 +275,40 @@ def test_a_pool_that_breaks_too_often_says_why_and_leaves_nothing() -> None:
         assert isinstance(pool.failure, RestartLimitError)
         assert pool.restarting is None
         until(lambda: not any(map(psutil.pid_exists, pids)))
+    with WorkerPool(Worker, tp=2, stuck_after=0.3) as pool:
+        with pytest.raises(CallStuckError):
+            pool.call("hang_in_group", 1)
+        assert isinstance(pool.failure, CallStuckError)  # it has no restart at all
 
 
-def test_a_start_that_fails_is_tried_again() -> None:
-    unlucky = {"raises": [2, 3], "hangs": []}
-    with WorkerPool(Unlucky, tp=2, worker_kwargs=unlucky, restart="worker", config=PATIENT) as pool:
+def test_a_start_that_fails_is_tried_again_unless_it_is_the_first() -> None:
+    with pytest.raises(WorkerStartError, match="no luck in 1"):
+        patient(Unlucky, worker_kwargs={"raises": [1], "hangs": []})
+    with patient(Unlucky, worker_kwargs={"raises": [2, 3], "hangs": []}) as pool:
         break_by_death(pool, 0)
         assert pool.call("total", 2.0, timeout=PATIENCE_SECONDS) == 4.0
 
 
 @pytest.mark.parametrize("how", ["raises", "hangs"])
 def test_where_a_worker_cannot_be_restored_all_are_made_anew(how: str) -> None:
-    limits: dict[str, Any] = {"start_timeout": 3.0 + STALL_SECONDS} if how == "hangs" else {}
-    with WorkerPool(
-        Unrestorable, tp=3, worker_kwargs={"how": how}, restart="worker", config=PATIENT, **limits
-    ) as pool:
+    limits: dict[str, Any] = {"start_timeout": 2.0 + STALL_SECONDS} if how == "hangs" else {}
+    with patient(Unrestorable, 3, worker_kwargs={"how": how}, **limits) as pool:
         break_by_death(pool)
         assert pool.call("total", 1.0, timeout=PATIENCE_SECONDS) == 3.0
         assert pool.restarts == 1
 
 
-def test_a_first_start_that_fails_is_not_tried_again() -> None:
-    unlucky = {"raises": [1], "hangs": []}
-    with pytest.raises(WorkerStartError, match="no luck in 1"):
-        WorkerPool(Unlucky, tp=2, worker_kwargs=unlucky, restart="worker")
-
-
-def test_calls_wait_while_the_pool_is_restarted_and_say_so_when_they_are_late() -> None:
-    unlucky = {"raises": [], "hangs": [2]}
-    with WorkerPool(Unlucky, tp=2, worker_kwargs=unlucky, restart="worker") as pool:
-        break_by_death(pool, 0)
-        assert isinstance(pool.restarting, WorkerLostError)
-        assert pool.failure is None
-        with pytest.raises(CallTimeoutError, match=r"the pool is being restarted after .*rank 0"):
-            pool.call("echo", timeout=0.3)
-        late = pool.submit("echo", timeout=0.3)
-        assert isinstance(late.exception(PATIENCE_SECONDS), CallTimeoutError)
-
-
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_pool_can_be_shut_down_while_a_worker_does_not_start(tp: int) -> None:
-    hangs = threading.Event()
-    pool = WorkerPool(
-        Unlucky,
-        tp=tp,
-        worker_kwargs={"raises": [], "hangs": [2]},
-        restart="worker",
-        on_progress=lambda *_: hangs.set(),
-    )
+def test_calls_wait_for_a_restart_during_which_the_pool_can_be_shut_down(tp: int) -> None:
+    hangs, given = threading.Event(), {"raises": [], "hangs": [2]}
+    pool = patient(Unlucky, tp, worker_kwargs=given, on_progress=lambda *_: hangs.set())
     break_by_death(pool, 0)
+    assert isinstance(pool.restarting, WorkerLostError)
+    assert pool.failure is None
+    with pytest.raises(CallTimeoutError, match=r"the pool is being restarted after .*rank 0"):
+        pool.call("echo", timeout=0.3)
+    late = pool.submit("echo", timeout=0.3)
+    assert isinstance(late.exception(PATIENCE_SECONDS), CallTimeoutError)
     waiting = pool.submit("echo")
     assert hangs.wait(PATIENCE_SECONDS)
     shut_down_soon(pool)
@@ -374,7 +317,15 @@ def test_a_pool_can_be_shut_down_while_a_worker_does_not_start(tp: int) -> None:
     assert left == []
 
 
-def test_a_pool_can_be_shut_down_while_a_fork_server_does_not_start(
+def shut_down_soon(pool: WorkerPool) -> None:
+    """Shut a pool down, in a thread that is left behind where it hangs."""
+    ending = threading.Thread(target=pool.shutdown, args=(0.5,), daemon=True)
+    ending.start()
+    ending.join(5.0 + STALL_SECONDS)
+    assert not ending.is_alive()
+
+
+def test_a_shutdown_ends_the_start_of_a_fork_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -390,16 +341,8 @@ def test_a_pool_can_be_shut_down_while_a_fork_server_does_not_start(
     shut_down_soon(pool)
 
 
-def shut_down_soon(pool: WorkerPool) -> None:
-    """Shut a pool down, in a thread that is left behind where it hangs."""
-    ending = threading.Thread(target=pool.shutdown, args=(0.5,), daemon=True)
-    ending.start()
-    ending.join(5.0 + STALL_SECONDS)
-    assert not ending.is_alive()
-
-
 def test_a_stream_does_not_outlive_its_generators() -> None:
-    with WorkerPool(Worker, tp=2, restart="worker", config=PATIENT) as pool:
+    with patient() as pool:
         stream = pool.stream("count", 100)
         assert next(stream) == 0
         assert next(stream) == 1
@@ -411,78 +354,28 @@ def test_a_stream_does_not_outlive_its_generators() -> None:
             assert list(another) == [0, 1, 2]
 
 
-def test_a_lost_worker_takes_a_stream_that_is_closed_with_it_without_a_word(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    gate = Gate(tmp_path)
-    with WorkerPool(Worker, restart="worker", config=PATIENT) as pool:
-        (pid,) = pids_of(pool)
-        stream = pool.stream("count", 9)
-        assert next(stream) == 0
-        held = pool.submit("hold", gate)
-        until(lambda: gate.reached(0))
-        stream.close()
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(WorkerLostError):
-            held.result(PATIENCE_SECONDS)
-        until(lambda: pool.restarts == 1)
-    assert "could not be closed" not in caplog.text
-
-
 def test_many_callers_get_their_own_results_or_a_typed_error_while_workers_die() -> None:
-    wrong: list[Any] = []
-    counted = {"right": 0, "lost": 0}
-    over = threading.Event()
+    over, right = threading.Event(), [0]
 
-    def call(pool: WorkerPool, base: int) -> None:
+    def call(base: int) -> None:
         for turn in range(base, base + 100_000):
             if over.is_set():
                 return
-            try:
-                if pool.call("echo", turn, retry=turn % 2 == 0) != turn:
-                    wrong.append(turn)
-                counted["right"] += 1
-            except WorkerLostError:
-                counted["lost"] += 1
-            except Exception as error:  # noqa: BLE001 - the test shows it
-                wrong.append(error)
+            with suppress(WorkerLostError):
+                assert pool.call("echo", turn, retry=turn % 2 == 0) == turn
+                right[0] += 1
 
-    def more_than(calls: int) -> bool:
-        return counted["right"] > calls
-
-    def generation_is(number: int) -> bool:
-        return pool.generation == number
-
-    with WorkerPool(Worker, tp=2, restart="worker", max_restarts=100, config=PATIENT) as pool:
-        threads = [threading.Thread(target=call, args=(pool, n * 1_000_000)) for n in range(6)]
-        for thread in threads:
-            thread.start()
-        for turn in range(6):
-            answered = counted["right"]
-            until(partial(more_than, answered + 100))
-            os.kill(pool.status()[turn % 2].pid, signal.SIGKILL)
-            until(partial(generation_is, turn + 2))
-        over.set()
-        for thread in threads:
-            thread.join(PATIENCE_SECONDS)
-    assert wrong == []
-
-
-def test_who_gets_an_answer_finds_the_restart_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    answered = threading.Event()
-
-    def dispatch(*arguments: Any) -> Dispatcher:
-        made = Dispatcher(*arguments)
-        answered.wait(PATIENCE_SECONDS)
-        return made
-
-    with WorkerPool(Worker, restart="worker", config=PATIENT) as pool:
-        monkeypatch.setattr(pool_driver, "Dispatcher", dispatch)
-        break_by_death(pool, 0)
-        assert pool.submit("total", 1.0).result(PATIENCE_SECONDS) == 1.0
-        restarts = pool.restarts
-        answered.set()
-        assert restarts == 1
+    with patient(max_restarts=100) as pool, ThreadPoolExecutor(6) as threads:
+        calling = [threads.submit(call, n * 1_000_000) for n in range(6)]
+        try:
+            for turn in range(6):
+                until(partial(lambda before: right[0] > before + 100, right[0]))
+                os.kill(pool.status()[turn % 2].pid, signal.SIGKILL)
+                until(partial(lambda number: pool.generation == number, turn + 2))
+        finally:
+            over.set()
+        for caller in calling:
+            caller.result(PATIENCE_SECONDS)
 
 
 def test_a_restart_counts_once_the_pool_takes_calls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -493,7 +386,7 @@ def test_a_restart_counts_once_the_pool_takes_calls(monkeypatch: pytest.MonkeyPa
         really_open(ledger, *arguments)
         seen.append((pool.restarts, pool.restarting is None))
 
-    with WorkerPool(Worker, restart="worker", config=PATIENT) as pool:
+    with patient(tp=1) as pool:
         really_open = CallTable.open
         monkeypatch.setattr(CallTable, "open", begin)
         break_by_death(pool, 0)
@@ -505,7 +398,7 @@ def test_a_model_goes_on_where_it_was_and_starts_without_torchs_compiler(tmp_pat
     make_model(tmp_path, heads=4)
     tokens = [np.array([1, 2, 3]), np.array([4])]
     options = {"model": str(tmp_path), "threads": 1}
-    with WorkerPool(Lean, tp=2, worker_kwargs=options, restart="worker", config=PATIENT) as pool:
+    with patient(Lean, worker_kwargs=options) as pool:
         expected = pool.call("embed", tokens)
         assert pool.collective_rpc("has", args=("torch._dynamo",)) == [False, False]
         for victim in (1, 0):
@@ -534,7 +427,7 @@ def test_restarts_leave_nothing_behind() -> None:
         process = psutil.Process(pool.collective_rpc("where")[0][1])
         return process.num_fds(), process.num_threads()
 
-    with WorkerPool(Restored, tp=2, restart="worker", max_restarts=100, config=PATIENT) as pool:
+    with patient(Restored, max_restarts=100) as pool:
         for _ in range(3):
             break_by_death(pool)
         inside = worker_holds(pool)
@@ -544,3 +437,85 @@ def test_restarts_leave_nothing_behind() -> None:
             assert pool.call("total", 1.0) == 2.0
         until(lambda: held() == before, f"{before} became {held()}")
         assert worker_holds(pool) == inside
+
+
+# How often a pool may be restarted, and after which pause.
+
+
+def test_restarts_are_counted_within_a_window_and_in_vain_however_long_they_take() -> None:
+    budget = RestartBudget(2, 60.0)
+    taken = [budget.take(now, worked=True) for now in (100.0, 110.0, 159.0, 160.5, 165.0)]
+    assert taken == [0.0, 0.0, None, 0.0, None]
+    budget = RestartBudget(2, 60.0)
+    assert budget.take(100.0, worked=True) == 0.0
+    taken = [budget.take(now, worked=False) for now in (400.0, 700.0, 1000.0)]
+    assert taken == [0.0, 0.1, None]
+
+
+def test_each_restart_in_vain_is_followed_by_a_longer_pause() -> None:
+    budget = RestartBudget(100, 60.0)
+    pauses = [budget.take(100.0 + turn, worked=False) for turn in range(9)]
+    assert pauses == [0.0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
+    assert budget.take(120.0, worked=True) == 0.0
+    assert [budget.take(now, worked=False) for now in (121.0, 122.0)] == [0.0, 0.1]
+
+
+# The operations of a pool's workers, counted through their replacement.
+
+
+def counted(pool: WorkerPool | Replicas) -> list[tuple[int, int, int]]:
+    found = []
+    for totals in pool.totals().values():
+        told = [each for each in totals if (each.group, each.verb) == ("world", "all_reduce")]
+        found.append((told[0].ended, told[0].failed, told[0].size) if told else (0, 0, 0))
+    return found
+
+
+def test_all_operations_count_also_failed_ones_and_those_of_replaced_workers() -> None:
+    with patient() as pool:
+        for _ in range(5):
+            pool.call("total", 1.0)
+        size = counted(pool)[0][2]
+        assert counted(pool) == [(5, 0, size)] * 2
+        assert size > 0
+        hangs = pool.submit("hang_in_group", 1)
+        until(lambda: pool.status()[0].operation.endswith("all_reduce"))
+        os.kill(pool.status()[1].pid, signal.SIGKILL)
+        assert hangs.exception(PATIENCE_SECONDS) is not None
+        until(lambda: pool.generation == 2 and pool.restarting is None)
+        assert [each[:2] for each in counted(pool)] == [(6, 1), (5, 0)]
+        for _ in range(3):
+            pool.call("total", 1.0)
+        assert [each[:2] for each in counted(pool)] == [(9, 1), (8, 0)]
+        assert counted(pool)[1][2] == size * 8 // 5
+    with pytest.raises(PoolClosedError):
+        pool.totals()
+
+
+def test_a_signal_handler_may_end_a_pool_that_counts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also when a new generation is about to take the place of the one that is counted."""
+    read, assemble, assembled = Slots.totals, WorkerProcesses.assemble, threading.Event()
+
+    def assemble_and_tell(*arguments: Any) -> None:
+        assemble(*arguments)
+        assembled.set()
+
+    def interrupted(board: Slots, member: int) -> tuple[VerbTotal, ...]:
+        monkeypatch.setattr(Slots, "totals", read)
+        os.kill(pool.status()[1].pid, signal.SIGKILL)
+        assert assembled.wait(PATIENCE_SECONDS)
+        signal.raise_signal(signal.SIGUSR1)
+        return read(board, member)
+
+    with patient() as pool:
+        before = signal.signal(signal.SIGUSR1, lambda *_: pool.shutdown())
+        try:
+            pool.call("total", 1.0)
+            monkeypatch.setattr(WorkerProcesses, "assemble", assemble_and_tell)
+            monkeypatch.setattr(Slots, "totals", interrupted)
+            assert [ended for ended, *_ in counted(pool)] == [1, 1]
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+    assert not any("ends without" in line for line in caplog.messages)

@@ -1,4 +1,4 @@
-"""What signal handlers may do to the calls that they interrupt."""
+"""Signal handlers that raise, shut the pool down or ask it, at any moment of a call."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import os
 import random
 import signal
 import threading
-import time
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, TypeAlias
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -21,12 +22,12 @@ from server.calls.pending_call import CallFuture
 from server.config import PoolConfig
 from server.driver.pool_driver import PoolDriver
 from server.driver.supervisor import Supervisor
-from server.errors import CallDivergedError, PoolClosedError, StreamLostError, WorkerError
+from server.errors import PoolClosedError, StreamLostError, WorkerError
 from server.launchers import local
 from server.launchers.fork_servers import ChildProcess
 from server.launchers.local import LocalWorker
 from server.pool import WorkerPool
-from shm_broadcast import CoordinatorError, MessageDecodeError, MessageQueue
+from shm_broadcast import MessageDecodeError, MessageQueue
 from shm_broadcast.state.stacks import read_stacks
 from tests.interruptions import LIBRARY, interruptions
 from tests.patience import PATIENCE_SECONDS, until
@@ -36,12 +37,11 @@ from tests.warm_forks import warm_fork_servers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
-INTERRUPTS = 200
+INTERRUPTS = 100
+
 EVERY = 8
-"""Of the places of a call so many are left out between two that are interrupted."""
-SHUTDOWNS = 15
+"""One of so many places in a call is interrupted."""
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +60,11 @@ def restarted_pool() -> Iterator[WorkerPool]:
         yield pool
 
 
+OnAlarm: TypeAlias = Callable[[Callable[[], object]], None]
+
+
 @pytest.fixture
-def on_alarm() -> Iterator[Callable[[Callable[[], object]], None]]:
-    """Has a function run when the process gets SIGALRM."""
+def on_alarm() -> Iterator[OnAlarm]:
     before = signal.getsignal(signal.SIGALRM)
 
     def arrange(do: Callable[[], object]) -> None:
@@ -75,39 +77,40 @@ def on_alarm() -> Iterator[Callable[[Callable[[], object]], None]]:
 
 @pytest.mark.parametrize("timeout", [None, 600.0])
 @pytest.mark.parametrize("ask", [CallFuture.result, CallFuture.exception])
-def test_a_handler_s_time_out_is_not_taken_for_the_call_s(
-    on_alarm: Callable[[Callable[[], object]], None],
-    ask: Callable[[CallFuture, float | None], object],
-    timeout: float | None,
+def test_a_handler_s_time_out_is_its_own(
+    on_alarm: OnAlarm, ask: Callable[[CallFuture, float | None], object], timeout: float | None
 ) -> None:
-    def give_up() -> None:
-        raise TimeoutError("by the handler")
-
-    on_alarm(give_up)
+    on_alarm(Mock(side_effect=TimeoutError("by the handler")))
     signal.setitimer(signal.ITIMER_REAL, 0.05)
     with pytest.raises(TimeoutError, match="by the handler"):
         ask(CallFuture(), timeout)
 
 
-def test_an_interrupted_caller_leaves_the_pool_usable(pool: WorkerPool, tmp_path: Path) -> None:
+def when(reached: Callable[[], bool], act: Callable[[], object]) -> threading.Thread:
+
+    def wait() -> None:
+        until(reached)
+        act()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
+
+
+def interrupt_main(number: int) -> None:
+    main = threading.main_thread().ident
+    assert main is not None
+    signal.pthread_kill(main, number)
+
+
+def test_an_interrupted_caller_leaves_the_pool_usable(pool: WorkerPool, gate: Gate) -> None:
     """As a console's Ctrl-C: the call goes on, its reply is taken and dropped."""
-
-    def interrupt_at(gate: Gate) -> None:
-        until(lambda: gate.reached(0))
-        time.sleep(0.1)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    for turn in range(3):
-        folder = tmp_path / str(turn)
-        folder.mkdir()
-        gate = Gate(folder)
-        thread = threading.Thread(target=interrupt_at, args=(gate,))
-        thread.start()
-        with pytest.raises(KeyboardInterrupt):
-            pool.call("hold", gate)
-        gate.open()
-        thread.join()
-        assert pool.call("echo", "after", timeout=30) == "after"
+    interrupting = when(lambda: gate.reached(0), lambda: interrupt_main(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        pool.call("hold", gate)
+    interrupting.join()
+    gate.open()
+    assert pool.call("echo", "after", timeout=30) == "after"
     assert pool.failure is None
 
 
@@ -130,7 +133,7 @@ CALLS: dict[str, Callable[[WorkerPool], object]] = {
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a __del__
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_a_call_that_is_interrupted_anywhere_is_abandoned_or_breaks_the_pool(
+def test_an_interrupted_call_is_abandoned_or_breaks_the_pool(
     restarted_pool: WorkerPool, call: Callable[[WorkerPool], object]
 ) -> None:
     pool = restarted_pool
@@ -148,10 +151,6 @@ def test_a_call_that_is_interrupted_anywhere_is_abandoned_or_breaks_the_pool(
     assert pool.last_failure is None or AMID in str(pool.last_failure[1])
 
 
-def no_collector(_: Dispatcher) -> None:
-    """Have callers alone listen for replies."""
-
-
 def wake_collector_only_for_others(
     dispatcher: Dispatcher, *, wake: Callable[[Dispatcher], None] = Dispatcher._wake_collector
 ) -> None:
@@ -160,9 +159,7 @@ def wake_collector_only_for_others(
         wake(dispatcher)
 
 
-def test_a_wait_for_a_future_that_is_interrupted_anywhere_holds_up_no_other_call(
-    pool: WorkerPool,
-) -> None:
+def test_an_interrupted_wait_for_a_future_holds_up_no_other_call(pool: WorkerPool) -> None:
     def wait() -> None:
         with suppress(RuntimeError):  # a lock of Python's that it releases, and has not
             pool.submit("echo", "interrupted").result()
@@ -172,27 +169,18 @@ def test_a_wait_for_a_future_that_is_interrupted_anywhere_holds_up_no_other_call
     assert number > 20
 
 
-class Restorable(Restored):
-    def leave_a_message(self) -> None:
-        """Rank 0 sends what rank 1 never takes."""
-        if self.rank == 0:
-            self.groups.world.send_object("stale", 1)
-
-
-def test_a_pool_that_is_interrupted_anywhere_while_it_breaks_is_restarted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_pool_that_is_interrupted_as_it_breaks_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     config = PoolConfig(leave_seconds=PATIENCE_SECONDS)
-    with WorkerPool(Restorable, tp=2, restart="worker", max_restarts=10_000, config=config) as pool:
+    with WorkerPool(Restored, tp=2, restart="worker", max_restarts=10_000, config=config) as pool:
 
         def collector_rests() -> bool:
             with pool._driver.dispatcher._listening as mine:
                 return mine
 
         def make() -> None:
-            with suppress(CallDivergedError), monkeypatch.context() as changed:
+            with suppress(WorkerError), monkeypatch.context() as changed:
                 changed.setattr(Dispatcher, "_wake_collector", wake_collector_only_for_others)
-                pool.call("leave_a_message")
+                pool.call("send_then_fail")
 
         for number, _ in enumerate(interruptions(make, server.calls)):
             # It may be sent before the pool breaks.
@@ -220,19 +208,20 @@ def interrupted_by(error: type[BaseException], wrapped: Any, *, after: bool) -> 
     return interrupted
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
-@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(
+    ("error", "after"), [(KeyboardInterrupt, False), (TimeoutError, False), (TimeoutError, True)]
+)
 @pytest.mark.parametrize(
     "place", [(CallTable, "accept"), (MessageQueue, "enqueue_noted"), (MessageQueue, "dequeue")]
 )
-def test_an_interrupt_of_a_call_holds_up_no_other_and_gives_it_no_other_value(
+def test_an_interrupted_call_changes_no_other(
     monkeypatch: pytest.MonkeyPatch, place: tuple[Any, str], after: bool, error: type[BaseException]
 ) -> None:
     kind, name = place
     config = PoolConfig(in_flight=1)
     with WorkerPool(Worker, tp=2, restart="worker", config=config) as pool:
         with monkeypatch.context() as changed:
-            changed.setattr(Dispatcher, "_wake_collector", no_collector)
+            changed.setattr(Dispatcher, "_wake_collector", lambda _: None)
             changed.setattr(kind, name, interrupted_by(error, getattr(kind, name), after=after))
             with pytest.raises(error, match="interrupted"):
                 pool.call("echo", "interrupted")
@@ -245,100 +234,45 @@ def test_an_interrupt_of_a_call_holds_up_no_other_and_gives_it_no_other_value(
         assert (pool.last_failure is not None) == is_amid
 
 
-def test_a_reply_that_was_lost_with_an_interrupt_breaks_the_pool_at_once(
-    monkeypatch: pytest.MonkeyPatch, gate: Gate
-) -> None:
-    with WorkerPool(Worker, tp=2) as pool:
-        with monkeypatch.context() as changed:
-            dequeue = interrupted_by(KeyboardInterrupt, MessageQueue.dequeue, after=True)
-
-            def take(*args: Any) -> Any:
-                changed.undo()  # the collector goes on
-                return dequeue(*args)
-
-            changed.setattr(Dispatcher, "_wake_collector", no_collector)
-            lost = pool.submit("hold", gate)
-            until(lambda: gate.reached(0) and gate.reached(1))
-            changed.setattr(MessageQueue, "dequeue", take)
-            opening = threading.Timer(0.3, gate.open)
-            opening.start()
-            with pytest.raises(KeyboardInterrupt):
-                pool.call("echo", "behind it")
-            opening.join()
-        for refused in (lambda: lost.result(PATIENCE_SECONDS), lambda: pool.call("echo")):
-            with pytest.raises(CoordinatorError, match=f"KeyboardInterrupt.* {AMID}"):
-                refused()
-
-
-def test_a_signal_handler_may_shut_down_the_pool_whose_call_it_interrupts(gate: Gate) -> None:
-    with WorkerPool(Worker, tp=2) as pool:
-
-        def shut_down(_: int, __: object) -> None:
-            pool.shutdown(0.0)
-
-        before = signal.signal(signal.SIGUSR2, shut_down)
-        main = threading.main_thread().ident
-        assert main is not None
-
-        def interrupt() -> None:
-            until(lambda: gate.reached(0) and gate.reached(1))
-            signal.pthread_kill(main, signal.SIGUSR2)
-
-        interrupting = threading.Thread(target=interrupt)
-        interrupting.start()
-        try:
-            with pytest.raises(PoolClosedError):
-                pool.call("hold", gate)
-        finally:
-            interrupting.join()
-            signal.signal(signal.SIGUSR2, before)
-
-
 class ShutDownError(BaseException):
     """What a handler raises that has shut the pool down, as a program that ends does."""
 
 
-@pytest.fixture
-def on_alarm_shut_down(
-    on_alarm: Callable[[Callable[[], object]], None],
-) -> Callable[[WorkerPool], None]:
-    """Has a pool shut down by a signal handler, which then raises."""
+def shut_down(pool: WorkerPool, *, raises: bool = True) -> None:
+    pool.shutdown(1.0)
+    if raises:
+        raise ShutDownError
 
-    def arrange(pool: WorkerPool) -> None:
-        def shut_down() -> None:
-            pool.shutdown(1.0)
-            raise ShutDownError
 
-        on_alarm(shut_down)
-
-    return arrange
+@contextmanager
+def held(gate: Gate) -> Iterator[WorkerPool]:
+    pool = WorkerPool(Worker)
+    call = pool.submit("hold", gate)
+    until(lambda: gate.reached(0))
+    yield pool
+    with pytest.raises(PoolClosedError):
+        call.result(PATIENCE_SECONDS)
+    with pytest.raises(PoolClosedError):
+        pool.status()
 
 
 def shut_down_at_random(rank: int, n: int) -> None:
-    """A handler shuts the pool down at some moment of some call, and the program ends."""
     warm_fork_servers()
-
     moments = random.Random(1)
-    for _ in range(SHUTDOWNS):
+    for _ in range(10):
         called = WorkerPool(Worker)
-
-        def shut_down(_: int, __: object, called: WorkerPool = called) -> None:
-            called.shutdown(0.2)
-            raise ShutDownError
-
-        signal.signal(signal.SIGALRM, shut_down)
+        signal.signal(signal.SIGALRM, lambda *_, called=called: shut_down(called))
         with suppress(ShutDownError):
             signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-3, 10e-3))
             while True:
                 called.call("echo", 1)
 
 
-def test_a_signal_handler_may_shut_the_pool_down_at_any_moment_of_a_call() -> None:
+def test_a_handler_may_shut_down_at_any_moment_of_a_call() -> None:
     run_ranks(1, shut_down_at_random, timeout=200)
 
 
 def raising_the_alarm(wrapped: Any) -> Any:
-    """``wrapped``, which has this process get SIGALRM when it is called for the first time."""
     called: list[None] = []
 
     def raising(*args: Any, **kwargs: Any) -> Any:
@@ -354,6 +288,7 @@ SHUTTING_DOWN = [
     (PoolDriver, "_end"),
     (Supervisor, "stop"),
     (Dispatcher, "release"),
+    (CallTable, "release"),
     (LocalWorker, "ended"),
     (LocalWorker, "close"),
     (ChildProcess, "wait"),
@@ -362,50 +297,40 @@ SHUTTING_DOWN = [
 
 
 @pytest.mark.parametrize("place", SHUTTING_DOWN, ids=lambda place: place[1])
-def test_a_signal_handler_may_shut_down_the_pool_whose_shutdown_it_interrupts(
-    place: tuple[type, str],
-    gate: Gate,
-    monkeypatch: pytest.MonkeyPatch,
-    on_alarm_shut_down: Callable[[WorkerPool], None],
+def test_a_handler_may_shut_down_amid_a_shutdown(
+    place: tuple[type, str], gate: Gate, monkeypatch: pytest.MonkeyPatch, on_alarm: OnAlarm
 ) -> None:
     """As the second SIGTERM of an impatient supervisor."""
     kind, name = place
-    pool = WorkerPool(Worker)
-    held = pool.submit("hold", gate)
-    until(lambda: gate.reached(0))
-    on_alarm_shut_down(pool)
-    monkeypatch.setattr(kind, name, raising_the_alarm(getattr(kind, name)))
-    with pytest.raises(ShutDownError):
-        pool.shutdown(1.0)
-    with pytest.raises(PoolClosedError):
-        held.result(PATIENCE_SECONDS)
-    with pytest.raises(PoolClosedError):
-        pool.status()
+    with held(gate) as pool:
+        on_alarm(lambda: shut_down(pool))
+        monkeypatch.setattr(kind, name, raising_the_alarm(getattr(kind, name)))
+        with pytest.raises(ShutDownError):
+            pool.shutdown(1.0)
 
 
-def test_a_shutdown_that_a_signal_handler_has_finished_meanwhile_returns(
-    gate: Gate,
-    monkeypatch: pytest.MonkeyPatch,
-    on_alarm: Callable[[Callable[[], object]], None],
+def test_a_handler_may_finish_a_shutdown(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch, on_alarm: OnAlarm
 ) -> None:
-    pool = WorkerPool(Worker)
-    pool.submit("hold", gate)
-    until(lambda: gate.reached(0))
-    on_alarm(lambda: pool.shutdown(0.0))
-    monkeypatch.setattr(PoolDriver, "_end", raising_the_alarm(PoolDriver._end))
-    pool.shutdown(1.0)
-    with pytest.raises(PoolClosedError):
-        pool.status()
+    with held(gate) as pool:
+        on_alarm(lambda: shut_down(pool, raises=False))
+        monkeypatch.setattr(PoolDriver, "_end", raising_the_alarm(PoolDriver._end))
+        pool.shutdown(1.0)
 
 
-def test_a_signal_handler_may_shut_down_what_another_thread_shuts_down(
-    gate: Gate, monkeypatch: pytest.MonkeyPatch, on_alarm_shut_down: Callable[[WorkerPool], None]
+def test_a_call_whose_pool_a_signal_handler_shuts_down_fails(gate: Gate, on_alarm: OnAlarm) -> None:
+    with held(gate) as pool:
+        on_alarm(lambda: shut_down(pool, raises=False))
+        interrupting = when(lambda: pool.load == 2, lambda: interrupt_main(signal.SIGALRM))
+        with pytest.raises(PoolClosedError):
+            pool.call("echo")
+        interrupting.join()
+
+
+def test_a_handler_may_join_another_thread_s_shutdown(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch, on_alarm: OnAlarm
 ) -> None:
     """It interrupts a call that holds what the other thread needs to go on."""
-    pool = WorkerPool(Worker)
-    pool.submit("hold", gate)
-    until(lambda: gate.reached(0))
-    on_alarm_shut_down(pool)
     waiting = threading.Event()
     wait_until = PoolDriver._wait_until
 
@@ -413,15 +338,17 @@ def test_a_signal_handler_may_shut_down_what_another_thread_shuts_down(
         waiting.set()
         return wait_until(driver, *args)
 
-    monkeypatch.setattr(PoolDriver, "_wait_until", waits)
-    other = threading.Thread(target=pool.shutdown, args=(2.0,))
-    other.start()
-    assert waiting.wait(PATIENCE_SECONDS)
-    monkeypatch.setattr(CallTable, "accept", raising_the_alarm(CallTable.accept))
-    with pytest.raises(ShutDownError):
-        pool.call("echo")
-    other.join(PATIENCE_SECONDS)
-    assert not other.is_alive()
+    with held(gate) as pool:
+        on_alarm(lambda: shut_down(pool))
+        monkeypatch.setattr(PoolDriver, "_wait_until", waits)
+        other = threading.Thread(target=pool.shutdown, args=(2.0,))
+        other.start()
+        assert waiting.wait(PATIENCE_SECONDS)
+        monkeypatch.setattr(CallTable, "accept", raising_the_alarm(CallTable.accept))
+        with pytest.raises(ShutDownError):
+            pool.call("echo")
+        other.join(PATIENCE_SECONDS)
+        assert not other.is_alive()
 
 
 @pytest.mark.parametrize(
@@ -432,20 +359,18 @@ def test_a_signal_handler_may_shut_down_what_another_thread_shuts_down(
     ],
     ids=["called", "submitted"],
 )
-def test_a_signal_handler_may_shut_the_pool_down_while_a_late_calls_stacks_are_read(
+def test_a_handler_may_shut_down_as_stacks_are_read(
     call: Callable[[WorkerPool], object],
+    gate: Gate,
     monkeypatch: pytest.MonkeyPatch,
-    on_alarm_shut_down: Callable[[WorkerPool], None],
+    on_alarm: OnAlarm,
 ) -> None:
-    pool = WorkerPool(Worker)
-    pool.call("echo")
-    os.kill(pool.status()[0].pid, signal.SIGSTOP)  # it shows no stack, which is waited for
-    on_alarm_shut_down(pool)
-    monkeypatch.setattr(local, "read_stacks", raising_the_alarm(read_stacks))
-    with pytest.raises(ShutDownError):
-        call(pool)
-    with pytest.raises(PoolClosedError):
-        pool.status()
+    with held(gate) as pool:
+        os.kill(pool.status()[0].pid, signal.SIGSTOP)  # it shows no stack, which is waited for
+        on_alarm(lambda: shut_down(pool))
+        monkeypatch.setattr(local, "read_stacks", raising_the_alarm(read_stacks))
+        with pytest.raises(ShutDownError):
+            call(pool)
 
 
 def interrupt_at_random(rank: int, n: int, kind: type[BaseException]) -> None:
@@ -483,15 +408,11 @@ def interrupt_at_random(rank: int, n: int, kind: type[BaseException]) -> None:
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, TimeoutError])
-def test_interrupts_at_any_moment_mix_up_no_answers_and_hold_up_no_call(
-    kind: type[BaseException],
-) -> None:
+def test_interrupts_at_any_moment_mix_up_no_answers(kind: type[BaseException]) -> None:
     run_ranks(1, interrupt_at_random, kind, timeout=300)
 
 
-def test_a_handler_may_ask_for_the_status_of_the_pool_whose_call_it_interrupts(
-    pool: WorkerPool, on_alarm: Callable[[Callable[[], object]], None]
-) -> None:
+def test_a_handler_may_ask_for_the_status_amid_a_call(pool: WorkerPool, on_alarm: OnAlarm) -> None:
     seen: list[int] = []
     on_alarm(lambda: seen.append(len(pool.status())))
     moments = random.Random(1)

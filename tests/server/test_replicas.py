@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -38,20 +38,36 @@ if TYPE_CHECKING:
 PATIENT = PoolConfig(leave_seconds=PATIENCE_SECONDS)
 
 
-def test_a_workers_argument_may_have_the_name_of_one_of_the_replicas() -> None:
-    async def awaited() -> tuple[Any, list[Any]]:
-        items = [item async for item in replicas.astream("by_name_in_turn", method="int8")]
-        return await replicas.acall("by_name", method="int8"), items
-
-    with Replicas(Worker, dp=1) as replicas:
-        assert replicas.call("by_name", method="int8") == {"method": "int8"}
-        assert replicas.submit("by_name", method="int8").result() == {"method": "int8"}
-        assert list(replicas.stream("by_name_in_turn", method="int8")) == [("method", "int8")]
-        assert asyncio.run(awaited()) == ({"method": "int8"}, [("method", "int8")])
+@pytest.fixture
+def gates(tmp_path: Path) -> list[Gate]:
+    folders = [tmp_path / name for name in ("one", "other")]
+    for folder in folders:
+        folder.mkdir()
+    return [Gate(folder) for folder in folders]
 
 
-def test_whoever_looks_on_sees_which_replica_is_which() -> None:
-    with Replicas(Worker, dp=2) as replicas:
+def test_replicas_are_pools_of_their_own_that_share_the_cores() -> None:
+    async def awaited() -> tuple[Any, list[int]]:
+        items = [item async for item in replicas.astream("count", 3)]
+        return await replicas.acall("echo", 1), items
+
+    with Replicas(Worker, dp=2, tp=2) as replicas:
+        assert replicas.n_workers == 4
+        assert [status.rank for status in replicas.status()] == [0, 1, 2, 3]
+        assert (replicas.failure, replicas.restarting, replicas.restarts) == (None, None, 0)
+        assert replicas.call("environment")["threads"] == worker_threads(4)
+        assert replicas.grid.coordinates(3) == {"dp": 1, "pp": 0, "pcp": 0, "tp": 1}
+        for _ in range(4):
+            assert replicas.call("total", 1.0) == 2.0
+        totals = [
+            each.ended
+            for of_rank in replicas.totals().values()
+            for each in of_rank
+            if each.verb == "all_reduce"
+        ]
+        assert totals == [2] * 4
+        assert list(replicas.stream("count", 3)) == [0, 1, 2]
+        assert asyncio.run(awaited()) == (1, [0, 1, 2])
         pids = [pids_of(pool)[0] for pool in replicas.pools]
         seen = scan()
         (mine,) = of_process(os.getpid(), seen, programs(seen))
@@ -59,10 +75,7 @@ def test_whoever_looks_on_sees_which_replica_is_which() -> None:
     assert found.items() >= {"replica 0": pids[0], "replica 1": pids[1]}.items()
 
 
-def test_a_call_goes_to_the_replica_that_has_the_fewest(tmp_path: Path) -> None:
-    gates = [Gate(tmp_path / str(number)) for number in range(2)]
-    for gate in gates:
-        gate.folder.mkdir()
+def test_a_call_goes_to_the_replica_that_has_the_fewest(gates: list[Gate]) -> None:
     with Replicas(Worker, dp=3) as replicas:
         pids = [pids_of(pool)[0] for pool in replicas.pools]
         held = [replicas.submit("hold", gate) for gate in gates]
@@ -76,21 +89,9 @@ def test_a_call_goes_to_the_replica_that_has_the_fewest(tmp_path: Path) -> None:
         assert {replicas.call("where")[1] for _ in range(6)} == {*pids}
 
 
-def test_replicas_are_pools_of_their_own_that_share_the_cores() -> None:
-    with Replicas(Worker, dp=2, tp=2) as replicas:
-        assert replicas.n_workers == 4
-        assert [status.rank for status in replicas.status()] == [0, 1, 2, 3]
-        assert replicas.call("total", 1.0) == 2.0
-        threads = replicas.call("environment")["threads"]
-        assert threads == worker_threads(4)
-        assert (replicas.failure, replicas.restarting, replicas.restarts) == (None, None, 0)
-
-
-def test_while_none_works_calls_that_may_move_wait_for_the_first_that_does(tmp_path: Path) -> None:
-    """The others wait for the replica that has accepted them."""
-    gates = [Gate(tmp_path / name) for name in ("late", "early")]
-    for gate in gates:
-        gate.folder.mkdir()
+def test_while_none_works_calls_that_may_move_wait_for_the_first_that_does(
+    gates: list[Gate],
+) -> None:
     late, early = gates
     with Replicas(OneIsLate, dp=2, worker_kwargs={"gates": gates}, restart="worker") as replicas:
         for pid in [pids_of(pool)[0] for pool in replicas.pools]:
@@ -115,10 +116,9 @@ def test_while_none_works_calls_that_may_move_wait_for_the_first_that_does(tmp_p
 
 
 def test_only_calls_that_may_be_made_again_move_over_and_the_replica_comes_back(
-    tmp_path: Path,
+    gate: Gate,
 ) -> None:
     """Each replica has two calls and two that are queued; one of both may be made again."""
-    gate = Gate(tmp_path)
     with Replicas(Worker, dp=2, config=PATIENT) as replicas:
         held = [replicas.submit("hold", gate, retry=turn % 4 > 1) for turn in range(8)]
         until(lambda: gate.reached(0))
@@ -139,35 +139,22 @@ def test_only_calls_that_may_be_made_again_move_over_and_the_replica_comes_back(
 
 
 def test_clients_notice_nothing_of_a_replica_that_always_dies() -> None:
-    over = threading.Event()
+    def ask(base: int) -> list[Any]:
+        return [replicas.call("echo", base + turn, retry=True) for turn in range(200)]
 
-    def kill() -> None:
-        while not over.is_set():
+    with Replicas(Worker, dp=2, max_restarts=10_000) as replicas, ThreadPoolExecutor(6) as threads:
+        asked = [threads.submit(ask, n * 1000) for n in range(6)]
+        while not all(each.done() for each in asked):
             with suppress(ProcessLookupError):  # it has not been replaced yet
                 os.kill(replicas.pools[0].status()[0].pid, signal.SIGKILL)
             time.sleep(0.05)
-
-    def ask(base: int) -> list[Any]:
-        return [replicas.call("echo", base + turn, retry=True) for turn in range(300)]
-
-    async def ask_many() -> list[list[Any]]:
-        return await asyncio.gather(*(asyncio.to_thread(ask, n * 1000) for n in range(6)))
-
-    with Replicas(Worker, dp=2, max_restarts=10_000) as replicas:
-        killer = threading.Thread(target=kill)
-        killer.start()
-        try:
-            answers = asyncio.run(ask_many())
-        finally:
-            over.set()
-            killer.join()
-    assert answers == [[n * 1000 + turn for turn in range(300)] for n in range(6)]
+    for n, each in enumerate(asked):
+        assert each.result() == [n * 1000 + turn for turn in range(200)]
 
 
-def test_what_goes_wrong_names_the_replica(
+def test_errors_name_the_replica(
     capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each counts its ranks from 0."""
     caplog.set_level("INFO", "server.driver.pool_driver")
 
     def where_from(error: BaseException) -> str:
@@ -221,19 +208,15 @@ def test_replicas_that_are_not_restarted_end_one_by_one(caplog: pytest.LogCaptur
     assert ["exit status 3" in ends[0], "exit status 4" in ends[1]] == [True, True]
 
 
-@pytest.mark.parametrize("lost", [0, 1])
-def test_replicas_of_which_one_was_lost_are_closed_when_they_are_shut_down(lost: int) -> None:
-    """A service that was told to end has not failed."""
+def test_replicas_of_which_one_was_lost_have_not_failed_when_they_are_shut_down() -> None:
     with Replicas(Worker, dp=2, restart="never") as replicas:
-        (pid,) = pids_of(replicas.pools[lost])
-        os.kill(pid, signal.SIGKILL)
-        until(lambda: replicas.pools[lost].failure is not None)
+        os.kill(pids_of(replicas.pools[1])[0], signal.SIGKILL)
+        until(lambda: replicas.pools[1].failure is not None)
         assert replicas.failure is None
     assert isinstance(replicas.failure, PoolClosedError)
 
 
-def test_a_replica_that_broke_too_often_gives_its_calls_away(tmp_path: Path) -> None:
-    gate = Gate(tmp_path)
+def test_a_replica_that_broke_too_often_gives_its_calls_away(gate: Gate) -> None:
     with Replicas(Worker, dp=2, max_restarts=1, config=PATIENT) as replicas:
         first, second = replicas.pools
         os.kill(first.status()[0].pid, signal.SIGKILL)
@@ -283,19 +266,7 @@ def test_a_program_that_ends_does_not_wait_for_replicas_that_start(tmp_path: Pat
     until(lambda: not any(psutil.pid_exists(pid) for pid in workers))
 
 
-def test_streams_and_awaited_calls() -> None:
-    async def both() -> tuple[Any, list[int]]:
-        return await replicas.acall("echo", 1), [
-            item async for item in replicas.astream("count", 3)
-        ]
-
-    with Replicas(Worker, dp=2, config=PATIENT) as replicas:
-        assert list(replicas.stream("count", 3)) == [0, 1, 2]
-        assert asyncio.run(both()) == (1, [0, 1, 2])
-
-
-def test_a_stream_of_a_replica_that_breaks_takes_no_items_of_anothers(tmp_path: Path) -> None:
-    gate = Gate(tmp_path)
+def test_a_stream_of_a_replica_that_breaks_takes_no_items_of_anothers(gate: Gate) -> None:
     with Replicas(Worker, dp=2, config=PATIENT) as replicas:
         first, second = replicas.pools
         lost, whole = first.stream("count", 9), second.stream("count", 9)
@@ -311,65 +282,32 @@ def test_a_stream_of_a_replica_that_breaks_takes_no_items_of_anothers(tmp_path: 
             assert isinstance(future.exception(PATIENCE_SECONDS), WorkerLostError)
 
 
-def test_shutdown_ends_all_and_refuses_calls() -> None:
-    replicas = Replicas(Worker, dp=2)
+def test_shutdown_ends_all_and_refuses_calls(gate: Gate) -> None:
+    """Its callbacks run in the thread that ends the calls, and may ask for the end, too."""
+    replicas, caught = Replicas(Worker, dp=2), list[str]()
+
+    def shut_down(_: object) -> None:
+        try:
+            replicas.shutdown()
+        except RuntimeError as error:
+            caught.append(str(error))
+
     pids = [status.pid for status in replicas.status()]
+    answered = replicas.submit("hold", gate)
+    answered.add_done_callback(shut_down)
+    gate.open()
+    until(lambda: caught)
+    assert caught == ["replicas cannot be shut down by a callback of their own"]
+    assert replicas.call("echo", 1) == 1
     waiting = [replicas.submit("sleep", 600.0) for _ in range(2)]
-    began = time.monotonic()
-    replicas.shutdown(1.0)
-    assert time.monotonic() - began < 3.0 + STALL_SECONDS
+    waiting[0].add_done_callback(shut_down)
+    ending = threading.Thread(target=replicas.shutdown, args=(1.0,), daemon=True)
+    ending.start()
+    ending.join(3.0 + STALL_SECONDS)
+    assert not ending.is_alive()
     for future in waiting:
         assert isinstance(future.exception(0), PoolClosedError)
     with pytest.raises(PoolClosedError):
         replicas.submit("echo")
     assert isinstance(replicas.failure, PoolClosedError)
     until(lambda: not any(map(psutil.pid_exists, pids)))
-
-
-def test_a_callback_cannot_wait_for_the_end_of_its_replicas(tmp_path: Path) -> None:
-    gate, called = Gate(tmp_path), threading.Event()
-    caught: list[BaseException] = []
-
-    def callback(_: Any) -> None:
-        try:
-            replicas.shutdown()
-        except RuntimeError as error:
-            caught.append(error)
-        called.set()
-
-    with Replicas(Worker, dp=2) as replicas:
-        replicas.submit("hold", gate).add_done_callback(callback)
-        gate.open()
-        assert called.wait(PATIENCE_SECONDS)
-        assert [str(error) for error in caught] == [
-            "replicas cannot be shut down by a callback of their own"
-        ]
-        assert replicas.call("echo", 1) == 1
-
-
-def test_a_time_that_is_none_leaves_replicas_as_they_are() -> None:
-    timeouts: list[Any] = [-1.0, math.nan, "5"]
-    with Replicas(Worker, dp=2) as replicas:
-        for timeout in timeouts:
-            with pytest.raises((ValueError, TypeError), match=f"timeout must .*; got {timeout!r}"):
-                replicas.shutdown(timeout)
-            assert replicas.call("echo", 1) == 1
-
-
-def test_a_callback_of_calls_that_an_end_fails_may_ask_for_the_end(tmp_path: Path) -> None:
-    """It runs in the thread that ends them."""
-    gate = Gate(tmp_path)
-    replicas = Replicas(Worker, dp=2)
-    held = replicas.submit("hold", gate)
-    until(lambda: gate.reached(0))
-    held.add_done_callback(lambda _: replicas.shutdown())
-    ending = threading.Thread(target=replicas.shutdown, args=(1.0,), daemon=True)
-    ending.start()
-    ending.join(PATIENCE_SECONDS)
-    assert not ending.is_alive()
-    assert isinstance(replicas.failure, PoolClosedError)
-
-
-def test_how_many_is_checked() -> None:
-    with pytest.raises(ValueError, match="dp must be 1 or more; got 0"):
-        Replicas(Worker, dp=0)

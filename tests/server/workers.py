@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class BadInputError(ValueError):
-    """An exception of a module that the driver can import."""
+    pass
 
 
 class UnpicklableError(Exception):
@@ -85,7 +85,6 @@ MADE: dict[str, Callable[[], Any]] = {
 
 
 def pids_of(pool: WorkerPool) -> list[int]:
-    """The process id of each worker, by rank."""
     return [pid for _, pid in pool.collective_rpc("where")]
 
 
@@ -150,7 +149,6 @@ class Worker:
         return sys.flags.optimize, sys.flags.dev_mode, "error::FutureWarning" in sys.warnoptions
 
     def inherited(self) -> dict[str, Any]:
-        """What a process gets from the one that starts it."""
         return {
             "variables": dict(os.environ),
             "cores": os.sched_getaffinity(0),
@@ -161,7 +159,6 @@ class Worker:
         }
 
     def numbers(self) -> dict[str, float]:
-        """What generators give that nobody has seeded."""
         return {
             "random": random.random(),
             "numpy": float(np.random.random()),
@@ -181,7 +178,6 @@ class Worker:
         threading.Thread(target=late).start()
 
     def finalizers(self) -> list[str]:
-        """The modules whose finalizers run at the end of this process."""
         all_of_them: Any = weakref.finalize._registry  # type: ignore[attr-defined]
         return [each.peek()[1].__module__ for each in all_of_them if each.atexit]
 
@@ -189,7 +185,6 @@ class Worker:
         sys.stdout.write(f"{text}\n")
 
     def scribble(self, data: bytes) -> None:
-        """Write to the descriptor of this worker's control channel what is no message."""
         serving: Any = self.context.report_progress
         os.write(serving.__self__._channel.fileno(), data)
         time.sleep(600)
@@ -212,7 +207,6 @@ class Worker:
         raise UnpicklableError(1, 2)
 
     def fail_in_group(self, ranks: list[int]) -> float:
-        """The others wait in an all_reduce for those that fail."""
         if self.rank in ranks:
             raise BadInputError("not me")
         return self.total(1.0)
@@ -231,7 +225,7 @@ class Worker:
             raise error
         return self.total(1.0) if wait else 0.0
 
-    def tell_last(self, rank: int, error: Exception, *, apart: bool = False) -> float:
+    def tell_last(self, rank: int, error: Exception, apart: bool = False) -> float:
         """One rank aborts the group in which the others wait, and says why when they have ended.
 
         If it does so ``apart``, it only meets the abort itself then, as any other rank does.
@@ -267,7 +261,6 @@ class Worker:
             raise
 
     def send_then_fail(self) -> None:
-        """Rank 0 sends what rank 1 never takes."""
         if self.rank == 0:
             self.groups.world.send_object("stale", 1)
             return
@@ -292,7 +285,6 @@ class Worker:
         return float(self.groups.world.all_reduce(torch.tensor([value])).item())
 
     def hold(self, gate: Gate, ranks: list[int] | None = None) -> int:
-        """Some ranks come to a gate, and wait there until it is opened."""
         if ranks is None or self.rank in ranks:
             gate.pass_through(self.rank)
         return self.rank
@@ -312,17 +304,14 @@ class Worker:
         return self.total(1.0)
 
     def hang_in_group(self, but: int, seconds: float = 600.0) -> float:
-        """Every rank but one waits in an all_reduce; that one sleeps."""
         if self.rank == but:
             time.sleep(seconds)
         return self.total(1.0)
 
     def skip_group(self, but: int) -> float:
-        """Every rank but one waits in an all_reduce; that one takes no part."""
         return 0.0 if self.rank == but else self.total(1.0)
 
     def cross(self) -> torch.Tensor:
-        """Two ranks wait for a tensor of each other."""
         return self.groups.world.recv((1,), torch.float32, 1 - self.rank)
 
     def sleep(self, seconds: float, ranks: list[int] | None = None) -> int:
@@ -343,14 +332,12 @@ class Worker:
             re.match(r"(a+)+$", "a" * 64 + "b")
 
     def exit_once(self, flag: Path, rank: int) -> str:
-        """The first time, the process of ``rank`` ends."""
         if self.rank == rank and not flag.exists():
             flag.touch()
             os._exit(3)
         return "fine"
 
     def diverge(self) -> torch.Tensor:
-        """The ranks begin different collectives."""
         given = torch.ones(4)
         world = self.groups.world
         return world.all_reduce(given) if self.rank == 0 else world.all_gather(given)
@@ -431,7 +418,6 @@ class Worker:
         signal.setitimer(signal.ITIMER_REAL, 0.2)
 
     def loaded_in(self, module: str) -> int:
-        """The process in which a module was loaded that says so."""
         found: int = importlib.import_module(module).LOADED_IN
         return found
 

@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-import server.calls
 from server.calls.pending_call import PendingCall
 from server.errors import PoolClosedError
 from shm_broadcast import CoordinatorError
-from tests.interruptions import interruptions
 from tests.server.book import Book, a_call
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-IN_FLIGHT = 3
 RANKS = st.integers(0, 1)
 RARE = st.integers(0, 2).map(lambda drawn: drawn == 2)
 
 
 class Sent(NamedTuple):
-    """A call as a rank receives it, with the generation of the workers."""
-
     call: PendingCall
     number: int
     generation: int
@@ -38,7 +29,7 @@ class Calls(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.book = Book(IN_FLIGHT, restartable=True)
+        self.book = Book(3, restartable=True)
         self.table = self.book.table
         self.calls: list[PendingCall] = []
         self.last_sent = 0
@@ -179,7 +170,7 @@ class Calls(RuleBasedStateMachine):
     def the_table_is_sound(self) -> None:
         table = self.table
         assert list(table.in_flight) == sorted(table.in_flight)
-        assert len(table.in_flight) <= IN_FLIGHT
+        assert len(table.in_flight) <= 3
         assert table.oldest is next(iter(table.in_flight.values()), None)
         assert not table.in_flight or table.works
         held = {*table.in_flight.values(), *table.queued}
@@ -197,54 +188,3 @@ class Calls(RuleBasedStateMachine):
 
 TestCalls = Calls.TestCase
 TestCalls.settings = settings(max_examples=150, stateful_step_count=80, deadline=None)
-
-
-def reply_last(book: Book) -> None:
-    book.reply(1, 1, "one")
-
-
-def fail_last(book: Book) -> None:
-    book.fail(1, 1)
-
-
-def diverge(book: Book) -> None:
-    book.reply(1, 1, operations=1)
-
-
-def accept(book: Book) -> None:
-    book.table.accept(a_call(), 1)
-
-
-@pytest.mark.parametrize("restartable", [False, True])
-@pytest.mark.parametrize("act", [reply_last, fail_last, diverge, Book.lose_worker, accept])
-def test_an_interrupt_anywhere_and_the_break_that_follows_lose_no_call(
-    act: Callable[[Book], object], restartable: bool
-) -> None:
-    def prepared() -> tuple[Book, list[PendingCall]]:
-        book = Book(in_flight=3, restartable=restartable)
-        calls = [book.send(), book.send(), book.send(retry=True), a_call(), a_call(retry=True)]
-        for call in calls[3:]:
-            call.future()
-            book.table.submit(call)
-        book.reply(0, 1, "zero")
-        return book, calls
-
-    def interrupted() -> None:
-        act(book)
-
-    book, calls = prepared()
-    places = 0
-    for place in interruptions(interrupted, server.calls):
-        places += 1
-        book.table.break_off(CoordinatorError("amid"))
-        book.tick()
-        waiting = [call for call in calls if restartable and call.retry]
-        assert [call for call in calls if not call.done] == waiting, place
-        assert [*book.table.queued] == waiting, place
-        assert not any(call.done == call.ended.locked() for call in calls), place
-        for call in [*book.table.finished]:
-            call.hand_out()
-        assert calls[3].future().done()
-        assert calls[0].error is not None or calls[0].result() == ["zero", "one"], place
-        book, calls = prepared()
-    assert places > 3

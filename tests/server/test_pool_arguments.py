@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import sys
 from typing import TYPE_CHECKING, Any
@@ -29,11 +30,7 @@ HEAD = Hosts(2, 0, "127.0.0.1", secret=b"known to both hosts")
     [
         ({"tp": 0}, ValueError, "tp must be 1 or more; got 0"),
         ({"pp": -1}, ValueError, "pp must be 1 or more; got -1"),
-        (
-            {"tp": 2048, "dp": 3},
-            ValueError,
-            "pcp=1 x tp=2048 are 6144 workers; a pool has",
-        ),
+        ({"tp": 2048, "dp": 3}, ValueError, "pcp=1 x tp=2048 are 6144 workers; a pool has"),
         ({"pcp": 0}, ValueError, "pcp must be 1 or more; got 0"),
         ({"tp": 2, "dcp": 3}, ValueError, "dcp=3 does not divide tp=2 x pcp=1"),
         ({"dcp": True}, TypeError, "dcp must be a whole number; got True"),
@@ -41,11 +38,7 @@ HEAD = Hosts(2, 0, "127.0.0.1", secret=b"known to both hosts")
         ({"axes": {"cfg": 1.5}}, TypeError, "cfg must be a whole number; got 1.5"),
         ({"axes": {2: 2}}, TypeError, "the name of an axis must be a text; got 2"),
         ({"axes": ["cfg"]}, TypeError, r"axes must be a mapping of sizes by name; got \['cfg'\]"),
-        (
-            {"launcher": "ssh"},
-            ValueError,
-            "local, hosts, torchrun, ray; got 'ssh'",
-        ),
+        ({"launcher": "ssh"}, ValueError, "local, hosts, torchrun, ray; got 'ssh'"),
         ({"start_timeout": 0}, ValueError, "start_timeout must be more than 0 seconds"),
         ({"worker": "no_colon"}, ValueError, "worker must be 'package.module:Class'"),
         ({"worker": len}, TypeError, "worker must be a class"),
@@ -69,32 +62,25 @@ HEAD = Hosts(2, 0, "127.0.0.1", secret=b"known to both hosts")
         ({"on_progress": 5}, TypeError, "on_progress must be a function; got 5"),
         ({"worker_kwargs": [1]}, TypeError, r"worker_kwargs must be a mapping; got \[1\]"),
         ({"config": {}}, TypeError, "config must be a PoolConfig; got {}"),
+        ({"replicas": True, "dp": 0}, ValueError, "dp must be 1 or more; got 0"),
+        ({"replicas": True, "dp": True}, TypeError, "dp must be a whole number; got True"),
+        ({"replicas": True, "tp": "2"}, TypeError, "tp must be a whole number; got '2'"),
+        ({"replicas": True, "axes": 2}, TypeError, "axes must be a mapping of sizes by name"),
+        ({"replicas": True, "on_progress": 5}, TypeError, "on_progress must be a function; got 5"),
+        ({"replicas": True, "config": {}}, TypeError, "config must be a PoolConfig; got {}"),
+        ({"replicas": True, "device": None}, TypeError, "device must be a sequence of texts"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: Any, error: type[Exception], text: str) -> None:
+    if arguments.pop("replicas", False):
+        with pytest.raises(error, match=text):
+            Replicas(Worker, **{"dp": 2, **arguments})
+        return
     with pytest.raises(error, match=text):
         WorkerPool(arguments.pop("worker", Worker), **arguments)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"tp": "2"}, "tp must be a whole number; got '2'"),
-        ({"axes": 2}, "axes must be a mapping of sizes by name; got 2"),
-        ({"dp": True}, "dp must be a whole number; got True"),
-        ({"on_progress": 5}, "on_progress must be a function; got 5"),
-        ({"config": {"in_flight": 1}}, "config must be a PoolConfig; got {'in_flight': 1}"),
-        ({"device": None}, "device must be a sequence of texts; got None"),
-    ],
-)
-def test_wrong_arguments_of_replicas_are_refused(arguments: Any, text: str) -> None:
-    with pytest.raises(TypeError, match=text):
-        Replicas(Worker, **{"dp": 2, **arguments})
-
-
-def test_what_is_reserved_for_a_pool_is_given_back_whatever_goes_wrong(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_interrupted_start_gives_back_what_it_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
     class Reserved:
         closed = False
 
@@ -122,40 +108,33 @@ def test_numbers_and_texts_of_numpy_count() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "text"),
+    ("wrong", "error", "text"),
     [
-        ({"preload": "json"}, "preload must be a sequence of texts; got 'json'"),
-        ({"preload": ["json", 5]}, r"preload\[1\] must be a text; got 5"),
-        ({"name": 5}, "name must be a text; got 5"),
-        ({"bind": 0}, "bind must be a text; got 0"),
-        ({"threads": 1.5}, "threads must be a whole number; got 1.5"),
-        ({"in_flight": True}, "in_flight must be a whole number; got True"),
-        ({"call_capacity": "x"}, "call_capacity must be a whole number; got 'x'"),
-        ({"call_seconds": "5"}, "call_seconds must be a number of seconds; got '5'"),
-        ({"kill_seconds": None}, "kill_seconds must be a number of seconds; got None"),
-        ({"zero_copy": "no"}, "zero_copy must be True or False; got 'no'"),
+        ({"preload": "json"}, TypeError, "preload must be a sequence of texts; got 'json'"),
+        ({"preload": ["json", 5]}, TypeError, r"preload\[1\] must be a text; got 5"),
+        ({"name": 5}, TypeError, "name must be a text; got 5"),
+        ({"bind": 0}, TypeError, "bind must be a text; got 0"),
+        ({"threads": 1.5}, TypeError, "threads must be a whole number; got 1.5"),
+        ({"in_flight": True}, TypeError, "in_flight must be a whole number; got True"),
+        ({"call_capacity": "x"}, TypeError, "call_capacity must be a whole number; got 'x'"),
+        ({"call_seconds": "5"}, TypeError, "call_seconds must be a number of seconds; got '5'"),
+        ({"kill_seconds": None}, TypeError, "kill_seconds must be a number of seconds; got None"),
+        ({"zero_copy": "no"}, TypeError, "zero_copy must be True or False; got 'no'"),
+        ({"call_capacity": -1}, ValueError, "call_capacity"),
+        ({"in_flight": 0}, ValueError, "in_flight"),
+        ({"kill_seconds": -1.0}, ValueError, "kill_seconds"),
+        *[({"call_seconds": wrong}, ValueError, "call_seconds") for wrong in (0, -1.0, math.nan)],
+        *[({"threads": wrong}, ValueError, "threads") for wrong in (0, 10**8)],
+        ({"preload": ("json",), "fork": False}, ValueError, "preload"),
+        *[({"name": wrong}, ValueError, "name") for wrong in ("a\nb", "\x1b[31m")],
+        *[
+            ({"bind": wrong}, ValueError, "bind must be none, auto, or .* got")
+            for wrong in ("", "all", "0-", "0|", "0 1", "node", "0-1|auto", "numa")
+        ],
     ],
 )
-def test_settings_of_another_type_are_refused(wrong: Any, text: str) -> None:
-    with pytest.raises(TypeError, match=text):
-        PoolConfig(**wrong)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"call_capacity": -1},
-        {"in_flight": 0},
-        {"kill_seconds": -1.0},
-        {"threads": 0},
-        {"threads": 10**8},
-        {"preload": ("json",), "fork": False},
-        {"name": "a\nb"},
-        {"name": "\x1b[31m"},
-    ],
-)
-def test_wrong_settings_are_refused(wrong: Any) -> None:
-    with pytest.raises(ValueError, match=next(iter(wrong))):
+def test_wrong_settings_are_refused(wrong: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
         PoolConfig(**wrong)
 
 
@@ -172,6 +151,9 @@ def test_a_class_that_no_other_process_can_import_is_refused() -> None:
 
     with pytest.raises(ValueError, match="defined in a function"):
         worker_name(Local)
+    for name in ("tests.server.workers:Nobody", "tests.server.workers:sys"):
+        with pytest.raises((AttributeError, TypeError), match=r"Nobody|is not a class"):
+            worker_class(name, None)
 
 
 def test_a_class_of_a_session_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -191,7 +173,7 @@ def test_a_class_of_a_session_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["threading.get_ident", "queue.SimpleQueue", "select.select"])
-def test_a_process_whose_threads_are_coroutines_makes_no_pool(
+def test_threads_that_are_coroutines_are_refused(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(name, type("Green", (), {"__module__": "green"}))
@@ -201,7 +183,7 @@ def test_a_process_whose_threads_are_coroutines_makes_no_pool(
 
 @pytest.mark.parametrize("fork", [True, False])
 @pytest.mark.parametrize("executable", ["", None])
-def test_a_process_that_knows_of_no_python_makes_no_pool(
+def test_an_unknown_python_is_refused(
     monkeypatch: pytest.MonkeyPatch, executable: str | None, fork: bool
 ) -> None:
     monkeypatch.setattr("sys.executable", executable)
@@ -213,9 +195,3 @@ def test_a_frozen_program_is_not_started_as_a_worker(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("sys.frozen", True, raising=False)
     with pytest.raises(RuntimeError, match="is frozen or embeds Python"):
         WorkerPool(Worker, config=PoolConfig(fork=False))
-
-
-@pytest.mark.parametrize("name", ["tests.server.workers:Nobody", "tests.server.workers:sys"])
-def test_loading_what_is_no_class_says_so(name: str) -> None:
-    with pytest.raises((AttributeError, TypeError), match=r"Nobody|is not a class"):
-        worker_class(name, None)
