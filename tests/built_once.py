@@ -14,12 +14,9 @@ if TYPE_CHECKING:
 
 
 def built_once(factory: pytest.TempPathFactory, name: str, build: Callable[[Path], object]) -> Path:
-    """The folder that ``build`` has filled, of this run; the others wait for it.
+    """Return the folder ``name`` of this run, filled by ``build`` in the first process to ask.
 
-    Args:
-        factory: gives this process's folder of the run.
-        name: of the folder.
-        build: is given a new folder; if it raises, so does this, and the next one tries again.
+    If ``build`` raises, so does this, and the next process tries again.
     """
     run = factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:

@@ -24,13 +24,9 @@ def run_to_end(
     timeout: float = LIMIT_SECONDS,
     **options: Any,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command in the repository's folder; what it has written, as text.
+    """Run a command in the repository's folder; return its output, as text.
 
-    Args:
-        command: its words.
-        status: what it has to end with; None: with anything.
-        timeout: seconds.
-        options: of `subprocess.run`.
+    ``status``: the exit status that it must have; None: any. ``options``: of `subprocess.run`.
     """
     how = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": timeout, **options}
     done: subprocess.CompletedProcess[str] = subprocess.run(command, check=False, **how)

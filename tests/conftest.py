@@ -43,7 +43,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """With ``-m gpu``, import no file without such tests: it may want what is not installed."""
     if config.option.markexpr != "gpu" or collection_path.suffix != ".py":
         return None
-    return True if "pytest.mark.gpu\n" not in collection_path.read_text() else None
+    return True if "pytest.mark.gpu" not in collection_path.read_text() else None
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -13,10 +13,7 @@ if TYPE_CHECKING:
 
 
 def in_a_child(body: Callable[[], object], *, as_nobody: bool = False) -> None:
-    """Run ``body`` in a forked child, which must not raise.
-
-    ``as_nobody``: as another user, which takes root to become.
-    """
+    """Run ``body`` in a forked child, which must not raise; ``as_nobody`` takes root."""
     pid = os.fork()
     if pid == 0:
         code = 1

@@ -1,8 +1,7 @@
-"""Gathers the memory of a process in huge pages when it is imported: fork servers do so last.
+"""Gathers this process's memory in huge pages on import; fork servers import it last.
 
-A fork copies a table with a line for each page, and its end goes through it once more. What torch
-brings along is 60,000 pages of 4 KiB, or 100 of 2 MiB and the rest: a fork and its end then take
-10 ms of a core in place of 20. What a child writes is still copied in pages of 4 KiB.
+A fork copies its table of pages: with torch's 60,000 of 4 KiB as 100 of 2 MiB a fork and the end of
+the child take 10 ms of a core, not 20.
 """
 
 from __future__ import annotations

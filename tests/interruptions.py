@@ -44,11 +44,10 @@ def interruptions(
     handler: Callable[[], object] = interrupt,
     every: int = 1,
 ) -> Iterator[str]:
-    """Make ``call`` again and again, each time interrupted at the next place in ``packages``.
+    """Repeat ``call``, each time interrupted at the next place in ``packages``; yield the place.
 
-    Yields the place after each call, until one has none left. Python runs signal handlers after
-    calls, after jumps back, and where a function begins. This one may return as well. With
-    ``every`` only each so-manieth place is taken, at which one begins is drawn.
+    Python runs signal handlers after calls, after jumps back, and where a function begins. With
+    ``every`` each ``every``-th place is taken, from a random one.
     """
     folders = tuple(package.__path__[0] + os.sep for package in packages)
     for number in count(random.randrange(every), every):
@@ -101,8 +100,7 @@ def _interrupt(
 def _places(code: CodeType) -> frozenset[tuple[int, int]]:
     """The pairs of instructions, by offset, between which signal handlers run.
 
-    Without those where an exception handler covers the first one only: what is raised at the second
-    would not meet it.
+    Without those where an exception handler covers the first one only.
     """
     guards = {
         offset: (entry.target, entry.depth)

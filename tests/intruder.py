@@ -1,12 +1,6 @@
-"""Another user of this host, who attacks what he can reach while something starts.
+"""Another user of this host, who writes to each listening socket while something starts.
 
-    with intruder() as report:
-        ...                          # start something
-    report.touched                   # what he could read or change of it
-
-He looks for sockets that anybody listens at, takes each for a torch store, lists its keys and
-writes to them: handles of memory of his own, addresses where he listens, wrong numbers. So let
-both be in a network of their own (`tests.netns.isolate`). Becoming him takes root.
+Let both be in a network of their own (`tests.netns.isolate`). To become that user takes root.
 """
 
 from __future__ import annotations
@@ -38,15 +32,10 @@ _PATIENCE = timedelta(seconds=1)
 
 @dataclass
 class Report:
-    """What the intruder came to.
-
-    Attributes:
-        touched: the keys and sockets of others that he could read or write, and processes whose
-            descriptors he could see.
-        looks: how often he looked around.
-    """
+    """What the intruder came to."""
 
     touched: list[str] = field(default_factory=list)
+    """Keys and sockets that he could read or write; processes whose descriptors he could see."""
     looks: int = 0
 
 
@@ -118,7 +107,6 @@ def _write_to(address: str, port: int, lies: list[bytes], turn: int, touched: se
 
 
 def _listeners() -> set[tuple[str, int]]:
-    """Where processes listen, as everybody can see."""
     found = set()
     for table, length in (("tcp", 8), ("tcp6", 32)):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:

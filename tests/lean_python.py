@@ -1,9 +1,4 @@
-"""Hides all installed packages but some and what these need: as if no other were there.
-
-    subprocess.run(command, env=os.environ | lean_variables(folder, ["torch", "pytest"]))
-
-An interpreter that starts with these variables, and all that it starts, finds no others.
-"""
+"""Hides all installed packages except some and their requirements, in an interpreter."""
 
 from __future__ import annotations
 
@@ -24,8 +19,6 @@ ROOT = Path(__file__).parents[1]
 
 
 class LeanFinder(MetaPathFinder):
-    """Finds what is found elsewhere, but for some top-level modules."""
-
     def __init__(self, hidden: Collection[str]) -> None:
         self._hidden = hidden
 
@@ -39,7 +32,6 @@ class LeanFinder(MetaPathFinder):
 
 
 def needed(names: Collection[str]) -> set[str]:
-    """These distributions and all that they need, as far as they are installed."""
     found: set[str] = set()
     waiting = [normal(name) for name in names]
     while waiting:
@@ -61,7 +53,6 @@ def normal(name: str) -> str:
 
 
 def hide_all_but(names: Collection[str]) -> None:
-    """In this process, from now on."""
     kept = needed(names)
     owners = packages_distributions()
     hidden = {
@@ -73,7 +64,7 @@ def hide_all_but(names: Collection[str]) -> None:
 
 
 def lean_variables(folder: Path, names: Collection[str]) -> dict[str, str]:
-    """What hides the others from a Python that is started with it, and from all that it starts."""
+    """The variables that hide the others from an interpreter, and from all that it starts."""
     (folder / "sitecustomize.py").write_text(
         f"from tests.lean_python import hide_all_but\nhide_all_but({sorted(names)})\n"
     )

@@ -1,13 +1,7 @@
-"""Network namespaces on this machine, for tests between hosts: two joined by a cable (a veth pair),
-or several on a switch (a bridge).
+"""Hosts as network namespaces: two joined by a veth pair, or several on a bridge.
 
-    with two_hosts("IPv6") as hosts:
-        hosts[0].address       # what the other host reaches it by
-        hosts[0].enter()       # in a process of its own: its later sockets live there
-
-They have no names: each lives as long as a process that waits for the end of its input, so that
-nothing is left, not even by a test run that is killed. Making them needs root, iproute2 and
-util-linux; without, tests marked ``namespaces`` are skipped.
+They have no names: each ends with a process that waits for the end of its input, so nothing is left
+by a killed test run. They need root, iproute2 and util-linux.
 """
 
 from __future__ import annotations
@@ -33,13 +27,7 @@ _ROOT = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Host:
-    """One of the namespaces.
-
-    Attributes:
-        pid: the process that keeps it.
-        address: its only address on the cable.
-        peers: those of the others.
-    """
+    """A namespace: the process that keeps it, its only address, and those of the others."""
 
     pid: int
     address: str
@@ -50,7 +38,7 @@ class Host:
         enter_network_of(self.pid)
 
     def unplug(self) -> None:
-        """From now on, what this host sends to the others is lost without a word."""
+        """Lose all packets of this host to the others from now on, without an error."""
         nobody = ("lladdr", "02:00:00:00:de:ad", "nud", "permanent")
         for peer in self.peers:
             self.ip("neigh", "replace", peer, "dev", _DEVICE, *nobody)
@@ -81,11 +69,7 @@ def unavailable() -> str | None:
 
 
 def enter_network_of(pid: int) -> None:
-    """Move this thread, and what it starts from now on, to the network of process ``pid``.
-
-    Raises:
-        OSError: not without root.
-    """
+    """Move this thread, and those that it starts, to the network of process ``pid``, as root."""
     with Path(f"/proc/{pid}/ns/net").open() as namespace:
         if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
             number = ctypes.get_errno()
@@ -93,11 +77,7 @@ def enter_network_of(pid: int) -> None:
 
 
 def isolate() -> None:
-    """Move this thread, and what it starts from now on, to a network with loopback only.
-
-    Raises:
-        OSError: not without root.
-    """
+    """Move this thread, and those that it starts, to a network with loopback only, as root."""
     if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNET):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
@@ -110,13 +90,8 @@ def two_hosts(
 ) -> Iterator[tuple[Host, Host]]:
     """Two joined namespaces that have addresses of ``family`` only, loopback included.
 
-    Args:
-        family: of their addresses.
-        latency: seconds that a packet takes to the other host.
-        loss: the share of packets that get lost. With either, the cable cannot be unplugged.
-
-    Raises:
-        RuntimeError: they cannot be made here.
+    ``latency`` is in seconds, ``loss`` a share of the packets: with either, the cable cannot be
+    unplugged. Raises RuntimeError if they cannot be made here.
     """
     with ExitStack() as stack:
         first, second = _apart(2, family, stack)
@@ -133,14 +108,7 @@ def two_hosts(
 
 @contextmanager
 def hosts_on_a_switch(n: int) -> Iterator[tuple[Host, ...]]:
-    """Several namespaces, each of which reaches all others by its only cable; IPv4.
-
-    Args:
-        n: how many.
-
-    Raises:
-        RuntimeError: they cannot be made here.
-    """
+    """``n`` namespaces, each with one cable to all others; IPv4."""
     with ExitStack() as stack:
         hosts = _apart(n, "IPv4", stack)
         switch = Host(stack.enter_context(_namespace()), "", ())
@@ -156,7 +124,6 @@ def hosts_on_a_switch(n: int) -> Iterator[tuple[Host, ...]]:
 
 
 def _apart(n: int, family: Literal["IPv4", "IPv6"], stack: ExitStack) -> tuple[Host, ...]:
-    """Hosts without a cable."""
     network = "10.93.0." if family == "IPv4" else "fd93::"
     addresses = [f"{network}{number}" for number in range(1, n + 1)]
     return tuple(
@@ -167,7 +134,6 @@ def _apart(n: int, family: Literal["IPv4", "IPv6"], stack: ExitStack) -> tuple[H
 
 @contextmanager
 def _namespace() -> Iterator[int]:
-    """A new network namespace; the process that keeps it."""
     with _kept(_KEEPER) as pid:
         yield pid
 

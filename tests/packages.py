@@ -26,14 +26,13 @@ JUNK = (
 
 
 def kept_files() -> set[str]:
-    """What git keeps of this tree, and what it would be told to keep."""
+    """The files that git tracks or would add."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True)
     return {name for name in listed.stdout.split("\0") if name and (ROOT / name).exists()}
 
 
 def copy_kept(tree: Path) -> Path:
-    """A copy of those files."""
     for name in kept_files():
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, tree / name)

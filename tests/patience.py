@@ -42,7 +42,7 @@ async def auntil(true: Callable[[], object]) -> None:
 
 
 def quickest(attempt: Callable[[], float], promised: float) -> float:
-    """The seconds that ``attempt`` took, repeated while it takes longer: the machine may stall."""
+    """The seconds of ``attempt``, repeated while it takes longer: the machine may stall."""
     for _ in range(ATTEMPTS - 1):
         seconds = attempt()
         if seconds < promised:
@@ -60,10 +60,9 @@ def failure_of(call: Callable[[], object]) -> tuple[Any, float]:
 
 
 def all_here(store: Store, n: int, place: str = "here") -> None:
-    """Return once ``n`` ranks have come to a place, by a store and not by the group under test.
+    """Return once ``n`` ranks have called this, over a store and not the group under test.
 
-    Who has come has left all that it called before. A barrier of the group does not tell that: a
-    rank that fails behind it may still find another one in it.
+    A barrier of the group would not do: a rank that fails after it may find others still in it.
     """
     if store.add(f"{place}/count", 1) == n:
         store.set(f"{place}/all", "")

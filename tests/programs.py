@@ -1,12 +1,7 @@
-"""Programs that tests run in processes of their own, forked from one that has loaded torch.
+"""Programs of tests, forked from a process that has loaded torch, which takes a second.
 
-    program = Program(drivers.main, "wait", "idle")
-    line = program.stdout.readline()
-
-To start Python and load torch takes a second of a core, and the program's fork server takes another
-one: here both are forked. Such a program has a session and output of its own, and ends as Python
-does: with what its main function raises, with exit functions, threads and modules. It has no
-command line and no main module of its own; what is about these starts Python.
+A program has a session and output of its own, and ends as Python does. It has no command line and
+no main module: tests of these start Python.
 """
 
 from __future__ import annotations
@@ -36,14 +31,7 @@ if TYPE_CHECKING:
 class Program:
     """A function that runs as a program; has what tests use of a `subprocess.Popen`.
 
-    Attributes:
-        pid: its process id.
-        stdout: what it writes there.
-        stderr: likewise.
-
-    Args:
-        main: at the top level of a module that can be imported by its name.
-        arguments: of it.
+    ``main`` is at the top level of a module that can be imported by its name.
     """
 
     def __init__(self, main: Callable[..., object], *arguments: str) -> None:
@@ -59,29 +47,22 @@ class Program:
 
     @property
     def returncode(self) -> int | None:
-        """Its exit status, or the number of the signal that ended it, below 0; None: it runs."""
+        """Its exit status, or minus the signal that ended it; None: it runs."""
         return self._process.exitcode
 
     def poll(self) -> int | None:
-        """As `returncode`."""
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, unless it has ended."""
         with suppress(ProcessLookupError):
             if self.poll() is None:
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """End it by SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
     def communicate(self, timeout: float = PATIENCE_SECONDS) -> tuple[str, str]:
-        """Wait until it, and all that write to its output, have ended; the rest of its output.
-
-        Raises:
-            TimeoutError: it takes longer.
-        """
+        """Wait until it, and all that write to its output, have ended; the rest of its output."""
         said = ["", ""]
         if not self.stdout.closed:
             reading = [submit_in_thread(file.read, "read") for file in (self.stdout, self.stderr)]
@@ -107,7 +88,6 @@ def _run(
     stderr: Connection,
     environment: Mapping[str, str],
 ) -> NoReturn:
-    """What a program's process does. At its end nothing of the module is held by anybody here."""
     gc.freeze()  # no collection looks among what the server had loaded
     os.setsid()
     os.environ.clear()

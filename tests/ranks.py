@@ -3,16 +3,10 @@
     def body(rank: int, n: int, path: str) -> int: ...        # at module level
     assert run_ranks(2, body, str(tmp_path / "store")) == [0, 1]
 
-Ranks are forked from a server process that has imported torch, pytest and this library
-already, so a rank costs milliseconds. What follows from it:
-
-- A rank sees the environment variables of the moment the first rank of the session was
-  started, not those that a test sets later. What torch or CUDA reads when it starts is given
-  as ``environment=``: then the ranks are fresh interpreters, which cost seconds.
-- The function travels as (module, file, name) and its module is loaded from its file in
-  the rank: tests work under any pytest import mode. Arguments and results are pickled.
-- Warnings are errors in a rank, and torch uses one thread.
-- A rank that is done stays alive until all are: its exit disturbs no peer.
+Ranks are forked from a server that has loaded torch: a rank costs milliseconds. So it sees the
+environment variables of the moment when the first rank started; ``environment=`` starts fresh
+interpreters, which cost seconds. Arguments and results are pickled. Warnings are errors in a rank.
+A rank that is done stays alive until all are.
 """
 
 from __future__ import annotations
@@ -95,14 +89,11 @@ def run_ranks(
         n: how many ranks.
         fn: a function at the top level of its module.
         args: picklable, or `NEW_BOARD`.
-        timeout: seconds for all of it; then every rank still running has its Python
-            stacks dumped and is killed.
-        may_die: ranks whose process may end without a result (killed by the test): their
-            result is None then.
+        timeout: seconds; then the stacks of all that run are dumped, and they are killed.
+        may_die: ranks whose process may end without a result, which is None then.
         environment: variables that the ranks have before they import anything.
 
-    Raises:
-        RanksFailedError: a rank raised, died or did not end in time.
+    Raises RanksFailedError if a rank raised, died or did not end in time.
     """
     ranks: list[_Rank] = []
     context = CONTEXT if environment is None else multiprocessing.get_context("spawn")
@@ -129,17 +120,7 @@ def run_ranks(
 
 
 def init_gloo(rank: int, n: int, path: str, timeout: float = 30.0) -> dist.ProcessGroup:
-    """Make gloo the default process group, meeting over the file ``path``: no port is chosen.
-
-    Args:
-        rank: this rank.
-        n: how many ranks.
-        path: a file that does not exist yet, the same for all ranks, used for one group only.
-        timeout: seconds that torch allows each operation.
-
-    Returns:
-        The world group; make subgroups with ``torch.distributed.new_group``.
-    """
+    """Make gloo the default process group, over the new file ``path``; return the world group."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
         "gloo",
@@ -156,7 +137,7 @@ def init_gloo(rank: int, n: int, path: str, timeout: float = 30.0) -> dist.Proce
 
 @dataclass(frozen=True)
 class _Function:
-    """A function by module, file and name: what a process needs to load it."""
+    """A function by module, file and name, which a process needs to load it."""
 
     module: str
     file: str
@@ -188,8 +169,6 @@ class _Function:
 
 @dataclass
 class _Rank:
-    """One rank as its parent sees it."""
-
     rank: int
     process: BaseProcess
     connection: Connection
@@ -240,7 +219,6 @@ class _Rank:
         return "still running at the end of its time, and shows no stacks (stopped?)"
 
     def end(self) -> None:
-        """Let it go, or kill it if it does not go; leave nothing of it behind."""
         self.connection.close()
         self.process.join(5)
         if self.process.exitcode is None:
@@ -271,7 +249,6 @@ def _collect(ranks: Sequence[_Rank], end: float, may_die: Collection[int]) -> di
 def _run_rank(
     connection: Connection, rank: int, n: int, call: bytes, stacks: str, timeout: float
 ) -> None:
-    """What a rank's process does."""
     gc.freeze()  # no collection looks among what the server had loaded
     with Path(stacks).open("w") as file:
         faulthandler.register(_DUMP_SIGNAL, file=file, all_threads=True, chain=True)

@@ -41,9 +41,7 @@ class _Program(ctypes.Structure):
 
 
 def refuse(number: int, *names: str) -> None:
-    """Have this thread's system calls ``names`` fail with ``number``, of `errno`, from now on, and
-    those of all threads and processes that it starts.
-    """
+    """Make these system calls of this thread, and those that it starts, fail with ``number``."""
     known = _NUMBERS[platform.machine()]
     steps = [(_LOAD, 0, 0, 0)]
     for name in names:

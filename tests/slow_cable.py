@@ -1,17 +1,9 @@
-"""A cable between two network namespaces that delays every packet and loses some.
-
-Linux has this as ``tc netem``, which not every kernel is built with. Here each namespace gets a TUN
-device, and this program carries the packets from one to the other:
+"""A cable between two network namespaces that delays each packet and loses some, as ``tc netem``.
 
     python -m tests.slow_cable DEVICE PID PID LATENCY LOSS
 
-Args:
-    DEVICE: what the device is called in both namespaces.
-    PID: of a process in the first namespace, and of one in the second.
-    LATENCY: seconds that each packet is under way, in either direction.
-    LOSS: the share of the packets that never arrive; which, is the same in every run.
-
-It says "made" once the devices are there, and ends with its standard input. Needs root.
+carries packets between two TUN devices in the namespaces of the processes. It writes "made" once
+the devices exist, and ends with its standard input. Needs root.
 """
 
 from __future__ import annotations
@@ -36,7 +28,6 @@ _BURST = 64
 
 
 def main() -> None:
-    """Make the devices, and carry packets until the standard input ends."""
     device, first, second, latency, loss = sys.argv[1:]
     ends = [_device(device, int(pid)) for pid in (first, second)]
     print("made", flush=True)  # noqa: T201

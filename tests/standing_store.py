@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StandingStore:
-    """Where the store is, and which process hosts it."""
-
     port: int
     pid: int
 

@@ -1,35 +1,25 @@
+"""The helpers of tests: ranks, programs, and threads that are held up."""
+
+# ruff: noqa: T201 - programs print
+
 from __future__ import annotations
 
+import atexit
 import os
 import signal
+import sys
+import threading
 import time
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from benchmarks.gpu_environment import MPS_FOLDER, SIDE_BY_SIDE
-from tests.commands import run_code
-from tests.ranks import PRELOADED, RanksFailedError, init_gloo, run_ranks
-
-
-@dataclass
-class Argument:
-    value: int
-
-
-def add(rank: int, n: int, argument: Argument) -> Argument:
-    return Argument(argument.value + rank + n)
-
-
-def all_reduce(rank: int, n: int, path: str) -> list[float]:
-    init_gloo(rank, n, path)
-    x = torch.tensor([float(rank + 1)])
-    dist.all_reduce(x)
-    return x.tolist()
+from tests.commands import ROOT, run_code
+from tests.programs import Program
+from tests.ranks import PRELOADED, RanksFailedError, run_ranks
 
 
 def fail_on_one(rank: int, n: int) -> None:
@@ -53,15 +43,7 @@ def die(rank: int, n: int) -> str:
     return "alive"
 
 
-def test_results_come_by_rank_and_types_of_the_test_module_travel() -> None:
-    assert run_ranks(3, add, Argument(10)) == [Argument(13), Argument(14), Argument(15)]
-
-
-def test_gloo(store_path: str) -> None:
-    assert run_ranks(2, all_reduce, store_path) == [[3.0], [3.0]]
-
-
-def test_the_failing_rank_s_traceback_is_told() -> None:
+def test_the_failing_rank_s_traceback_is_shown() -> None:
     with pytest.raises(RanksFailedError, match="KeyError: 'wanted'") as caught:
         run_ranks(2, fail_on_one)
     assert set(caught.value.failures) == {1}
@@ -70,7 +52,7 @@ def test_the_failing_rank_s_traceback_is_told() -> None:
 
 def test_a_hang_shows_the_stack_and_leaves_no_process(tmp_path: Path) -> None:
     with pytest.raises(RanksFailedError, match="sleep_on_one") as caught:
-        run_ranks(2, sleep_on_one, str(tmp_path), timeout=5)
+        run_ranks(2, sleep_on_one, str(tmp_path), timeout=3)
     assert set(caught.value.failures) == {1}
     assert not Path("/proc", (tmp_path / "pid").read_text()).exists()
 
@@ -86,11 +68,6 @@ def test_death_is_a_failure_unless_expected() -> None:
     assert run_ranks(2, die, may_die=[0]) == [None, "alive"]
 
 
-def test_a_local_function_is_refused() -> None:
-    with pytest.raises(ValueError, match="top level"):
-        run_ranks(1, lambda *_: None)
-
-
 def begun_with(rank: int, n: int, name: str) -> str | None:
     """A variable as it was when this process began: before it imported anything."""
     began = Path("/proc/self/environ").read_bytes().decode().split("\0")
@@ -98,9 +75,8 @@ def begun_with(rank: int, n: int, name: str) -> str | None:
 
 
 def test_variables_are_there_before_a_rank_imports_anything() -> None:
-    assert run_ranks(2, begun_with, "FOR_A_RANK", environment={"FOR_A_RANK": "x"}) == ["x", "x"]
+    assert run_ranks(1, begun_with, "FOR_A_RANK", environment={"FOR_A_RANK": "x"}) == ["x"]
     assert "FOR_A_RANK" not in os.environ
-    assert run_ranks(1, begun_with, "FOR_A_RANK", environment={}) == [None]
 
 
 def test_ranks_begin_with_what_kernels_need_side_by_side() -> None:
@@ -141,3 +117,88 @@ def use_cuda(rank: int, n: int) -> float:
 @pytest.mark.gpu
 def test_a_forked_rank_can_use_cuda() -> None:
     assert run_ranks(2, use_cuda) == [3.0, 3.0]
+
+
+# --- programs ------------------------------------------------------------------------------
+
+
+class Finalized:
+    def __del__(self) -> None:
+        os.write(1, b"finalized\n")
+
+
+KEPT: list[Finalized] = []
+
+
+def speak() -> None:
+    time.sleep(0.1)
+    print("thread")
+
+
+def end(how: str) -> None:
+    KEPT.append(Finalized())
+    atexit.register(print, "at exit")
+    print("pid", os.getpid(), sys.argv[1:], os.getsid(0) == os.getpid())
+    print(os.environ.get("A_WORD"), file=sys.stderr)
+    threading.Thread(target=speak).start()
+    if how == "raises":
+        raise ValueError("the program's own")
+    if how == "exits":
+        sys.exit(3)
+
+
+@pytest.mark.parametrize(("how", "status"), [("returns", 0), ("raises", 1), ("exits", 3)])
+def test_a_program_ends_as_python_does(
+    how: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("A_WORD", "said")
+    program = Program(end, how)
+    said, errors = program.communicate()
+    assert program.returncode == status
+    assert said.splitlines() == [
+        f"pid {program.pid} ['{how}'] True",
+        *("thread", "at exit", "finalized"),
+    ]
+    assert errors.splitlines()[0] == "said"
+    last = "ValueError: the program's own" if how == "raises" else "said"
+    assert errors.splitlines()[-1] == last
+
+
+# --- threads that tests/jitter holds up ------------------------------------------------------
+
+SCRIPT = """
+import os, sitecustomize, sys, threading
+paused = []
+sitecustomize.pause = paused.append
+
+def run(file, n=1):
+    names = {}
+    exec(compile(f"def step(n):\\n    n += {n}\\n    return n", file, "exec"), names)
+    before = len(paused)
+    for _ in range(10_000):
+        names["step"](1)
+    return len(paused) - before
+
+elsewhere = run("/elsewhere/step.py")
+here = run(os.path.join(sys.argv[1], "server", "step.py"))
+found = []
+code = os.path.join(sys.argv[1], "tests", "step.py")
+thread = threading.Thread(target=lambda: found.append(run(code, 2)))
+thread.start()
+thread.join()
+child = os.fork()
+if child == 0:
+    os._exit(run(os.path.join(sys.argv[1], "server", "step.py")))
+print(elsewhere, here, *found, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print(max(paused) <= 0.25, min(paused) >= 0)
+"""
+
+
+def test_threads_are_held_up_in_the_library_and_its_tests() -> None:
+    """Twelve times in each function, in each process."""
+    done = run_code(
+        SCRIPT,
+        str(ROOT),
+        env={"JITTER": "0.25", "PYTHONPATH": str(ROOT / "tests" / "jitter")},
+    )
+    assert done.stdout.split() == ["0", "12", "12", "12", "True", "True"]

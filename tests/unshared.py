@@ -14,14 +14,7 @@ ROOT = Path(__file__).parents[1]
 def run_unshared(
     what: list[str], *command: str, timeout: float, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """What came of a program; the test is skipped where namespaces may not be made.
-
-    Args:
-        what: unshare's options.
-        command: the program; it finds this tree's packages.
-        timeout: seconds.
-        environment: more variables.
-    """
+    """Run a program by unshare with options ``what``; skip the test if that is not allowed."""
     ended = subprocess.run(
         ["unshare", *what, *command],
         cwd=ROOT,

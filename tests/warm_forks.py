@@ -1,10 +1,8 @@
-"""Fork servers that load nothing, for the pools of tests.
+"""Fork servers of pools, forked from a process that has loaded torch, which takes a second: a nest.
 
-A pool's fork server loads torch, which takes a second of a core, and tests start hundreds of them.
-Here they are forked from a process that has loaded it, a nest, and run `server.launchers.boot`
-as they do otherwise. For a rank of a test and for a program (`tests.programs`), which have loaded
-all of it already, the nest is a copy of themselves; pytest starts one for itself. Where a fork
-server would be in other circumstances than the nest, it is started as usual.
+They run `server.launchers.boot` as otherwise. For ranks and for programs (`tests.programs`) the
+nest is a copy of themselves; pytest starts one. A fork server in other circumstances than the nest
+is started as usual.
 """
 
 from __future__ import annotations
@@ -92,7 +90,6 @@ def start_nest() -> None:
 
 
 def _circumstances(environment: Mapping[str, str]) -> tuple[Any, ...]:
-    """What a process of this thread would inherit, as far as it matters to tests."""
     thread = Path("/proc/thread-self")
     return (
         server_key(environment, ()),
@@ -103,7 +100,6 @@ def _circumstances(environment: Mapping[str, str]) -> tuple[Any, ...]:
 
 
 def be_nest(asked: int, parent: int) -> None:
-    """What the process does that `start_nest` starts."""
     refusal = boot.load_workers_modules("server", ["tests.huge_pages"])
     assert not refusal, refusal
     with socket.socket(fileno=asked) as requests:
@@ -111,10 +107,7 @@ def be_nest(asked: int, parent: int) -> None:
 
 
 def _fork_from(nest: socket.socket, serves: Callable[[Mapping[str, str]], bool]) -> None:
-    """Have a nest asked for the fork servers of this process with an environment that it serves.
-
-    Once it has ended, or does not answer, they are started as usual.
-    """
+    """Fork this process's fork servers from a nest that serves, until it ends or times out."""
     parent = os.getpid()
     nest.settimeout(PATIENCE_SECONDS)
     asking = threading.Lock()
@@ -165,7 +158,6 @@ class _Forked:
 
 
 def _nest(asked: socket.socket, parent: int) -> None:
-    """Fork a fork server, as a child of ``parent``, whenever asked; end with it."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     while os.getppid() == parent:
         request, descriptors, _, _ = socket.recv_fds(asked, _LARGEST, 8)
@@ -205,7 +197,6 @@ def _become(
 
 
 def _be_silent() -> None:
-    """Hold no output open, which others may read to its end."""
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 1)
     os.dup2(nothing, 2)

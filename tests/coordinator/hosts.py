@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.distributed import FileStore
 
 import coordinator
 import coordinator.hosts
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from coordinator.groups import ParallelGroups
-    from tests.netns import Host
+from coordinator.groups import ParallelGroups
+from tests.netns import Host
 
 NAMES = ("host-a", "host-b", "host-c", "host-d")
 _CLONE_NEWUTS = 0x04000000

@@ -9,16 +9,16 @@ import resource
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import pytest
-from torch.distributed import FileStore, HashStore, PrefixStore, Store
+from torch.distributed import FileStore, HashStore, PrefixStore
 
 import coordinator
 from coordinator import rendezvous
-from coordinator.launcher import Launch, own_address
+from coordinator.launcher import Launch, own_address, resolve
 from coordinator.rendezvous import meet
 from coordinator.stores import connect_store, host_store
 from shm_broadcast import CoordinatorError, GroupTimeoutError
@@ -29,9 +29,6 @@ from tests.refused_threads import refusing_threads
 from tests.shared_store import PythonStore
 from tests.shm_broadcast.leaks import no_descriptors, open_descriptors
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
 TORCHRUN = {
     "RANK": "3",
     "WORLD_SIZE": "4",
@@ -41,15 +38,13 @@ TORCHRUN = {
 }
 
 
-def test_torchrun_environment() -> None:
+@pytest.mark.quick
+def test_the_environment_of_torchrun_or_none() -> None:
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}
     assert Launch.from_environment(TORCHRUN | agent) == Launch(
         3, 4, 1, "node0", 29400, hosted=True, attempt=2
     )
     assert not Launch.from_environment(TORCHRUN).hosted
-
-
-def test_alone_without_an_environment() -> None:
     assert Launch.from_environment({}) == Launch(rank=0, world_size=1, local_rank=0)
 
 
@@ -64,14 +59,18 @@ def test_alone_without_an_environment() -> None:
         ({"MASTER_PORT": "65536"}, "master_port must be below 65536"),
     ],
 )
+@pytest.mark.quick
 def test_wrong_environments(change: dict[str, str | None], message: str) -> None:
     environ = {name: value for name, value in (TORCHRUN | change).items() if value is not None}
     with pytest.raises(ValueError, match=message):
         Launch.from_environment(environ)
 
 
+# --- stores -------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1", "localhost"])
-def test_the_host_chooses_the_port_and_tells_it(address: str) -> None:
+def test_the_host_of_a_store_chooses_the_port(address: str) -> None:
     try:
         store = host_store(address)
     except OSError as error:
@@ -84,18 +83,15 @@ def test_the_host_chooses_the_port_and_tells_it(address: str) -> None:
     assert store.get("key") == b"value"
 
 
-def test_a_store_is_bound_to_its_address_only() -> None:
+def test_a_store_is_bound_to_one_address() -> None:
     store = host_store("127.0.0.1")
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", store.port), 5)
-
-
-@pytest.mark.parametrize("address", ["0.0.0.0", "::", "0"])
-def test_a_store_is_not_bound_to_all_addresses(address: str) -> None:
-    with pytest.raises(ValueError, match="at one address"):
-        host_store(address)
-    with pytest.raises(ValueError, match="at one address"):
-        meet(Launch(0, 2, master_addr=address, master_port=29400), timeout=1)
+    for address in ("0.0.0.0", "::", "0"):
+        with pytest.raises(ValueError, match="at one address"):
+            host_store(address)
+        with pytest.raises(ValueError, match="at one address"):
+            meet(Launch(0, 2, master_addr=address, master_port=29400), timeout=1)
 
 
 def test_a_taken_port_is_an_error_but_our_own_store_is_shared() -> None:
@@ -111,7 +107,7 @@ def test_a_taken_port_is_an_error_but_our_own_store_is_shared() -> None:
 
 
 def host_with(_: int, __: int, files: int) -> tuple[int | None, str, bool]:
-    """What comes of hosting a store where as many more files may be open."""
+    """Host a store where so many more files may be open."""
     before = open_descriptors()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken = [os.dup(0) for _ in range(300)]
@@ -127,7 +123,6 @@ def host_with(_: int, __: int, files: int) -> tuple[int | None, str, bool]:
 
 @pytest.mark.parametrize("files", [1, 3, 6, 9])
 def test_a_process_that_may_open_too_few_files_hosts_no_store(files: int) -> None:
-    """Torch would abort the process, or wait for ever."""
     ((number, told, same),) = run_ranks(1, host_with, files)
     assert number == errno.EMFILE
     assert "no store can be hosted at 127.0.0.1:0: Too many open files" in told
@@ -143,16 +138,27 @@ def test_an_address_that_is_translated_on_the_way() -> None:
     assert host_store("203.0.113.7").host == mine
 
 
+def test_an_unresolvable_host_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    with pytest.raises(socket.gaierror) as caught:
+        resolve("nowhere", 80, socket.SOCK_STREAM)
+    assert caught.value.errno == socket.EAI_NONAME
+    assert caught.value.strerror == "nowhere cannot be resolved: Name or service not known"
+
+
 @contextmanager
 def reserved_port() -> Iterator[int]:
-    """A port at which nobody listens, and which nobody is given who does not ask for it."""
+    """A port without a listener, which the system gives to no other process."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))
         yield holder.getsockname()[1]
 
 
-def test_no_host_answers() -> None:
+def test_no_host_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     with reserved_port() as port:
         start = time.monotonic()
         nobody = f"no process answers at 127.0.0.1:{port}: .*Connection refused"
@@ -161,23 +167,8 @@ def test_no_host_answers() -> None:
     assert [member.rank for member in caught.value.waiting_for] == [0]
     assert time.monotonic() - start < 0.3 + STALL_SECONDS
 
-
-def test_a_process_that_may_open_no_file_does_not_blame_the_host() -> None:
-    with no_descriptors(), pytest.raises(OSError, match="Too many open files") as caught:
-        connect_store("127.0.0.1", 1, timeout=STALL_SECONDS)
-    assert caught.value.errno == errno.EMFILE
-
-
-def test_a_process_that_may_start_no_thread_does_not_blame_the_host() -> None:
-    store = host_store()
-    with refusing_threads("store-connect"), pytest.raises(RuntimeError, match="new thread"):
-        connect_store("127.0.0.1", store.port, timeout=STALL_SECONDS)
-
-
-def test_a_socket_that_met_itself_is_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client whose own port happens to be the one it asks for gets through to itself."""
-
     def meet_itself(*_: object) -> socket.socket:
+        """As happens where the client's own port is that to which it connects."""
         lonely = socket.socket()
         lonely.bind(("127.0.0.1", 0))
         lonely.connect(lonely.getsockname())
@@ -188,16 +179,24 @@ def test_a_socket_that_met_itself_is_nobody(monkeypatch: pytest.MonkeyPatch) -> 
         connect_store("127.0.0.1", 1, timeout=0.1)
 
 
+def test_a_process_without_files_or_threads_does_not_blame_the_host() -> None:
+    with no_descriptors(), pytest.raises(OSError, match="Too many open files") as caught:
+        connect_store("127.0.0.1", 1, timeout=STALL_SECONDS)
+    assert caught.value.errno == errno.EMFILE
+    store = host_store()
+    with refusing_threads("store-connect"), pytest.raises(RuntimeError, match="new thread"):
+        connect_store("127.0.0.1", store.port, timeout=STALL_SECONDS)
+
+
+# --- meeting ------------------------------------------------------------------------------
+
+
 def test_absent_ranks_are_listed() -> None:
     store = host_store()
     with pytest.raises(GroupTimeoutError, match="world rendezvous: timed out") as caught:
-        meet(Launch(1, 4), store, timeout=0.3)
+        coordinator.init(tp=4, rank=1, store=store, timeout=0.3)  # N4
     assert [member.rank for member in caught.value.waiting_for] == [0, 2, 3]
     assert f"127.0.0.1:{store.port}" in str(caught.value)
-
-
-def test_a_part_of_a_store_is_at_its_address() -> None:
-    store = host_store()
     exchange, address = meet(Launch(0, 1), PrefixStore("1 rank", store), timeout=10)
     assert exchange.host == f"127.0.0.1:{store.port}"
     assert address == "127.0.0.1"
@@ -231,20 +230,13 @@ def say_who_hosts(rank: int, n: int, port: int) -> str:
     return str(caught.value)
 
 
-def test_who_hosts_the_store_leaves_when_all_have_read_why() -> None:
+def test_the_host_of_the_store_ends_when_all_have_read_why() -> None:
     said = "world: host is yes on ranks [0], no on ranks [1, 2]: give all ranks the same"
     with reserved_port() as port:
         assert run_ranks(3, say_who_hosts, port) == [said] * 3
 
 
-def test_a_port_must_be_known() -> None:
-    for rank in range(2):
-        with pytest.raises(ValueError, match="master_port 0 is no port to connect to"):
-            meet(Launch(rank, 2), timeout=1)
-
-
 def meet_on_one_port(rank: int, n: int, port: int) -> list[list[bytes]]:
-    """Rank 0 hosts; it comes late, and twice."""
     if rank == 0:
         time.sleep(0.2)
     launch = Launch(rank, n, rank, "127.0.0.1", port)
@@ -268,21 +260,20 @@ def test_ranks_meet_twice_on_one_port() -> None:
             assert found == [[b"0 0", b"0 1"], [b"1 0", b"1 1"]]
 
 
-@pytest.mark.parametrize("kind", ["hash", "file", "python"])
-def test_any_store_will_do(kind: str, store_path: str) -> None:
-    if kind == "file":
-        stores: list[Store] = [FileStore(store_path, 2) for _ in range(2)]
-    else:
-        stores = [HashStore() if kind == "hash" else PythonStore(HashStore())] * 2
-    with ThreadPoolExecutor(2) as threads:
-        calls = [threads.submit(meet, Launch(rank, 2), stores[rank], 10) for rank in range(2)]
-        met = [call.result(20) for call in calls]
-    assert [(exchange.rank, address) for exchange, address in met] == [(0, ""), (1, "")]
+def test_any_store_will_do(store_path: str) -> None:
+    for stores in (
+        [FileStore(store_path, 2) for _ in range(2)],
+        [HashStore()] * 2,
+        [PythonStore(HashStore())] * 2,
+    ):
+        with ThreadPoolExecutor(2) as threads:
+            calls = [threads.submit(meet, Launch(rank, 2), stores[rank], 10) for rank in range(2)]
+            met = [call.result(20) for call in calls]
+        assert [(exchange.rank, address) for exchange, address in met] == [(0, ""), (1, "")]
 
 
 @contextmanager
 def impostor(behave: Callable[[socket.socket], None]) -> Iterator[int]:
-    """Something at a port that is no store."""
     kept: list[socket.socket] = []
     ended = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -316,7 +307,6 @@ def impostor(behave: Callable[[socket.socket], None]) -> Iterator[int]:
     ids=["silent", "rubbish", "closing"],
 )
 def test_what_is_no_store_ends_in_time(behave: Callable[[socket.socket], None]) -> None:
-    """It hung without end where the other side said nothing."""
     with impostor(behave) as port:
         began = time.monotonic()
         with pytest.raises(GroupTimeoutError, match=f"at 127.0.0.1:{port} is no store"):

@@ -1,31 +1,26 @@
-"""Who closes one group, and stays: those that need it there learn it at once, and nobody else."""
+"""A rank that closes its group: only the ranks that still need it get an error, at once."""
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import time
+from collections.abc import Callable
+from pathlib import Path
 from tempfile import mkdtemp
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed import FileStore
 
 import coordinator
-from shm_broadcast import GroupAbortedError, GroupClosedError
+from coordinator import GroupCoordinator
+from shm_broadcast import CoordinatorError, GroupAbortedError, GroupClosedError
 from tests.coordinator.hosts import beside, groups_over, note, since
 from tests.netns import two_hosts
 from tests.patience import failure_of, quickest
 from tests.ranks import run_ranks
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from coordinator import GroupCoordinator
-    from shm_broadcast import CoordinatorError
 
 PLACES = {
     "shared memory": {},
@@ -92,31 +87,24 @@ def one_closes(
         return error, since(store, "closed", raised)
 
 
-def told(place: str, folder: str, call: str, before: bool) -> list[tuple[CoordinatorError, float]]:
-    if place == "two hosts":
-        with two_hosts("IPv4") as hosts:
-            found = run_ranks(4, one_closes, folder, hosts, PLACES[place], call, before)
-    else:
-        found = run_ranks(3, one_closes, folder, None, PLACES[place], call, before)
-    return [each for each in found if each is not None]
-
-
 @EVERYWHERE
 @pytest.mark.parametrize("before", [True, False], ids=["before", "meanwhile"])
 @pytest.mark.parametrize("call", ["barrier", "recv_object"])
-def test_whoever_needs_it_is_told(call: str, before: bool, place: str, tmp_path: Path) -> None:
-    assert_told(call, before, place, tmp_path)
+def test_a_rank_that_needs_the_closed_one_gets_an_error(
+    call: str, before: bool, place: str, tmp_path: Path
+) -> None:
+    assert_ended(call, before, place, tmp_path)
 
 
 @pytest.mark.parametrize("place", ["shared memory", "torch"])
 @pytest.mark.parametrize(
     "call", sorted((COLLECTIVES | MESSAGES).keys() - {"barrier", "recv_object"})
 )
-def test_whatever_needs_it_ends(call: str, place: str, tmp_path: Path) -> None:
-    assert_told(call, False, place, tmp_path)
+def test_every_call_that_needs_the_closed_rank_ends(call: str, place: str, tmp_path: Path) -> None:
+    assert_ended(call, False, place, tmp_path)
 
 
-def assert_told(call: str, before: bool, place: str, tmp_path: Path) -> None:
+def assert_ended(call: str, before: bool, place: str, folder: Path) -> None:
     limit = WITHIN[place]
     if place != "shared memory" and call in MESSAGES:
         limit = MESSAGE_WITHIN
@@ -124,7 +112,13 @@ def assert_told(call: str, before: bool, place: str, tmp_path: Path) -> None:
         limit += 5.0  # for what it sends before
 
     def attempt() -> float:
-        found = told(place, mkdtemp(dir=tmp_path), call, before)
+        inside = mkdtemp(dir=folder)
+        if place == "two hosts":
+            with two_hosts("IPv4") as hosts:
+                results = run_ranks(4, one_closes, inside, hosts, PLACES[place], call, before)
+        else:
+            results = run_ranks(3, one_closes, inside, None, PLACES[place], call, before)
+        found = [each for each in results if each is not None]
         for error, _ in found:
             assert isinstance(error, (GroupClosedError, GroupAbortedError)), error
             assert f"rank {GONE} has closed the group" in str(error)
@@ -132,12 +126,12 @@ def assert_told(call: str, before: bool, place: str, tmp_path: Path) -> None:
             if isinstance(error, GroupClosedError):
                 assert error.rank == GONE
         assert any(isinstance(error, GroupClosedError) for error, _ in found)
-        return max(seconds for _, seconds in found)
+        return float(max(seconds for _, seconds in found))
 
     assert quickest(attempt, limit) < limit
 
 
-# --- nobody is told who needs nothing more --------------------------------------------------
+# --- ranks that need nothing more get no error ----------------------------------------------
 
 
 def programs(rank: int, n: int, folder: str, options: dict[str, Any], seed: int) -> int:
@@ -182,8 +176,8 @@ def programs(rank: int, n: int, folder: str, options: dict[str, Any], seed: int)
 
 @pytest.mark.parametrize("place", ["shared memory", "torch", "checked"])
 @pytest.mark.parametrize("n", [2, 4])
-def test_whoever_has_done_all_may_close(n: int, place: str, tmp_path: Path) -> None:
-    for seed in range(3):
+def test_a_rank_may_close_after_its_last_call(n: int, place: str, tmp_path: Path) -> None:
+    for seed in range(2):
         folder = mkdtemp(dir=tmp_path)
         assert run_ranks(n, programs, folder, PLACES[place], seed) == [12] * n
 
@@ -205,7 +199,7 @@ def root_goes(rank: int, n: int, folder: str) -> float:
         return result[0].item()
 
 
-def test_who_has_done_its_part_of_a_collective_is_not_missed_in_it(tmp_path: Path) -> None:
+def test_a_rank_may_close_after_its_part_of_a_collective(tmp_path: Path) -> None:
     assert run_ranks(4, root_goes, str(tmp_path)) == [0.0] * 4
 
 
@@ -229,27 +223,9 @@ def work_is_dropped(rank: int, n: int, folder: str, options: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("place", ["shared memory", "torch"])
-def test_a_work_that_was_dropped_takes_place_though_its_group_is_closed(
-    place: str, tmp_path: Path
-) -> None:
+def test_a_dropped_work_takes_place_though_its_group_is_closed(place: str, tmp_path: Path) -> None:
     found = run_ranks(3, work_is_dropped, str(tmp_path), PLACES[place])
     assert found == [[3.0] * 3, [], []]
-
-
-def parent_forks(rank: int, n: int, folder: str, options: dict[str, Any]) -> float:
-    with coordinator.init(tp=n, rank=rank, store=FileStore(f"{folder}/meet", n), **options) as all_:
-        all_.tp.barrier()
-        pid = os.fork()
-        if pid == 0:
-            all_.tp.close()
-            os._exit(0)
-        os.waitpid(pid, 0)
-        return all_.tp.all_reduce(torch.ones(1)).item()
-
-
-@pytest.mark.parametrize("place", ["shared memory", "torch"])
-def test_a_forked_child_closes_nothing(place: str, tmp_path: Path) -> None:
-    assert run_ranks(2, parent_forks, str(tmp_path), PLACES[place]) == [2.0] * 2
 
 
 def closes_in_a_handler(rank: int, n: int, folder: str, options: dict[str, Any]) -> str:

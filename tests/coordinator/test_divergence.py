@@ -1,108 +1,90 @@
-"""Members that issue different operations are told so, by all communicators."""
+"""Ranks that issue different operations get an error that names both, with every transport."""
 
 from __future__ import annotations
 
+import re
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore, Store
 
 import coordinator
 from coordinator import GroupCoordinator, ParallelGroups, ReduceOp
-from shm_broadcast import CoordinatorError, DivergenceError, GroupAbortedError
+from device_comm import divergence
+from shm_broadcast import CoordinatorError, DivergenceError, GroupAbortedError, layout
+from tests.coordinator.hosts import beside, groups_over, note, since
 from tests.coordinator.test_verbs import run_tables
+from tests.device_comm.soak import draw, run
 from tests.device_comm.suite import check_table
-from tests.patience import all_here, until
+from tests.netns import two_hosts
+from tests.patience import all_here, failure_of, quickest, until
 from tests.ranks import run_ranks
 from tests.shared_store import SharedStore
 
+N = 3
+X, TWO, NONE, CUBE = torch.ones(4), torch.ones(2, 3), torch.ones(0, 3), torch.ones(N, N, N)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-KINDS = (
-    "verb",
-    "dtype",
-    "float8",
-    "shape",
-    "op",
-    "root",
-    "destination",
-    "empty",
-    "empty, later",
-    "empty gathered",
-    "empty among empty",
-    "dim of all_gather",
-    "dim of reduce_scatter",
-    "dim of all_to_all",
-    "dim of all_gatherv",
-    "dim of reduce_scatterv",
-    "dim of sizes",
-    "columns",
-)
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
+TRANSPORTS = pytest.mark.parametrize("torch_only", [True, False], ids=["torch", "shared memory"])
 
 
 def join(rank: int, n: int, store: Store, torch_only: bool, **options: Any) -> ParallelGroups:
-    return coordinator.init(
-        tp=n,
-        rank=rank,
-        store=store,
-        timeout=60,
-        torch_only=torch_only,
-        checked=torch_only,
-        **options,
-    )
+    options |= {"timeout": 60, "torch_only": torch_only, "checked": torch_only}
+    return coordinator.init(tp=n, rank=rank, store=store, **options)
 
 
-def slips(tp: GroupCoordinator) -> dict[str, Any]:
-    """What each rank calls, by what rank 1 does otherwise than the other two."""
-    odd, x, n = tp.rank_in_group == 1, torch.ones(4), tp.world_size
-    cube, none, two = torch.ones(n, n, n), torch.ones(0, 3), torch.ones(2, 3)
-    dim, sizes = int(odd), [1] * n
-    return {
-        "verb": lambda: tp.all_gather(x) if odd else tp.all_reduce(x),
-        "dtype": lambda: tp.all_reduce(x.double() if odd else x),
-        "float8": lambda: [tp.broadcast(cube.to(FLOAT8[odd])), tp.barrier()],
-        "shape": lambda: tp.all_reduce(x[:2] if odd else x),
-        "op": lambda: tp.all_reduce(x, op=ReduceOp.MAX if odd else ReduceOp.SUM),
-        "root": lambda: [tp.broadcast(x, int(odd)), tp.barrier()],
-        "destination": lambda: [tp.reduce(x, (tp.rank_in_group + 1) % n), tp.barrier()],
-        "empty": lambda: tp.all_reduce(none if odd else two),
-        "empty, later": lambda: tp.all_gather(none if odd else two, 0, async_op=True).wait(),
-        "empty gathered": lambda: tp.all_gatherv(none if odd else two, 0),
-        "empty among empty": lambda: tp.all_reduce(none.T if odd else none),
-        "dim of all_gather": lambda: tp.all_gather(cube, dim),
-        "dim of reduce_scatter": lambda: tp.reduce_scatter(cube, dim),
-        "dim of all_to_all": lambda: tp.all_to_all(cube, dim),
-        "dim of all_gatherv": lambda: tp.all_gatherv(cube, dim),
-        "dim of reduce_scatterv": lambda: tp.reduce_scatterv(cube, dim),
-        "dim of sizes": lambda: tp.all_to_all(cube, dim, input_sizes=sizes, output_sizes=sizes),
-        "columns": lambda: tp.all_gatherv(torch.ones(2, 6) if odd else torch.ones(3, 4), 0),
-    }
+SLIPS: dict[str, Callable[[GroupCoordinator, bool], object]] = {
+    "verb": lambda tp, odd: tp.all_gather(X) if odd else tp.all_reduce(X),
+    "dtype": lambda tp, odd: tp.all_reduce(X.double() if odd else X),
+    "float8": lambda tp, odd: [tp.broadcast(CUBE.to(FLOAT8[odd])), tp.barrier()],
+    "shape": lambda tp, odd: tp.all_reduce(X[:2] if odd else X),
+    "op": lambda tp, odd: tp.all_reduce(X, op=ReduceOp.MAX if odd else ReduceOp.SUM),
+    "root": lambda tp, odd: [tp.broadcast(X, int(odd)), tp.barrier()],
+    "destination": lambda tp, _: [tp.reduce(X, (tp.rank_in_group + 1) % N), tp.barrier()],
+    "empty": lambda tp, odd: tp.all_reduce(NONE if odd else TWO),
+    "empty, later": lambda tp, odd: tp.all_gather(NONE if odd else TWO, 0, async_op=True).wait(),
+    "empty gathered": lambda tp, odd: tp.all_gatherv(NONE if odd else TWO, 0),
+    "empty among empty": lambda tp, odd: tp.all_reduce(NONE.T if odd else NONE),
+    "dim of all_gather": lambda tp, odd: tp.all_gather(CUBE, int(odd)),
+    "dim of reduce_scatter": lambda tp, odd: tp.reduce_scatter(CUBE, int(odd)),
+    "dim of all_to_all": lambda tp, odd: tp.all_to_all(CUBE, int(odd)),
+    "dim of all_gatherv": lambda tp, odd: tp.all_gatherv(CUBE, int(odd)),
+    "dim of reduce_scatterv": lambda tp, odd: tp.reduce_scatterv(CUBE, int(odd)),
+    "dim of sizes": lambda tp, odd: tp.all_to_all(
+        CUBE, int(odd), input_sizes=[1] * N, output_sizes=[1] * N
+    ),
+    "columns": lambda tp, odd: tp.all_gatherv(torch.ones(2, 6) if odd else torch.ones(3, 4), 0),
+}
+"""What all ranks call, and rank 1 in its place."""
 
 
 def diverge(rank: int, n: int, store: Store, torch_only: bool, kind: str) -> str:
     with join(rank, n, store, torch_only, operation_timeout=60) as groups:
         tp = groups.tp
-        assert tp.all_reduce(torch.ones(4)).tolist() == [n] * 4
+        with pytest.raises(ValueError, match="not divisible"):  # wrong on all ranks: no divergence
+            tp.reduce_scatter(torch.ones(4))
+        assert tp.all_reduce(X).tolist() == [n] * 4
         all_here(store, n)
         with pytest.raises((DivergenceError, GroupAbortedError)) as caught:
-            slips(tp)[kind]()
+            SLIPS[kind](tp, rank == 1)
         return str(caught.value)
 
 
-@pytest.mark.parametrize("torch_only", [True, False], ids=["torch", "shared memory"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_members_that_diverge_are_told(kind: str, torch_only: bool) -> None:
-    for text in run_ranks(3, diverge, SharedStore(), torch_only, kind, timeout=120):
+@TRANSPORTS
+@pytest.mark.parametrize("kind", SLIPS)
+def test_ranks_that_diverge_get_both_operations(kind: str, torch_only: bool) -> None:
+    for text in run_ranks(N, diverge, SharedStore(), torch_only, kind, timeout=120):
         assert "issued" in text
         assert "where this rank issued" in text
 
 
 def diverge_under_torchs_switch(rank: int, n: int, store: Store) -> str:
-    dist.set_debug_level(dist.DebugLevel.DETAIL)  # as TORCH_DISTRIBUTED_DEBUG says at torch's start
+    dist.set_debug_level(dist.DebugLevel.DETAIL)  # as TORCH_DISTRIBUTED_DEBUG does
     with coordinator.init(tp=n, rank=rank, store=store, torch_only=True) as groups:
         x = torch.ones(4, dtype=torch.int32 if rank else torch.float32)
         with pytest.raises((DivergenceError, GroupAbortedError)) as caught:
@@ -110,7 +92,7 @@ def diverge_under_torchs_switch(rank: int, n: int, store: Store) -> str:
         return str(caught.value)
 
 
-def test_torchs_switch_for_its_checks_is_that_of_ours() -> None:
+def test_torchs_switch_turns_the_checks_on() -> None:
     for text in run_ranks(2, diverge_under_torchs_switch, SharedStore()):
         assert "issued all_reduce SUM int32[4]" in text
         assert "all_reduce SUM float32[4]" in text
@@ -124,19 +106,6 @@ def checked_table(rank: int, n: int, store: Store) -> dict[str, str]:
 
 def test_the_debug_mode_changes_no_result() -> None:
     check_table(run_ranks(2, checked_table, SharedStore(), timeout=180))
-
-
-def wrong_on_all(rank: int, n: int, store: Store, torch_only: bool) -> None:
-    with join(rank, n, store, torch_only, operation_timeout=60) as groups:
-        with pytest.raises(ValueError, match="not divisible"):
-            groups.tp.reduce_scatter(torch.ones(3))
-        assert groups.tp.all_reduce(torch.ones(1)).item() == n
-        groups.tp.barrier()
-
-
-@pytest.mark.parametrize("torch_only", [True, False], ids=["torch", "shared memory"])
-def test_wrong_on_all_members_and_the_next_collective_is_right(torch_only: bool) -> None:
-    run_ranks(2, wrong_on_all, SharedStore(), torch_only, timeout=120)
 
 
 def wrong_on_one(rank: int, n: int, store: Store, torch_only: bool) -> None:
@@ -155,6 +124,223 @@ def wrong_on_one(rank: int, n: int, store: Store, torch_only: bool) -> None:
         assert time.monotonic() - start < 30
 
 
-@pytest.mark.parametrize("torch_only", [True, False], ids=["torch", "shared memory"])
-def test_wrong_on_one_member_and_its_peers_name_it(torch_only: bool) -> None:
+@TRANSPORTS
+def test_a_call_that_is_wrong_on_one_rank_is_named_by_the_others(torch_only: bool) -> None:
     run_ranks(2, wrong_on_one, SharedStore(), torch_only, timeout=120)
+
+
+# --- errors name global ranks: rank 3 of the world is rank 1 of [2, 3] ----------------------------
+
+
+def object_in_place_of_dict(tp: GroupCoordinator, odd: bool) -> object:
+    if not odd:
+        return tp.recv_tensor_dict(1)
+    tp.send_object(1, 0)
+    return tp.barrier()
+
+
+PAIRS: dict[str, Callable[[GroupCoordinator, bool], object]] = {
+    "collective": SLIPS["verb"],
+    "later": lambda tp, odd: (tp.all_gather if odd else tp.all_reduce)(X, async_op=True).wait(),
+    "message": object_in_place_of_dict,
+}
+
+
+def diverge_in_one_pair(rank: int, n: int, path: str, torch_only: bool, kind: str) -> Any:
+    store = FileStore(path, n)
+    with coordinator.init(tp=2, pp=2, rank=rank, store=store, torch_only=torch_only) as groups:
+        groups.world.barrier()
+        with pytest.raises(CoordinatorError) as raised:
+            groups.tp.recv_object(1 - rank) if rank < 2 else PAIRS[kind](groups.tp, rank == 3)
+        return raised.value
+
+
+@TRANSPORTS
+@pytest.mark.parametrize("kind", PAIRS)
+def test_a_divergence_names_global_ranks_in_all_groups(
+    kind: str, torch_only: bool, store_path: str
+) -> None:
+    found = run_ranks(4, diverge_in_one_pair, store_path, torch_only, kind)
+    if not torch_only:
+        assert any(isinstance(error, DivergenceError) for error in found[2:])
+    for rank, error in enumerate(found):
+        if rank >= 2 and isinstance(error, DivergenceError):
+            assert error.rank == 5 - rank
+            assert str(error).startswith(f"rank {5 - rank} issued ")
+        else:
+            assert isinstance(error, GroupAbortedError)
+            by = error.failure.rank  # over torch also this rank, which may find it while it waits
+            assert by == 5 - rank or rank < 2 or (torch_only and by == rank)
+            assert error.failure.message.startswith(f"rank {5 - by} issued ")
+            assert f": DivergenceError: rank {5 - by} issued " in str(error)
+
+
+# --- over gloo, on one host or two: soon, without a comparison in each call -----------------------
+
+PLACES = pytest.mark.parametrize(
+    "place", ["one host", pytest.param("two hosts", marks=pytest.mark.namespaces)]
+)
+
+M = 4
+LATE_WITHIN = 1.5
+"""Seconds: about one is promised."""
+
+LATE_SLIPS: dict[str, Callable[[GroupCoordinator, bool], object]] = {
+    "verb": lambda tp, odd: tp.barrier() if odd else tp.all_reduce(X),
+    "dtype": lambda tp, odd: tp.all_reduce(X.int() if odd else X),
+    "shape": lambda tp, odd: tp.all_reduce(X.view(2, 2) if odd else X),
+    "op": lambda tp, odd: tp.all_reduce(X, op=ReduceOp.MAX if odd else ReduceOp.SUM),
+    "root": lambda tp, odd: tp.broadcast(X, int(odd)),
+    "dim": lambda tp, odd: tp.all_gather(torch.ones(4, 4), int(odd)),
+    "empty": lambda tp, odd: tp.all_reduce(X[:0] if odd else X),
+    "later": lambda tp, odd: tp.all_reduce(X.int() if odd else X, async_op=True).wait(),
+    "left out": lambda tp, odd: None if odd else tp.all_reduce(X),
+}
+SHOWN = {
+    "dtype": ("all_reduce SUM int32[4]", "all_reduce SUM float32[4]"),
+    "shape": ("all_reduce SUM float32[2, 2]", "all_reduce SUM float32[4]"),
+    "op": ("all_reduce MAX float32[4]", "all_reduce SUM float32[4]"),
+    "dim": ("all_gather float32[4, 4] along dim 1", "all_gather float32[4, 4] along dim 0"),
+}
+"""The texts of both, where they are the last collectives."""
+
+
+def one_slips(
+    rank: int, n: int, folder: str, hosts: Any, kind: str, odd: int, pause: float, at: int
+) -> tuple[CoordinatorError, float]:
+    store = beside(folder, n)
+    with groups_over(rank, n, folder, hosts, torch_only=hosts is None) as groups:
+        tp = groups.tp
+
+        def steps() -> None:
+            for step in range(100_000):
+                if step == at and rank == odd:
+                    note(store, "slipped")
+                if step == at:
+                    LATE_SLIPS[kind](tp, rank == odd)
+                elif step % 2:
+                    tp.all_gather(X)
+                else:
+                    tp.all_reduce(X)
+                time.sleep(pause)
+
+        error, raised = failure_of(steps)
+        return error, since(store, "slipped", raised)
+
+
+def on_ranks(place: str, body: Callable[..., Any], folder: Path, *args: Any) -> list[Any]:
+    if place == "one host":
+        return run_ranks(M, body, mkdtemp(dir=folder), None, *args, timeout=240)
+    with two_hosts("IPv4") as hosts:
+        return run_ranks(M, body, mkdtemp(dir=folder), hosts, *args, timeout=240)
+
+
+def assert_diverged(error: CoordinatorError, odd: int) -> None:
+    """The odd rank is one of the two that the error names."""
+    if isinstance(error, DivergenceError):
+        return
+    assert isinstance(error, GroupAbortedError), error
+    assert error.failure.kind == "DivergenceError"
+    assert re.search(rf"rank {odd} issued|rank {odd}( on host-.)? reported", str(error)), error
+
+
+@PLACES
+@pytest.mark.parametrize("kind", LATE_SLIPS)
+def test_ranks_that_have_diverged_get_an_error_soon(kind: str, place: str, tmp_path: Path) -> None:
+    def attempt() -> float:
+        odd = len(kind) % M
+        results = on_ranks(place, one_slips, tmp_path, kind, odd, 0.02, 10)
+        for rank, (error, _) in enumerate(results):
+            assert_diverged(error, odd)
+            if rank != odd and isinstance(error, DivergenceError):
+                assert error.rank == odd
+        return max(seconds for _, seconds in results)
+
+    assert quickest(attempt, LATE_WITHIN) < LATE_WITHIN
+
+
+@PLACES
+@pytest.mark.parametrize("kind", SHOWN)
+def test_both_last_collectives_are_shown(kind: str, place: str, tmp_path: Path) -> None:
+    for error, _ in on_ranks(place, one_slips, tmp_path, kind, 2, 1.0, 1):
+        assert_diverged(error, 2)
+        for shown in SHOWN[kind]:
+            assert shown in str(error)
+        assert "collective 2 of tp" in str(error)
+
+
+@PLACES
+@pytest.mark.parametrize("kind", ["dtype", "op"])
+def test_an_earlier_collective_is_found_between_two_numbers(
+    kind: str, place: str, tmp_path: Path
+) -> None:
+    for error, _ in on_ranks(place, one_slips, tmp_path, kind, 2, 0.0, 500):
+        assert_diverged(error, 2)
+        between = re.search(r"one of its collectives (\d+) to (\d+) of tp", str(error))
+        exact = "collective 501 of tp" in str(error)
+        assert exact or (between and int(between[1]) <= 501 <= int(between[2])), error
+        if place == "one host":  # where the log of each rank is at hand
+            assert exact
+            for shown in SHOWN[kind]:
+                assert shown in str(error)
+
+
+def one_waits(rank: int, n: int, folder: str, hosts: Any) -> CoordinatorError:
+    """Each broadcasts from itself: some wait there, some in the next collective of all."""
+    store = beside(folder, n)
+    with groups_over(rank, n, folder, hosts, torch_only=hosts is None) as groups:
+        all_here(store, n)
+        tp = groups.tp
+        error, _ = failure_of(
+            lambda: [tp.broadcast(torch.ones(1000), rank, timeout=60), groups.world.barrier()]
+        )
+        return error
+
+
+@PLACES
+def test_ranks_that_wait_get_the_divergence(place: str, tmp_path: Path) -> None:
+    for error in on_ranks(place, one_waits, tmp_path):
+        assert "DivergenceError" in f"{type(error).__name__}: {error}"
+        assert "broadcast float32[1000] from rank" in str(error)
+
+
+def correct(rank: int, n: int, folder: str, hosts: Any, seed: int, room: int | None) -> int:
+    """Everything at random, in groups that stay, and in two of one name that are made again."""
+    divergence.LOOK_SECONDS = 0.0  # type: ignore[misc] # in every call
+    if room is not None:
+        layout.FINGERPRINTS = room  # type: ignore[misc]
+    done = 0
+    with groups_over(
+        rank, n, folder, hosts, torch_only=hosts is None, tp=2, pp=1, axes={"outer": 2}
+    ) as groups:
+        world, tp, outer = groups.world, groups.tp, groups.axes["outer"]
+        for turn in range(3):
+            comms = [each.device_communicator for each in (world, tp, outer)]
+            done += run(draw(seed + turn, 400, [n, 2, 2]), comms)
+            for group in (world, tp, outer):
+                me = group.rank_in_group
+                values = {"x": torch.ones(turn + 3), "none": torch.ones(0), "n": turn}
+                assert group.broadcast_object(turn if me == 0 else None) == turn
+                assert group.all_gather_object(me) == list(range(group.world_size))
+                found = group.broadcast_tensor_dict(values if me == 1 else None, src=1)
+                assert found["n"] == turn
+                group.all_gatherv([torch.ones(2, 3), torch.ones(2, 0)], 0)
+                group.all_gatherv([], 0)
+                group.all_gatherv(torch.ones(me, 2), 0, range(group.world_size))
+            again = [
+                GroupCoordinator.from_context(world._context.subgroup("again", list(range(n))))
+                for _ in range(2)
+            ]
+            with again[0], again[1]:
+                comms = [each.device_communicator for each in again]
+                done += run(draw(seed + 10 + turn, 50 + 20 * turn, [n, n]), comms)
+                again[turn % 2].barrier()
+    return done
+
+
+@PLACES
+@pytest.mark.parametrize("room", [None, 1])
+def test_ranks_that_have_not_diverged_get_no_error(
+    place: str, room: int | None, tmp_path: Path
+) -> None:
+    assert min(on_ranks(place, correct, tmp_path, 11, room)) > 300

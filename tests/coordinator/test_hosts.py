@@ -1,4 +1,4 @@
-"""Over two hosts, what is said of a member is as true as on one."""
+"""Groups over hosts: lost, late, stopped, different and closed ranks are named as on one host."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
-from torch.distributed import PrefixStore
+from torch.distributed import FileStore, PrefixStore
 
 import coordinator
-from coordinator import remote_boards
+from coordinator import GroupCoordinator, remote_boards
 from coordinator.compat.vllm import parallel_state
 from shm_broadcast import (
     CoordinatorError,
@@ -25,34 +27,26 @@ from shm_broadcast import (
     PeerLostError,
 )
 from tests.coordinator.hosts import NAMES, beside, groups_over, move_to, note, since
-from tests.netns import Host, two_hosts
+from tests.netns import Host, hosts_on_a_switch, two_hosts
 from tests.pages.blocks import block_of, without_numbers
-from tests.patience import all_here, failure_of, quickest, until
+from tests.patience import PATIENCE_SECONDS, all_here, failure_of, quickest, until
 from tests.ranks import run_ranks
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from coordinator import GroupCoordinator
 
 Hosts = tuple[Host, Host]
 
 pytestmark = pytest.mark.namespaces
 
 NAMED_WITHIN = 2.0
-"""Seconds in which, as promised, a lost member is named on all hosts."""
+"""Seconds in which a lost member is named on all hosts, as promised."""
 
 SECRET = b"known to all the ranks"
 
 STORES = pytest.mark.parametrize("secret", [None, SECRET], ids=["open store", "with a secret"])
-"""Beats travel by torch's own store, or by the one that the launcher's secret protects."""
 
 X = torch.ones(1000)
 
 VERBS: dict[str, Callable[[GroupCoordinator], object]] = {
     "all_reduce": lambda tp: tp.all_reduce(X),
-    "all_gather": lambda tp: tp.all_gather(X),
-    "all_to_all": lambda tp: tp.all_to_all(X),
     "barrier": lambda tp: tp.barrier(),
     "recv": lambda tp: tp.recv(X.shape, X.dtype, tp.world_size - 1),
     "recv_object": lambda tp: tp.recv_object(tp.world_size - 1),
@@ -60,10 +54,15 @@ VERBS: dict[str, Callable[[GroupCoordinator], object]] = {
 }
 
 
-def warm_up(tp: GroupCoordinator) -> None:
-    """Fifty operations that succeed."""
-    for _ in range(50):
-        tp.all_reduce(X)
+@contextmanager
+def warm(
+    rank: int, n: int, folder: str, hosts: Hosts, **options: Any
+) -> Iterator[tuple[GroupCoordinator, FileStore]]:
+    """A group after fifty operations, and a store that no cable leads to."""
+    with groups_over(rank, n, folder, hosts, **options) as groups:
+        for _ in range(50):
+            groups.tp.all_reduce(X)
+        yield groups.tp, beside(folder, n)
 
 
 def status_of(tp: GroupCoordinator, rank: int) -> MemberStatus:
@@ -71,10 +70,7 @@ def status_of(tp: GroupCoordinator, rank: int) -> MemberStatus:
 
 
 def assert_documented(said: str) -> None:
-    """It is said like this in docs/hosts.md, where long lines are broken.
-
-    Whatever is said may tell of silence as well: the machine stalls.
-    """
+    """docs/hosts.md shows ``said``, apart from silence: the machine stalls."""
     documented = block_of("docs/hosts.md", "tp all_reduce: lost rank").replace("\n  ", " ")
     said = without_numbers(said)
     heard = re.sub(r", silent for 0 s| \(host-b \(ranks 0, 0\).*", "", said)
@@ -111,19 +107,17 @@ def one_is_killed(
     verb: str,
     secret: bytes | None = None,
 ) -> tuple[CoordinatorError, CoordinatorError, float]:
-    store = beside(folder, n)
-    with groups_over(rank, n, folder, hosts, secret=secret) as groups:
-        warm_up(groups.tp)
-        until(lambda: {each.sequence for each in groups.tp.status()} == {50})
+    with warm(rank, n, folder, hosts, secret=secret) as (tp, store):
+        until(lambda: {each.sequence for each in tp.status()} == {50})
         all_here(store, n, "seen")
         if rank == victim:
             store.set("pid", str(os.getpid()))
             time.sleep(0.3)
             note(store, "died")
             os.kill(os.getpid(), signal.SIGKILL)
-        error, raised = failure_of(lambda: VERBS[verb](groups.tp))
+        error, raised = failure_of(lambda: VERBS[verb](tp))
         all_here(store, n - 1)
-        later = failure_of(lambda: groups.tp.all_reduce(X))[0]
+        later = failure_of(lambda: tp.all_reduce(X))[0]
     return error, later, since(store, "died", raised)
 
 
@@ -151,24 +145,22 @@ def seconds_until_named(
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_killed_member_is_named_on_all_hosts(verb: str, tmp_path: Path) -> None:
-    def attempt() -> float:
-        return seconds_until_named(mkdtemp(dir=tmp_path), 4, 3, verb)
-
-    assert quickest(attempt, NAMED_WITHIN) < NAMED_WITHIN
+    assert_named_in_time(tmp_path, 4, 3, verb)
 
 
 @STORES
-def test_the_only_member_of_a_host_is_named(secret: bytes | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("n", "victim"), [(2, 1), (4, 0)], ids=["alone on its host", "keeper"])
+def test_a_killed_member_of_any_role_is_named(
+    n: int, victim: int, secret: bytes | None, tmp_path: Path
+) -> None:
+    assert_named_in_time(tmp_path, n, victim, "all_reduce", secret)
+
+
+def assert_named_in_time(
+    folder: Path, n: int, victim: int, verb: str, secret: bytes | None = None
+) -> None:
     def attempt() -> float:
-        return seconds_until_named(mkdtemp(dir=tmp_path), 2, 1, "all_reduce", secret)
-
-    assert quickest(attempt, NAMED_WITHIN) < NAMED_WITHIN
-
-
-@STORES
-def test_the_member_that_keeps_the_store_is_named(secret: bytes | None, tmp_path: Path) -> None:
-    def attempt() -> float:
-        return seconds_until_named(mkdtemp(dir=tmp_path), 4, 0, "all_reduce", secret)
+        return seconds_until_named(mkdtemp(dir=folder), n, victim, verb, secret)
 
     assert quickest(attempt, NAMED_WITHIN) < NAMED_WITHIN
 
@@ -176,13 +168,12 @@ def test_the_member_that_keeps_the_store_is_named(secret: bytes | None, tmp_path
 def keeper_of_an_engine_is_killed(
     rank: int, n: int, folder: str, hosts: Hosts
 ) -> tuple[CoordinatorError, float]:
-    """As code that was written for vLLM meets."""
     os.environ["GLOO_SOCKET_IFNAME"] = "cable"
     store = beside(folder, n)
     move_to(folder, hosts, rank)
     parallel_state.init_distributed_environment(n, rank, f"tcp://{hosts[0].address}:29401", 0)
     world = parallel_state.get_world_group()
-    warm_up(world)
+    world.all_reduce(X)
     all_here(store, n)
     if rank == 0:
         note(store, "died")
@@ -211,15 +202,13 @@ def test_the_rank_that_keeps_the_store_of_an_engine_is_named(tmp_path: Path) -> 
 def last_aborts(
     rank: int, n: int, folder: str, hosts: Hosts, verb: str
 ) -> tuple[CoordinatorError, float]:
-    store = beside(folder, n)
-    with groups_over(rank, n, folder, hosts) as groups:
-        warm_up(groups.tp)
+    with warm(rank, n, folder, hosts) as (tp, store):
         if rank == n - 1:
             time.sleep(0.3)
             note(store, "aborted")
-            groups.tp.abort(KeyError("the reason"))
+            tp.abort(KeyError("the reason"))
         enter = VERBS["all_reduce" if rank == n - 1 else verb]
-        error, raised = failure_of(lambda: enter(groups.tp))
+        error, raised = failure_of(lambda: enter(tp))
         all_here(store, n)
     return error, since(store, "aborted", raised)
 
@@ -243,12 +232,10 @@ def test_an_abort_reaches_all_hosts_with_its_cause(verb: str, tmp_path: Path) ->
 
 
 def with_liveness(rank: int, n: int, folder: str, hosts: Hosts) -> list[MemberStatus]:
-    store = beside(folder, n)
-    with groups_over(rank, n, folder, hosts) as groups:
-        warm_up(groups.tp)
+    with warm(rank, n, folder, hosts) as (tp, store):
         all_here(store, n)
         time.sleep(1.0)
-        found = groups.tp.status()
+        found = tp.status()
         all_here(store, n, "there")
     return found
 
@@ -268,33 +255,31 @@ def test_healthy_members_are_seen_from_everywhere(tmp_path: Path) -> None:
 
 
 def one_is_stopped(rank: int, n: int, folder: str, hosts: Hosts) -> Any:
-    store = beside(folder, n)
     ready, goes_on = Path(folder, "ready"), Path(folder, "goes on")
-    with groups_over(rank, n, folder, hosts) as groups:
-        warm_up(groups.tp)
+    with warm(rank, n, folder, hosts) as (tp, store):
         if rank == 2:
             store.set("pid", str(os.getpid()))
             all_here(store, n)
             ready.touch()
             until(goes_on.exists)  # stopped in the store it would hold up all who use that
             all_here(store, n, "over")
-            groups.tp.all_reduce(X, timeout=30)
+            tp.all_reduce(X, timeout=30)
             return None
         all_here(store, n)
         if rank == 3:
             until(ready.exists)
             os.kill(int(store.get("pid")), signal.SIGSTOP)
         time.sleep(2.0)
-        groups.tp.board.record_begin("an operation")
-        stamped = [status_of(groups.tp, other) for other in (2, 3)]
-        until(lambda: status_of(groups.tp, 3).operation == "an operation")
+        tp.board.record_begin("an operation")
+        stamped = [status_of(tp, other) for other in (2, 3)]
+        until(lambda: status_of(tp, 3).operation == "an operation")
         all_here(store, n - 1, "seen")
         if rank == 3:
             os.kill(int(store.get("pid")), signal.SIGCONT)
             goes_on.touch()
         all_here(store, n, "over")
-        groups.tp.board.idle()
-        groups.tp.all_reduce(X, timeout=30)
+        tp.board.idle()
+        tp.all_reduce(X, timeout=30)
     return stamped
 
 
@@ -308,18 +293,16 @@ def test_a_stopped_member_does_not_silence_its_host(tmp_path: Path) -> None:
 
 
 def one_is_late(rank: int, n: int, folder: str, hosts: Hosts) -> GroupTimeoutError | None:
-    store = beside(folder, n)
-    with groups_over(rank, n, folder, hosts) as groups:
-        warm_up(groups.tp)
+    with warm(rank, n, folder, hosts) as (tp, store):
         if rank == 3:
             all_here(store, n, "over")
             return None
-        error, _ = failure_of(lambda: groups.tp.all_reduce(X, timeout=2 + rank))
+        error, _ = failure_of(lambda: tp.all_reduce(X, timeout=2 + rank))
         all_here(store, n, "over")
     return error if isinstance(error, GroupTimeoutError) else None
 
 
-def test_a_deadline_lists_who_is_behind_and_nobody_else(tmp_path: Path) -> None:
+def test_a_deadline_lists_the_late_ranks_alone(tmp_path: Path) -> None:
     with two_hosts("IPv4") as hosts:
         error, *_ = run_ranks(4, one_is_late, str(tmp_path), hosts)
     assert [late.rank for late in error.waiting_for] == [3]
@@ -330,14 +313,12 @@ def test_a_deadline_lists_who_is_behind_and_nobody_else(tmp_path: Path) -> None:
 
 
 def one_differs(rank: int, n: int, folder: str, hosts: Hosts) -> tuple[CoordinatorError, float]:
-    store = beside(folder, n)
-    with groups_over(rank, n, folder, hosts) as groups:
-        warm_up(groups.tp)
+    with warm(rank, n, folder, hosts) as (tp, store):
         all_here(store, n)
         if rank == 0:
             note(store, "diverged")
         verb = VERBS["barrier" if rank == 3 else "all_reduce"]
-        error, raised = failure_of(lambda: verb(groups.tp))
+        error, raised = failure_of(lambda: verb(tp))
         all_here(store, n, "over")
     return error, since(store, "diverged", raised)
 
@@ -359,44 +340,25 @@ def test_a_member_in_another_verb_is_named_on_all_hosts(tmp_path: Path) -> None:
     assert quickest(attempt, NAMED_WITHIN) < NAMED_WITHIN
 
 
-def half_leaves(rank: int, n: int, folder: str, hosts: Hosts) -> list[str]:
-    store = beside(folder, n)
-    with groups_over(rank, n, folder, hosts) as groups:
-        warm_up(groups.tp)
+def two_leave(rank: int, n: int, folder: str, hosts: Hosts, secret: bytes | None) -> list[str]:
+    """Rank 0, which hosts the store, and rank 3."""
+    with warm(rank, n, folder, hosts, secret=secret) as (tp, store):
         all_here(store, n)
-        if rank < 2:
-            until(lambda: {status_of(groups.tp, other).state for other in (2, 3)} == {"closed"})
-        found = [str(status) for status in groups.tp.status()]
-        all_here(store, 2, f"host {rank < 2}")
+        if rank in (0, 3):
+            return []
+        for other in (0, 3):
+            until(lambda: status_of(tp, other).state in ("closed", "lost"))  # noqa: B023
+        found = [str(status_of(tp, other)) for other in (0, 3)]
+        all_here(store, 2, "seen")
     return found
 
 
-def test_who_has_left_in_good_order_is_seen_to_have(tmp_path: Path) -> None:
-    with two_hosts("IPv4") as hosts:
-        seen = run_ranks(4, half_leaves, str(tmp_path), hosts)
-    assert "on host-b) has closed its end, last seen in tp all_reduce #50" in seen[0][3]
-    assert "lost" not in seen[2][0]
-
-
-def keeper_leaves(rank: int, n: int, folder: str, hosts: Hosts, secret: bytes | None) -> str:
-    store = beside(folder, n)
-    with groups_over(rank, n, folder, hosts, secret=secret) as groups:
-        warm_up(groups.tp)
-        all_here(store, n)
-        if rank == 0:
-            return ""
-        until(lambda: status_of(groups.tp, 0).state in ("closed", "lost"))
-        return str(status_of(groups.tp, 0))
-
-
 @STORES
-def test_the_member_that_keeps_the_store_may_leave_first(
-    secret: bytes | None, tmp_path: Path
-) -> None:
+def test_ranks_that_have_closed_are_not_lost(secret: bytes | None, tmp_path: Path) -> None:
     with two_hosts("IPv4") as hosts:
-        _, *seen = run_ranks(4, keeper_leaves, str(tmp_path), hosts, secret)
-    for said in seen:
-        assert "has closed its end" in said
+        _, first, second, _ = run_ranks(4, two_leave, str(tmp_path), hosts, secret)
+    assert all("has closed its end" in said for said in first + second)
+    assert "on host-b) has closed its end, last seen in tp all_reduce #50" in first[1]
 
 
 # --- a host is out of reach --------------------------------------------------------------
@@ -404,9 +366,7 @@ def test_the_member_that_keeps_the_store_may_leave_first(
 
 def cut_off(rank: int, n: int, folder: str, hosts: Hosts, how: str, secret: bytes | None) -> Any:
     remote_boards.SILENCE_SECONDS = 4.0  # type: ignore[misc]
-    store = beside(folder, n)
-    with groups_over(rank, n, folder, hosts, secret=secret) as groups:
-        warm_up(groups.tp)
+    with warm(rank, n, folder, hosts, secret=secret) as (tp, store):
         all_here(store, n)
         if rank == 0:
             note(store, "cut")
@@ -417,15 +377,14 @@ def cut_off(rank: int, n: int, folder: str, hosts: Hosts, how: str, secret: byte
                     host.unplug()
         all_here(store, n, "cut off")
         other = 2 if rank < 2 else 0
-        until(lambda: status_of(groups.tp, other).silence > 1.5)
-        seen = str(status_of(groups.tp, other))
-        error, raised = failure_of(lambda: groups.tp.all_reduce(X, timeout=60))
+        until(lambda: status_of(tp, other).silence > 1.5)
+        seen = str(status_of(tp, other))
+        error, raised = failure_of(lambda: tp.all_reduce(X, timeout=60))
         all_here(store, n, "over")
     return seen, error, since(store, "cut", raised)
 
 
-@STORES
-@pytest.mark.parametrize("how", ["down", "silent"])
+@pytest.mark.parametrize(("how", "secret"), [("down", None), ("silent", SECRET)])
 def test_a_cut_cable_is_named_on_both_sides(how: str, secret: bytes | None, tmp_path: Path) -> None:
     with two_hosts("IPv4") as hosts:
         results = run_ranks(4, cut_off, str(tmp_path), hosts, how, secret)
@@ -440,10 +399,8 @@ def test_a_cut_cable_is_named_on_both_sides(how: str, secret: bytes | None, tmp_
 
 
 def host_is_stopped(rank: int, n: int, folder: str, hosts: Hosts) -> Any:
-    store = beside(folder, n)
     stopped = Path(folder) / "stopped"  # a store's lock would be kept by who is stopped with it
-    with groups_over(rank, n, folder, hosts) as groups:
-        warm_up(groups.tp)
+    with warm(rank, n, folder, hosts) as (tp, store):
         store.set(f"pid {rank}", str(os.getpid()))
         all_here(store, n)
         found = None
@@ -452,8 +409,8 @@ def host_is_stopped(rank: int, n: int, folder: str, hosts: Hosts) -> Any:
             for pid in pids:
                 os.kill(pid, signal.SIGSTOP)
             stopped.touch()
-            work = groups.tp.all_reduce(X, async_op=True)
-            until(lambda: status_of(groups.tp, 3).silence > 2.0)
+            work = tp.all_reduce(X, async_op=True)
+            until(lambda: status_of(tp, 3).silence > 2.0)
             with pytest.raises(GroupTimeoutError) as caught:
                 work.wait(0.1)
             found = str(caught.value)
@@ -462,13 +419,98 @@ def host_is_stopped(rank: int, n: int, folder: str, hosts: Hosts) -> Any:
             work.wait()
         else:
             until(stopped.exists)  # or they may have sent their part before
-            groups.tp.all_reduce(X)
-        groups.tp.all_reduce(X)
+            tp.all_reduce(X)
+        tp.all_reduce(X)
     return found
 
 
-def test_a_stopped_host_is_named_and_not_given_up_at_once(tmp_path: Path) -> None:
+def test_a_stopped_host_is_named_and_not_lost_at_once(tmp_path: Path) -> None:
     with two_hosts("IPv4") as hosts:
         said, *_ = run_ranks(4, host_is_stopped, str(tmp_path), hosts)
     assert "host-b (ranks 2, 3) silent for 2." in said
     assert_documented(said)
+
+
+# --- three hosts of one, two and three ranks, none of which are neighbours -------------------
+
+PLACES = (2, 1, 0, 2, 1, 2)
+"""On which host each rank is."""
+PORT = 29400
+VICTIM = 4
+
+
+def over_three(
+    rank: int, n: int, folder: str, hosts: Sequence[Host], secret: bytes | None
+) -> tuple[dict[str, Any], str]:
+    move_to(folder, hosts, PLACES[rank])
+    with coordinator.init(
+        tp=n,
+        rank=rank,
+        local_rank=PLACES[:rank].count(PLACES[rank]),
+        master_addr=hosts[PLACES[0]].address,
+        master_port=PORT,
+        timeout=PATIENCE_SECONDS,
+        secret=secret,
+    ) as groups:
+        return moves(groups.tp), loses_one(groups.tp)
+
+
+def moves(tp: GroupCoordinator) -> dict[str, Any]:
+    rank, n = tp.rank, tp.world_size
+    mine = torch.full((2,), float(rank))
+    after, before = (rank + 1) % n, (rank - 1) % n
+    found: dict[str, Any] = {
+        # 0 + 1 + 2 + 3 + 4 + 5, in a few bytes, and in many
+        "sums": [tp.all_reduce(torch.full((size,), float(rank))).unique() for size in (3, 1 << 20)],
+        "gathered": tp.all_gather(mine),
+        "scattered": tp.reduce_scatter(torch.arange(2.0 * n)),
+        "exchanged": tp.all_to_all(torch.arange(float(n)) + 10 * rank),
+        "objects": tp.all_gather_object({"rank": rank}),
+        "object": tp.broadcast_object("of 1" if rank == 1 else None, src=1),
+        "dict": tp.broadcast_tensor_dict({"x": mine} if rank == 2 else None, src=2)["x"],
+    }
+    work = tp.isend(mine, after)
+    found["received"] = tp.recv((2,), torch.float32, before)
+    work.wait()
+    return {key: _plain(value) for key, value in found.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    return [_plain(each) for each in value] if isinstance(value, list) else value
+
+
+def loses_one(tp: GroupCoordinator) -> str:
+    tp.barrier()
+    if tp.rank == VICTIM:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerLostError) as caught:
+        tp.all_reduce(torch.ones(1000))
+    assert caught.value.rank == VICTIM
+    return str(caught.value)
+
+
+@STORES
+def test_groups_over_three_hosts_move_data_and_name_a_killed_rank(
+    secret: bytes | None, tmp_path: Path
+) -> None:
+    with hosts_on_a_switch(3) as hosts:
+        results = run_ranks(6, over_three, str(tmp_path), hosts, secret, may_die=[VICTIM])
+    for rank, result in enumerate(results):
+        if rank == VICTIM:
+            continue
+        found, lost = result
+        assert found == {
+            "sums": [[15.0], [15.0]],
+            "gathered": [0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 4.0, 4.0, 5.0, 5.0],
+            "scattered": [12.0 * rank, 12.0 * rank + 6],
+            "exchanged": [10.0 * other + rank for other in range(6)],
+            "objects": [{"rank": other} for other in range(6)],
+            "object": "of 1",
+            "dict": [2.0, 2.0],
+            "received": [float((rank - 1) % 6)] * 2,
+        }
+        assert f"lost rank {VICTIM} (pid " in lost
+        there = f" on {NAMES[PLACES[VICTIM]]}"
+        assert (there in lost) == (PLACES[rank] != PLACES[VICTIM])

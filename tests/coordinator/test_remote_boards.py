@@ -1,4 +1,4 @@
-"""What is concluded from the beats of other hosts; no host, store or clock is needed."""
+"""Conclusions from the heartbeats of other hosts, without hosts, a store or a clock."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from coordinator.hosts import _named
 from coordinator.remote_boards import RemoteBoards, encode_heartbeat, number_of
 from shm_broadcast import Board
 
+pytestmark = pytest.mark.quick
+
 SILENCE, SUSPECT = remote_boards.SILENCE_SECONDS, remote_boards.SUSPECT_SECONDS
 
 
@@ -22,7 +24,7 @@ class RemoteMembers:
     Attributes:
         now: the clock.
         boards: under test.
-        swaps: how often news was asked to be carried.
+        swaps: how often a swap of heartbeats was requested.
     """
 
     def __init__(self, keeper: int | None = 4) -> None:
@@ -63,17 +65,11 @@ def elsewhere() -> RemoteMembers:
     return RemoteMembers()
 
 
-def test_members_of_this_host_are_not_known_here(elsewhere: RemoteMembers) -> None:
-    assert elsewhere.boards.status(1) is None
+def test_a_member_is_described_as_on_its_board(elsewhere: RemoteMembers) -> None:
+    assert elsewhere.boards.status(1) is None  # it is on this host
     assert not elsewhere.boards.gone(1)
-
-
-def test_before_the_first_beat_nothing_is_claimed(elsewhere: RemoteMembers) -> None:
     assert elsewhere.text(2) == "rank 2 (on another host, host-b, not visible from here)"
     assert not elsewhere.boards.gone(2)
-
-
-def test_a_member_is_described_as_on_its_board(elsewhere: RemoteMembers) -> None:
     elsewhere.there.record_begin("tp send")
     elsewhere.turn("b")
     elsewhere.now += 0.5
@@ -83,54 +79,35 @@ def test_a_member_is_described_as_on_its_board(elsewhere: RemoteMembers) -> None
     assert (status.host, status.silence) == ("host-b", 0.0)
     assert status.age == pytest.approx(0.5, abs=0.3)
     assert elsewhere.text(2).endswith("on host-b), last seen in tp send #1, 0.5 s ago")
-
-
-def test_a_member_that_left_is_gone_and_not_silent(elsewhere: RemoteMembers) -> None:
-    elsewhere.there.leave()
-    elsewhere.turn("b")
-    elsewhere.now += 100
-    elsewhere.turn()
-    assert elsewhere.boards.gone(2)
-    assert "on host-b) has closed its end, has begun no operation" in elsewhere.text(2)
-
-
-def test_a_beat_that_comes_late_changes_nothing(elsewhere: RemoteMembers) -> None:
     old = elsewhere.last["b"]
     elsewhere.there.leave()
     elsewhere.turn("b")
-    elsewhere.boards.receive([old, elsewhere.last["c"]])
+    elsewhere.boards.receive([old, elsewhere.last["c"]])  # an old heartbeat changes nothing
     assert elsewhere.boards.gone(2)
+    elsewhere.now += 100
+    elsewhere.turn()
+    assert "on host-b) has closed its end, last seen in tp send #1" in elsewhere.text(2)
 
 
-def test_a_silent_host_is_named_first_and_given_up_later(elsewhere: RemoteMembers) -> None:
-    elsewhere.turn("b", "c")
-    elsewhere.now += 2.1
-    elsewhere.turn("c")
-    status = elsewhere.boards.status(2)
-    assert status is not None
-    assert status.silence == pytest.approx(2.1)
-    assert elsewhere.boards.problems() == "host-b (ranks 2, 3) silent for 2.1 s"
-    assert not elsewhere.boards.gone(2)
-    elsewhere.now += SILENCE - 2
-    elsewhere.turn("c")
-    assert elsewhere.boards.gone(2)
-    assert not elsewhere.boards.gone(4)
-
-
-def test_the_loss_of_a_host_is_logged_once(
+def test_a_silent_host_is_named_first_and_lost_and_logged_later(
     elsewhere: RemoteMembers, caplog: pytest.LogCaptureFixture
 ) -> None:
     elsewhere.turn("b", "c")
-    elsewhere.now += SILENCE + 0.1
+    elsewhere.now += 2.1
+    elsewhere.turn("c")
+    assert elsewhere.boards.problems() == "host-b (ranks 2, 3) silent for 2.1 s"
+    assert not elsewhere.boards.gone(2)
+    elsewhere.now += SILENCE - 2
     elsewhere.turn("c")
     with caplog.at_level(logging.INFO, "coordinator"):
         assert all(elsewhere.boards.gone(member) for member in (2, 3, 2))
     (line,) = caplog.records
     assert line.getMessage().startswith("host host-b (ranks 2, 3) is lost: silent for 10.1 s")
     assert line.__dict__["host"] == "host-b"
+    assert not elsewhere.boards.gone(4)
 
 
-def test_a_broken_connection_makes_silence_tell_sooner(elsewhere: RemoteMembers) -> None:
+def test_after_a_broken_connection_a_silent_host_is_lost_sooner(elsewhere: RemoteMembers) -> None:
     elsewhere.turn("b", "c")
     elsewhere.boards.suspect([1, 2, 4])
     elsewhere.now += SUSPECT + 0.1
@@ -144,9 +121,7 @@ def test_a_broken_connection_makes_silence_tell_sooner(elsewhere: RemoteMembers)
     assert not elsewhere.boards.gone(2)
 
 
-def test_whether_a_host_is_gone_is_known_when_the_store_has_answered(
-    elsewhere: RemoteMembers,
-) -> None:
+def test_a_host_is_lost_only_after_an_answer_of_the_store(elsewhere: RemoteMembers) -> None:
     elsewhere.turn("b", "c")
     known = elsewhere.boards.suspect([2])
     elsewhere.now += 3
@@ -154,11 +129,9 @@ def test_whether_a_host_is_gone_is_known_when_the_store_has_answered(
     elsewhere.turn("c")
     assert known()
     assert elsewhere.boards.gone(2)
-
-
-def test_a_host_that_is_heard_after_its_connection_broke_is_there(elsewhere: RemoteMembers) -> None:
+    elsewhere = RemoteMembers()
     known = elsewhere.boards.suspect([2])
-    for _ in range(4):
+    for _ in range(4):  # its heartbeats arrive after its connection broke
         elsewhere.now += 0.5
         assert not known()
         elsewhere.turn("b", "c")
@@ -166,15 +139,13 @@ def test_a_host_that_is_heard_after_its_connection_broke_is_there(elsewhere: Rem
     assert not elsewhere.boards.gone(2)
 
 
-def test_a_store_that_is_silent_is_not_waited_for(elsewhere: RemoteMembers) -> None:
+def test_a_silent_or_ended_store_is_waited_for_in_bounds(elsewhere: RemoteMembers) -> None:
     known = elsewhere.boards.suspect([2])
     elsewhere.now += SILENCE - 0.1
     assert not known()
     elsewhere.now += 0.1
     assert known()
-
-
-def test_a_store_that_has_ended_is_not_waited_for(elsewhere: RemoteMembers) -> None:
+    elsewhere = RemoteMembers()
     elsewhere.boards.store_ended("its connection broke")
     known = elsewhere.boards.suspect([2])
     elsewhere.now += SUSPECT
@@ -183,7 +154,7 @@ def test_a_store_that_has_ended_is_not_waited_for(elsewhere: RemoteMembers) -> N
     assert known()
 
 
-def test_a_process_that_was_stopped_itself_takes_nobody_for_silent(
+def test_a_process_that_was_stopped_itself_takes_no_host_for_silent(
     elsewhere: RemoteMembers,
 ) -> None:
     elsewhere.turn("b", "c")
@@ -196,7 +167,7 @@ def test_a_process_that_was_stopped_itself_takes_nobody_for_silent(
     assert elsewhere.boards.problems() == ""
 
 
-def test_a_store_that_does_not_answer_is_named_and_its_keeper_given_up(
+def test_a_store_that_does_not_answer_is_named_and_its_keeper_lost(
     elsewhere: RemoteMembers,
 ) -> None:
     elsewhere.turn("b", "c")
@@ -213,11 +184,12 @@ def test_a_store_that_does_not_answer_is_named_and_its_keeper_given_up(
     assert not elsewhere.boards.gone(2)
 
 
-def test_the_end_of_the_store_is_the_end_of_its_keeper(elsewhere: RemoteMembers) -> None:
+@pytest.mark.parametrize("keeper", [4, None])
+def test_the_end_of_the_store_is_the_end_of_its_keeper(keeper: int | None) -> None:
+    elsewhere = RemoteMembers(keeper)
     elsewhere.turn("b", "c")
     elsewhere.boards.store_ended("Connection was closed")
-    assert elsewhere.boards.gone(4)
-    assert not elsewhere.boards.gone(2)
+    assert elsewhere.boards.gone(4) == (keeper == 4)
     elsewhere.now += 100
     assert not elsewhere.boards.gone(2)
     assert elsewhere.boards.problems() == (
@@ -225,14 +197,7 @@ def test_the_end_of_the_store_is_the_end_of_its_keeper(elsewhere: RemoteMembers)
     )
 
 
-def test_the_end_of_a_store_that_no_member_keeps_ends_nobody() -> None:
-    elsewhere = RemoteMembers(keeper=None)
-    elsewhere.turn("b", "c")
-    elsewhere.boards.store_ended("Connection was closed")
-    assert not elsewhere.boards.gone(4)
-
-
-def test_a_failure_travels_and_its_culprit_is_believed_dead(elsewhere: RemoteMembers) -> None:
+def test_a_failure_is_forwarded_and_its_culprit_is_dead(elsewhere: RemoteMembers) -> None:
     elsewhere.there.abort("why", culprit=3)
     failures = elsewhere.turn("b")
     assert [(each.member, each.kind, each.message, each.culprit) for each in failures] == [
@@ -256,7 +221,7 @@ def test_a_failure_travels_and_its_culprit_is_believed_dead(elsewhere: RemoteMem
         msgspec.msgpack.encode((9, [(2, 1, "lost", "", 0, None, 0, [(1, 2, "no", b"")])], None)),
     ],
 )
-def test_what_is_no_beat_of_that_host_is_not_heard(forged: bytes, elsewhere: RemoteMembers) -> None:
+def test_a_forged_heartbeat_is_ignored(forged: bytes, elsewhere: RemoteMembers) -> None:
     elsewhere.turn("b", "c")
     assert elsewhere.boards.receive([forged, elsewhere.last["c"]]) == []
     assert not elsewhere.boards.gone(4)
@@ -277,7 +242,7 @@ def test_hosts_have_names_of_their_own(
     assert _named(told, node_of) == names
 
 
-def test_tallies_travel_with_the_beats(elsewhere: RemoteMembers) -> None:
+def test_heartbeats_carry_fingerprints(elsewhere: RemoteMembers) -> None:
     fingerprints = elsewhere.there.fingerprints
     assert elsewhere.boards.fingerprints(1) is None
     assert elsewhere.boards.fingerprints(2) == ()
@@ -294,8 +259,7 @@ def test_tallies_travel_with_the_beats(elsewhere: RemoteMembers) -> None:
     assert (closed.group, closed.closed) == ((1 << 63) - 1, True)
 
 
-def test_a_beat_without_tallies_is_one(elsewhere: RemoteMembers) -> None:
-    """As hosts say it that have none yet."""
+def test_a_heartbeat_without_fingerprints_is_valid(elsewhere: RemoteMembers) -> None:
     said = (2, 4242, "busy", "tp send", 1, 0.0)
     elsewhere.boards.receive([msgspec.msgpack.encode((9, [said], None)), elsewhere.last["c"]])
     assert elsewhere.text(2).startswith("rank 2 (pid 4242")

@@ -1,18 +1,20 @@
-"""Nothing is unpickled that does not prove who sent it: seals, and what travels without them."""
+"""Messages are unpickled only with a seal of their sender; others are plain data."""
 
 from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import Store
 
 import coordinator
 from coordinator import GroupCoordinator
@@ -26,6 +28,7 @@ from coordinator.messages.wire import (
     negotiate_codec,
 )
 from coordinator.pipeline import Stage
+from coordinator.rendezvous import Rendezvous
 from coordinator.secret import SecretError
 from shm_broadcast import (
     GroupAbortedError,
@@ -37,13 +40,6 @@ from tests.coordinator.hosts import groups_over
 from tests.netns import Host, two_hosts
 from tests.ranks import run_ranks
 from tests.shared_store import SharedStore
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch.distributed import Store
-
-    from coordinator.rendezvous import Rendezvous
 
 SECRET = b"sixteen bytes or more"
 NONCES = [b"a" * 16, b"b" * 16]
@@ -79,15 +75,13 @@ def refused(
     return caught.value
 
 
-def test_what_was_sealed_is_opened_once_and_in_order() -> None:
+@pytest.mark.quick
+def test_messages_are_opened_once_and_in_order() -> None:
     sender, receiver = ends()
     sealed = [sender.close(1, text, 1) for text in (b"first", b"", b"third")]
     for text, each in zip((b"first", b"", b"third"), sealed, strict=True):
         assert receiver.open(1, memoryview(each), 0, 1) == text
     assert "message 0 where message 3 is due" in str(refused(receiver, sealed[0]))
-
-
-def test_one_that_is_left_out_or_overtaken_is_missed() -> None:
     sender, receiver = ends()
     sender.close(1, b"left out", 1)
     error = refused(receiver, sender.close(1, b"next", 1))
@@ -95,27 +89,29 @@ def test_one_that_is_left_out_or_overtaken_is_missed() -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"kind": 2}, {"src": 1}, {"dst": EVERYONE}, {"dst": 0}, {"tag": 1}],
-    ids=["kind", "sender", "receivers", "receiver", "tag"],
+    ("of", "options"),
+    [
+        ({}, {"kind": 2}),
+        ({}, {"src": 1}),
+        ({}, {"dst": EVERYONE}),
+        ({}, {"dst": 0}),
+        ({}, {"tag": 1}),
+        ({"secret": b"another secret, long"}, {}),
+        ({"group": "pp"}, {}),
+        ({"nonces": [b"a" * 16, b"c" * 16]}, {}),  # an earlier group of that name
+    ],
 )
-def test_a_seal_is_for_one_kind_sender_and_receiver(options: dict[str, int]) -> None:
-    sender, receiver = ends()
+@pytest.mark.quick
+def test_a_seal_is_for_one_kind_sender_receiver_and_group(
+    of: dict[str, Any], options: dict[str, int]
+) -> None:
+    sender, receiver = ends(**of)
     assert "its seal does not fit" in str(refused(receiver, sender.close(1, b"x", 1), **options))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"secret": b"another secret, long"}, {"group": "pp"}, {"nonces": [b"a" * 16, b"c" * 16]}],
-    ids=["secret", "group", "earlier group of that name"],
-)
-def test_a_seal_is_of_one_group(options: dict[str, Any]) -> None:
-    sender, receiver = ends(**options)
-    assert "its seal does not fit" in str(refused(receiver, sender.close(1, b"x", 1)))
-
-
 @given(st.binary(max_size=40), st.data())
-def test_any_change_is_seen(payload: bytes, data: st.DataObject) -> None:
+@pytest.mark.quick
+def test_any_change_is_refused(payload: bytes, data: st.DataObject) -> None:
     sender, receiver = ends()
     sealed = bytearray(sender.close(1, payload, 1))
     place = data.draw(st.integers(0, len(sealed) - 1))
@@ -127,14 +123,16 @@ def test_any_change_is_seen(payload: bytes, data: st.DataObject) -> None:
 # --- in a group over torch's sockets, on one host -----------------------------------------
 
 
+def join(rank: int, n: int, store: Store) -> coordinator.ParallelGroups:
+    return coordinator.init(tp=n, rank=rank, store=store, timeout=30, torch_only=True)
+
+
 def attacked(rank: int, n: int, store: Store, folder: str) -> list[str]:
-    """Rank 0 plays who sits between the two: it writes frames of its own into the socket."""
+    """Rank 0 writes frames of its own into the socket."""
     told = []
     for attack in ("forged", "changed", "repeated", "forged dict", "forged broadcast"):
         bomb = Path(folder) / attack.replace(" ", "-")
-        with coordinator.init(
-            tp=n, rank=rank, world_size=n, store=store, timeout=30, torch_only=True
-        ) as groups:
+        with join(rank, n, store) as groups:
             group = groups.tp
             if rank == 0:
                 attack_with(group, attack, bomb)
@@ -193,9 +191,7 @@ def test_forged_changed_and_repeated_frames_are_refused(tmp_path: Path) -> None:
 
 
 def refused_before_it_is_counted(rank: int, n: int, store: Store) -> None:
-    with coordinator.init(
-        tp=n, rank=rank, world_size=n, store=store, timeout=30, torch_only=True
-    ) as groups:
+    with join(rank, n, store) as groups:
         group, other = groups.tp, 1 - rank
         wrong: list[Callable[[], Any]] = [
             lambda: group.send_object("lost", other, timeout=-1),
@@ -215,7 +211,7 @@ def refused_before_it_is_counted(rank: int, n: int, store: Store) -> None:
             assert group.broadcast_object("all", 1) == "all"
 
 
-def test_a_call_that_is_refused_is_no_message() -> None:
+def test_a_refused_call_sends_no_message() -> None:
     run_ranks(2, refused_before_it_is_counted, SharedStore())
 
 
@@ -228,7 +224,6 @@ PLAIN: list[Any] = [
 
 
 def plainly(group: GroupCoordinator, me: int, other: int) -> None:
-    """What needs no pickle goes over any socket."""
     for value in PLAIN:
         group.isend_object(value, other)
         found = group.recv_object(other)
@@ -249,7 +244,6 @@ def plainly(group: GroupCoordinator, me: int, other: int) -> None:
 
 
 def pickled(group: GroupCoordinator, me: int, other: int) -> None:
-    """What does."""
     for value in ({1, 2}, Pair(1, 2), range(3), torch.ones(2).numpy().dtype):
         group.isend_object(value, other)
         assert group.recv_object(other) == value
@@ -264,7 +258,7 @@ def pickled(group: GroupCoordinator, me: int, other: int) -> None:
 
 
 def not_pickled(group: GroupCoordinator, me: int, other: int) -> None:
-    """Both ends hear why, and the cure; the next message is right."""
+    """Both ends get an error with the cure; the next message is right."""
     why = r"a builtins\.set would have to be pickled.*GROUP_COORDINATOR_SECRET_FILE"
     sends: list[tuple[Callable[[], Any], Callable[[], Any]]] = [
         (lambda: group.send_object({1}, other), lambda: group.recv_object(other)),
@@ -294,7 +288,6 @@ def not_pickled(group: GroupCoordinator, me: int, other: int) -> None:
 
 
 def forged_without_a_secret(group: GroupCoordinator, me: int, folder: str) -> None:
-    """Whoever can write to the socket can send plain data: no code of his runs."""
     bomb = Path(folder) / "bomb"
     if me == 0:
         group._messenger.cpu.send(Message(Kind.OBJECT, pickle.dumps(Bomb(bomb))).first, 1)
@@ -327,8 +320,9 @@ def test_what_travels_between_hosts(secret: bytes | None, tmp_path: Path) -> Non
         run_ranks(2, over_hosts, str(tmp_path), hosts, secret)
 
 
-def test_a_secret_is_for_all_or_for_none() -> None:
-    """Whoever strips the nonces of others of their mark does not get plain messages."""
+@pytest.mark.quick
+def test_all_have_a_secret_or_none() -> None:
+    """A forged nonce without the mark of a secret turns sealing off nowhere."""
     told = mock.Mock(rank=0, called=(0, 1), global_rank=lambda rank: rank)
     told.name = "tp"
     told.all_gather.side_effect = lambda _, payload: [payload, b"\0" + b"n" * 16]
@@ -360,30 +354,30 @@ values = st.recursive(
 def test_plain_data_arrives_as_it_was(value: Any) -> None:
     found = decode_plain(encode_plain(value))
     assert found == value
-    assert repr(found) == repr(value)  # tells 1 from True, and lists from tuples, at any depth
+    assert repr(found) == repr(value)  # distinguishes 1 from True and lists from tuples
 
 
-@pytest.mark.parametrize("value", [{1}, Pair(1, 2), range(2), bytearray(), [object()], {1: 1j}])
-def test_what_is_not_plain(value: Any) -> None:
-    with pytest.raises(TypeError, match=r"a [\w.]+"):
+LOOP: list[Any] = []
+LOOP.append(LOOP)
+SURROGATE = "a text with a lone surrogate, which UTF-8 cannot write"
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [(each, r"a [\w.]+") for each in ({1}, Pair(1, 2), range(2), bytearray(), [...], {1: 1j})]
+    + [(each, SURROGATE) for each in ("\ud83d", ["a", ("\udcff",)], {"\udcff": 1})]
+    + [(LOOP, "nested too deeply, or contains itself")],
+    ids=ascii,
+)
+@pytest.mark.quick
+def test_other_values_are_not_plain(value: Any, why: str) -> None:
+    with pytest.raises(TypeError, match=why):
         encode_plain(value)
-
-
-@pytest.mark.parametrize("value", ["\ud83d", ["a", ("\udcff",)], {"\udcff": 1}])
-def test_text_that_utf_8_cannot_write_is_not_plain(value: Any) -> None:
-    with pytest.raises(TypeError, match="a text with a lone surrogate, which UTF-8 cannot write"):
-        encode_plain(value)
-
-
-def test_what_contains_itself_is_not_plain() -> None:
-    loop: list[Any] = []
-    loop.append(loop)
-    with pytest.raises(TypeError, match="nested too deeply, or contains itself"):
-        encode_plain(loop)
 
 
 @given(st.binary(max_size=60))
-def test_no_bytes_do_more_than_be_refused(data: bytes) -> None:
+@pytest.mark.quick
+def test_any_bytes_are_decoded_or_refused(data: bytes) -> None:
     with suppress(MessageDecodeError):
         decode_plain(data)
 
@@ -402,6 +396,7 @@ def test_no_bytes_do_more_than_be_refused(data: bytes) -> None:
         b"\x92\xa4list" * 100_000,
     ],
 )
+@pytest.mark.quick
 def test_bytes_that_are_not_plain_data(data: bytes) -> None:
     with pytest.raises(MessageDecodeError, match="not plain data"):
         decode_plain(data)

@@ -6,23 +6,20 @@ import os
 import signal
 import socket
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import Store
 
 from coordinator import StatelessGroupCoordinator
 from coordinator.compat.vllm.utils import StatelessProcessGroup
-from shm_broadcast import CoordinatorError, GroupTimeoutError, PeerLostError
+from shm_broadcast import CoordinatorError, GroupAbortedError, GroupTimeoutError, PeerLostError
 from tests.patience import STALL_SECONDS, all_here
 from tests.ranks import run_ranks
 from tests.shared_store import SharedStore
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torch.distributed import Store
 
 
 def create(path: Path, rank: int, n: int, name: str = "", **options: Any) -> StatelessProcessGroup:
@@ -68,14 +65,7 @@ def objects_and_tensors(rank: int, n: int, path: Path) -> None:
         group.barrier()
         assert not dist.is_initialized()
     group.close()
-
-
-def test_objects_and_tensors(tmp_path: Path) -> None:
-    run_ranks(3, objects_and_tensors, tmp_path)
-
-
-def two_groups_of_a_process(rank: int, n: int, path: Path) -> None:
-    """Rank 0 is in both; each has ranks of its own."""
+    # rank 0 is in two groups
     if rank in (0, 1):
         first = create(path, rank, 2, "a")
     if rank in (0, 2):
@@ -89,21 +79,15 @@ def two_groups_of_a_process(rank: int, n: int, path: Path) -> None:
         (first if rank == 1 else second).all_gather_obj(rank)
 
 
-def test_a_process_may_be_in_several(tmp_path: Path) -> None:
-    run_ranks(3, two_groups_of_a_process, tmp_path)
+def test_groups_move_objects_and_tensors(tmp_path: Path) -> None:
+    run_ranks(3, objects_and_tensors, tmp_path)
 
 
-def missing(rank: int, n: int, path: Path) -> None:
-    with pytest.raises(GroupTimeoutError) as caught:
-        create(path, rank, 3, store_timeout=0.4)
-    assert [member.rank for member in caught.value.waiting_for] == [1, 2]
-
-
-def test_missing_members_are_named(tmp_path: Path) -> None:
-    run_ranks(1, missing, tmp_path)
-
-
-def leaves(rank: int, n: int, path: Path) -> str:
+def fails(rank: int, n: int, path: Path) -> str:
+    if rank == 0:
+        with pytest.raises(GroupTimeoutError) as absent:
+            create(path, rank, 3, "absent", store_timeout=0.4)
+        assert [member.rank for member in absent.value.waiting_for] == [1, 2]
     if rank == 1:
         with pytest.raises(ValueError, match="layer 3"), create(path, rank, n):
             raise ValueError("layer 3 is missing")
@@ -113,23 +97,14 @@ def leaves(rank: int, n: int, path: Path) -> str:
     return str(caught.value)
 
 
-def test_who_leaves_with_an_error_tells_the_others_why(tmp_path: Path) -> None:
-    first, _, last = run_ranks(3, leaves, tmp_path)
-    assert all("rank 1" in told and "layer 3 is missing" in told for told in (first, last))
+def test_absent_members_are_named_and_errors_reach_the_others(tmp_path: Path) -> None:
+    first, _, last = run_ranks(3, fails, tmp_path)
+    assert all("rank 1" in text and "layer 3 is missing" in text for text in (first, last))
 
 
 def build(rank: int, store: Store, ranks: list[int], **options: Any) -> StatelessGroupCoordinator:
-    return StatelessGroupCoordinator(
-        [ranks],
-        rank,
-        "gloo",
-        True,
-        store,
-        group_name="tp",
-        global_rank=rank,
-        timeout=20,
-        **options,
-    )
+    named: dict[str, Any] = {"group_name": "tp", "global_rank": rank, "timeout": 20}
+    return StatelessGroupCoordinator([ranks], rank, "gloo", True, store, **named, **options)
 
 
 def grow_and_shrink(rank: int, n: int, store: Store) -> None:
@@ -161,75 +136,33 @@ def grow_and_shrink(rank: int, n: int, store: Store) -> None:
         ends.close()
 
 
-def test_grow_and_shrink() -> None:
+def test_groups_grow_and_shrink() -> None:
     run_ranks(3, grow_and_shrink, SharedStore())
 
 
 def remade(rank: int, n: int, store: Store) -> None:
-    """Rank 1 is killed; the others notice, and go on without it."""
-    group = build(rank, store, [0, 1, 2])
-    all_here(store, n)
-    if rank == 1:
+    """Rank 2, which is rank 1 of its group, is killed; errors name it, the others go on."""
+    if rank == 0:
+        return
+    group = build(rank, store, [1, 2, 3])
+    all_here(store, 3)
+    if rank == 2:
         store.set("killed", repr(time.monotonic()))
         os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(CoordinatorError, match="rank 1"):
+    with pytest.raises((PeerLostError, GroupAbortedError), match="rank 2 ") as raised:
         group.all_reduce(torch.ones(1))
-    ended = time.monotonic()
-    assert ended - float(store.get("killed")) < 1 + STALL_SECONDS
-    left = group.resized([[0, 2]])
+    assert time.monotonic() - float(store.get("killed")) < 1 + STALL_SECONDS
+    error: Any = raised.value
+    assert (error.rank if isinstance(error, PeerLostError) else error.failure.culprit) == 2
+    if rank == 1:
+        with pytest.raises(GroupTimeoutError, match="rank 2"):
+            group.resized([[1, 2]], timeout=0.2)
+    left = group.resized([[1, 3]])
     group.close()
-    assert left.all_reduce(torch.tensor([rank])).item() == 2
+    assert left.all_reduce(torch.tensor([rank])).item() == 4
     left.barrier()
     left.close()
 
 
-def test_remade_without_a_dead_member() -> None:
-    run_ranks(3, remade, SharedStore(), may_die=[1])
-
-
-def other_ranks_than_in_the_group(rank: int, n: int, store: Store) -> None:
-    """Ranks 1 and 2 are 0 and 1 in their group; errors call them what the caller does."""
-    if rank == 0:
-        return
-    group = build(rank, store, [1, 2])
-    all_here(store, 2)
-    if rank == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(PeerLostError, match="lost rank 2 ") as raised:
-        group.all_reduce(torch.ones(1))
-    assert raised.value.rank == 2
-    with pytest.raises(GroupTimeoutError, match="rank 2"):
-        group.resized([[1, 2]], timeout=0.2)
-    group.close()
-
-
-def test_errors_name_global_ranks() -> None:
-    run_ranks(3, other_ranks_than_in_the_group, SharedStore(), may_die=[2])
-
-
-def told_differently(rank: int, n: int, store: Store) -> list[str]:
-    """By the constructor, which meets in the caller's store."""
-    said = []
-    for name, given in (("secret", b"sixteen or more bytes"), ("use_device_communicator", False)):
-        options: dict[str, Any] = {name: given} if rank == 0 else {}
-        with pytest.raises(ValueError, match="give all ranks the same") as caught:
-            StatelessGroupCoordinator(
-                [[0, 1]], 0, "gloo", coord_store=store,
-                group_name="tp", global_rank=rank, timeout=STALL_SECONDS,
-                **({"use_device_communicator": True} | options),
-            )  # fmt: skip
-        said.append(str(caught.value))
-    return said
-
-
-def test_members_that_were_told_different_things_all_say_so() -> None:
-    assert (
-        run_ranks(2, told_differently, SharedStore())
-        == [
-            [
-                "tp: secret is given on ranks [0], not given on ranks [1]: give all ranks the same",
-                "tp: torch_only is True on ranks [0], False on ranks [1]: give all ranks the same",
-            ]
-        ]
-        * 2
-    )
+def test_a_group_is_remade_without_a_dead_member() -> None:
+    run_ranks(4, remade, SharedStore(), may_die=[2])

@@ -27,7 +27,7 @@ from shm_broadcast import (
     PeerLostError,
     layout,
 )
-from tests.device_comm.cuda.fake_library import COMPILER, compile_library
+from tests.device_comm.cuda.fakes import COMPILER, compile_library
 from tests.device_comm.shm_ranks import make_comm
 from tests.pages.blocks import block_of
 from tests.patience import until

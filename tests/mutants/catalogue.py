@@ -31,12 +31,12 @@ _HERE = "tests/shm_broadcast"
 _STOPPED_ELSEWHERE = (
     "tests/server/test_pool_hosts.py::test_only_a_stopped_worker_on_another_host_is_named"
 )
-_SEALED = "tests/coordinator/test_sealed_store.py"
+_SEALED = "tests/coordinator/test_secret.py"
 _OTHER_HOSTS = "tests/shm_broadcast/test_other_hosts.py::test_a_process_of_another_host"
 _LARGE = "tests/device_comm/test_shm_faults.py"
 _EXCHANGE = "tests/coordinator/test_exchange.py"
 _DECODER = "tests/server/test_decoder_model.py"
-_DIVERGE = "tests/coordinator/test_divergence.py::test_members_that_diverge_are_told"
+_DIVERGE = "tests/coordinator/test_divergence.py::test_ranks_that_diverge_get_both_operations"
 
 MUTANTS = (
     Mutant(
@@ -304,7 +304,7 @@ MUTANTS = (
         "return self.cpu()",
         "return None",
         (
-            "tests/coordinator/test_groups_of_one.py::test_a_sum_in_a_group_of_one_is_over_its_member",
+            "tests/coordinator/test_group_of_one.py::test_a_sum_in_a_group_of_one_is_over_its_member",
         ),
     ),
     Mutant(
@@ -361,8 +361,8 @@ MUTANTS = (
         "        inherited.after_fork_in_child()",
         "        pass",
         (
-            "tests/coordinator/test_forked_child.py::"
-            "test_a_child_takes_no_part_and_its_parent_goes_on",
+            "tests/coordinator/test_group.py::"
+            "test_a_forked_child_takes_no_part_and_its_parent_goes_on",
         ),
     ),
     Mutant(
@@ -541,9 +541,7 @@ MUTANTS = (
         "device_comm/divergence.py",
         "if ours == theirs.digest(last):",
         "if ours or last:",
-        (
-            "tests/coordinator/test_late_divergence.py::test_members_that_have_slipped_are_told_soon",
-        ),
+        ("tests/coordinator/test_divergence.py::test_ranks_that_have_diverged_get_an_error_soon",),
     ),
     Mutant(
         "R3 who has not is not blamed for what is too long ago to be known",
@@ -557,14 +555,14 @@ MUTANTS = (
         "coordinator/messages/wire.py",
         'token = blake2b(b"".join(nonces), digest_size=_TOKEN_BYTES).digest()',
         "token = exchange.name.encode()",
-        ("tests/coordinator/test_late_divergence.py::test_nobody_is_told_that_has_not_slipped",),
+        ("tests/coordinator/test_divergence.py::test_ranks_that_have_not_diverged_get_no_error",),
     ),
     Mutant(
         "R3 who has come to a collective is not late for it",
         "device_comm/divergence.py",
         "if theirs is None or CollectiveLog(bytearray(theirs.log)).count < number:",
         "if theirs is None or theirs.group:",
-        ("tests/coordinator/test_hosts.py::test_a_deadline_lists_who_is_behind_and_nobody_else",),
+        ("tests/coordinator/test_hosts.py::test_a_deadline_lists_the_late_ranks_alone",),
     ),
     Mutant(
         "S2 a process that another user has started is not opened",

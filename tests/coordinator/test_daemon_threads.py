@@ -1,20 +1,19 @@
-"""Calls in a thread apart: in order, one at a time, and none for a forked child of what was."""
+"""Daemon threads: calls in order, one at a time; a forked child starts with an empty queue."""
 
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import threading
 import time
 import weakref
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
 
 import pytest
 
 from coordinator.daemon_threads import SingleThreadExecutor, is_done_within, submit_in_thread
 from shm_broadcast import NEVER, Deadline
+from tests.commands import run_code
 from tests.forked import in_a_child
 from tests.patience import PATIENCE_SECONDS, until
 from tests.refused_threads import refusing_threads
@@ -22,26 +21,7 @@ from tests.refused_threads import refusing_threads
 NAME = "apart-in-test"
 
 
-def n_threads() -> int:
-    return sum(each.name == NAME for each in threading.enumerate())
-
-
-def test_calls_are_made_in_order_in_one_thread() -> None:
-    apart, made = SingleThreadExecutor(NAME), list[tuple[int, str]]()
-
-    def note(number: int) -> int:
-        made.append((number, threading.current_thread().name))
-        return number
-
-    def begin(number: int) -> Future[int]:
-        return apart.begin(lambda: note(number))
-
-    futures = [begin(number) for number in range(100)]
-    assert [each.result(PATIENCE_SECONDS) for each in futures] == list(range(100))
-    assert made == [(number, NAME) for number in range(100)]
-
-
-def test_many_threads_may_ask() -> None:
+def test_calls_run_in_order_one_at_a_time() -> None:
     apart, total = SingleThreadExecutor(NAME, idle=0.0), [0]
 
     def add() -> None:
@@ -49,26 +29,21 @@ def test_many_threads_may_ask() -> None:
         time.sleep(0)
         total[0] = before + 1
 
-    def ask() -> None:
+    def ask(_: int) -> None:
         for _ in range(200):
             apart.begin(add).result(PATIENCE_SECONDS)
 
-    askers = [threading.Thread(target=ask) for _ in range(4)]
-    for each in askers:
-        each.start()
-    for each in askers:
-        each.join()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(ask, range(4)))
     assert total == [800]
+    made = list[int]()
+    for each in [apart.begin(partial(made.append, number)) for number in range(100)]:
+        each.result(PATIENCE_SECONDS)
+    assert made == [*range(100)]
+    until(lambda: not any(each.name == NAME for each in threading.enumerate()))
 
 
-def test_the_thread_ends_when_nothing_is_asked_and_another_begins() -> None:
-    apart = SingleThreadExecutor(NAME, idle=0.01)
-    for number in range(3):
-        assert apart.begin(partial(abs, number)).result(PATIENCE_SECONDS) == number
-        until(lambda: n_threads() == 0)
-
-
-def test_an_error_is_that_of_the_call_and_keeps_nothing_alive() -> None:
+def test_an_error_of_a_call_is_raised_and_keeps_nothing_alive() -> None:
     class Kept:
         def fail(self) -> None:
             raise TimeoutError("no")
@@ -86,7 +61,7 @@ def test_an_error_is_that_of_the_call_and_keeps_nothing_alive() -> None:
     until(lambda: gone() is None)
 
 
-def test_what_waits_can_be_cancelled_and_what_is_under_way_cannot() -> None:
+def test_a_queued_call_can_be_cancelled_and_a_running_one_cannot() -> None:
     apart, go_on, made = SingleThreadExecutor(NAME), threading.Event(), list[str]()
     under_way = apart.begin(go_on.wait)
     until(under_way.running)
@@ -101,7 +76,7 @@ def test_what_waits_can_be_cancelled_and_what_is_under_way_cannot() -> None:
         waits.result()
 
 
-def test_a_signal_handler_s_time_out_is_no_future_s() -> None:
+def test_a_timeout_of_a_signal_handler_is_raised() -> None:
     def give_up(*_: object) -> None:
         raise TimeoutError("by the handler")
 
@@ -114,7 +89,7 @@ def test_a_signal_handler_s_time_out_is_no_future_s() -> None:
         signal.signal(signal.SIGALRM, before)
 
 
-def test_a_forked_child_begins_anew() -> None:
+def test_a_forked_child_starts_with_an_empty_queue() -> None:
     apart, go_on = SingleThreadExecutor(NAME), threading.Event()
     under_way = apart.begin(go_on.wait)
     until(under_way.running)
@@ -125,25 +100,19 @@ def test_a_forked_child_begins_anew() -> None:
 
 ENDS = """
 import os, time
-import coordinator.daemon_threads
-from coordinator.daemon_threads import submit_in_thread
+import coordinator.daemon_threads as threads
 
-coordinator.daemon_threads._ENDING_SECONDS = 60.0  # "soon", on a busy machine
-
-def call():
-    time.sleep(0.1)
-    os.write(1, b"came back")
-
-submit_in_thread(call, "apart")
+threads._ENDING_SECONDS = 60.0  # "soon", on a busy machine
+threads.submit_in_thread(lambda: (time.sleep(0.1), os.write(1, b"came back")), "apart")
 """
 
 
-def test_a_call_that_comes_back_soon_is_waited_for_at_the_end() -> None:
-    """One into torch would abort the process if it came back later."""
-    assert subprocess.check_output([sys.executable, "-c", ENDS], text=True) == "came back"
+def test_exit_waits_shortly_for_running_calls() -> None:
+    """One into torch would abort the process if it returned later."""
+    assert run_code(ENDS).stdout == "came back"
 
 
-def test_a_call_for_which_there_was_no_thread_is_not_made_before_the_next() -> None:
+def test_a_call_without_a_thread_does_not_run_later() -> None:
     apart, made = SingleThreadExecutor(NAME), list[str]()
     with refusing_threads(NAME), pytest.raises(RuntimeError, match="new thread"):
         apart.begin(lambda: made.append("refused"))

@@ -1,18 +1,74 @@
-"""The language of product and docs: words that send a reader back to another sentence."""
+"""CONTRIBUTING.md runs as shown; docs use plain words; users of ColossalAI find replacements."""
 
 from __future__ import annotations
 
 import ast
+import asyncio
+import importlib.util
 import io
 import re
+import sys
 import tokenize
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+import pytest
 
-ROOT = Path(__file__).parents[1]
+import coordinator
+from coordinator.pipeline import Stage
+from tests.commands import run_to_end
+from tests.packages import ROOT, kept_files
+from tests.pages.blocks import Block, block_of, blocks, read
+
+PAGE = "CONTRIBUTING.md"
+TEXT = read(PAGE)
+SHOWN = [each for each in blocks() if each.page == PAGE and each.language == "console"]
+
+
+def loaded(code: str, folder: Path) -> Any:
+    """Return ``code`` as a module, which forked ranks find."""
+    file = folder / "contributed.py"
+    file.write_text(code)
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_its_examples_run(tmp_path: Path, store_path: str) -> None:
+    """A composed verb on four ranks, and the test of a metric."""
+    norm = block_of("CONTRIBUTING.md", "def test_norm_of_ones(")
+    loaded(norm, tmp_path).test_norm_of_ones(store_path)
+    metric = block_of("CONTRIBUTING.md", "def test_a_request_without_inputs_is_counted(")
+    asyncio.run(loaded(metric, tmp_path).test_a_request_without_inputs_is_counted())
+
+
+@pytest.mark.parametrize("block", SHOWN, ids=str)
+def test_a_command_prints_what_is_shown(block: Block) -> None:
+    command, shown = block.text.removeprefix("$ ").split("\n", 1)
+    assert run_to_end("sh", "-c", command).stdout == shown
+
+
+def test_every_file_that_it_names_exists() -> None:
+    kept = kept_files()
+    folders = {f"{name[:at]}/" for name in kept for at, each in enumerate(name) if each == "/"}
+    quoted = {*re.findall(r"`([\w.-]+/[\w./-]*)`", TEXT)}
+    linked = {link for link in re.findall(r"\]\(([^)#]+)", TEXT) if ":" not in link}
+    assert len(quoted) > 60 and linked
+    assert (quoted | linked) - kept - folders == set()
+
+
+def test_its_links_within_the_page_lead_to_titles() -> None:
+    titles = re.findall(r"^#+ (.*)$", TEXT, re.M)
+    anchors = {re.sub(r"[^\w -]", "", title).replace(" ", "-").lower() for title in titles}
+    linked = {*re.findall(r"\]\(#([^)]+)\)", TEXT)}
+    assert linked and linked <= anchors
+
+
+# --- words that send a reader back to another sentence --------------------------------------
+
 FLOORS = ("shm_broadcast", "device_comm", "coordinator", "server")
 
 FORBIDDEN = {
@@ -114,3 +170,30 @@ def test_the_glossary_is_short_and_names_existing_files() -> None:
     assert 0 < len(rows) <= 30
     paths = [path for row in rows for path in re.findall(r"`([^`]+)`", row)]
     assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+# --- docs/from-colossalai-bagua.md ----------------------------------------------------------
+
+ROWS = [
+    cells
+    for line in read("docs/from-colossalai-bagua.md").splitlines()
+    if line.startswith("| ") and not line.startswith("| there")
+    for cells in [line.strip("| ").split(" | ")]
+]
+NAMED = sorted({name for row in ROWS for name in re.findall(r"`([\w.]+\.\w+)`", row[1])})
+HOMES = {"GroupCoordinator": coordinator.GroupCoordinator, "Stage": Stage}
+
+
+def test_every_row_names_a_replacement() -> None:
+    assert ROWS
+    assert [row for row in ROWS if "`" not in row[1] and not row[1].startswith("the same")] == []
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_named_replacement_exists(name: str) -> None:
+    home, _, last = name.rpartition(".")
+    if home.startswith("group."):
+        with coordinator.init(rank=0) as groups:
+            assert hasattr(groups.tp.hierarchy, last)
+    else:
+        assert callable(getattr(HOMES.get(home) or importlib.import_module(home), last))
