@@ -352,17 +352,17 @@ def test_a_start_that_takes_longer_than_stuck_after_succeeds_while_a_rank_works(
 
 
 @pytest.mark.parametrize(
-    ("how", "rank", "why"),
+    ("how", "ranks", "why"),
     [
-        ("is stopped", 2, "its process is stopped, by a signal or a debugger"),
-        ("takes no part", 0, "it waits in world barrier for rank 2, which has started"),
+        ("is stopped", {2}, "its process is stopped, by a signal or a debugger"),
+        ("takes no part", {0, 1}, "it waits in world barrier for rank 2, which has started"),
     ],
 )
-def test_a_stuck_first_start_fails(how: str, rank: int, why: str) -> None:
+def test_a_stuck_first_start_fails(how: str, ranks: set[int], why: str) -> None:
     given = {"late": 2, "how": how}
     with pytest.raises(WorkerStartError) as raised:
         WorkerPool(Meeting, tp=3, stuck_after=0.5, worker_kwargs=given)
-    assert raised.value.rank == rank
+    assert raised.value.rank in ranks
     assert re.sub(r" #\d+", "", raised.value.reason) == f"stuck for 0.5 s: {why}"
 
 
