@@ -37,7 +37,7 @@ PEERS_STAMP := $(PEERS)/.installed
 AARCH64       := .aarch64
 AARCH64_STAMP := $(AARCH64)/.installed
 
-.PHONY: setup demo chat hosts-demo test test-quick jitter gpu-bundle gpu-ready gpu-test gpu-report ray-test vllm-setup vllm-test bench-peers bench docs mutants wheels release aarch64-setup aarch64-test check format clean
+.PHONY: setup demo chat hosts-demo test test-quick jitter gpu-bundle gpu-ready gpu-test gpu-report ray-test vllm-setup vllm-test bench-peers bench docs mutants wheels release aarch64-setup aarch64-test sanitize check format clean
 
 setup: $(STAMP)
 
@@ -176,6 +176,21 @@ $(AARCH64_STAMP): deploy/aarch64_setup.sh deploy/foreign_debian.sh | $(STAMP)
 aarch64-test: $(AARCH64_STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" deploy/aarch64_test.sh $(AARCH64_TESTS)
 
+# The tests of C on a copy that is built with AddressSanitizer and UBSan, without the two that measure
+# memory or hide /proc, which the sanitizers use.
+SANITIZED := .sanitized
+SANITIZE  := -fsanitize=address,undefined -fno-omit-frame-pointer
+
+sanitize: $(STAMP)
+	rm -rf $(SANITIZED) && mkdir $(SANITIZED)
+	git ls-files -z | xargs -0 cp --parents -t $(SANITIZED)
+	cd $(SANITIZED) && CFLAGS="$(SANITIZE) -g -O1" LDFLAGS="$(SANITIZE)" $(CURDIR)/$(BIN)/python setup.py -q build_ext --inplace
+	cd $(SANITIZED) && LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 PYTHONPATH=$(CURDIR)/$(SANITIZED) \
+	  $(CURDIR)/$(BIN)/python -m pytest -n $(TEST_FILES_AT_ONCE) --dist loadfile -p no:cacheprovider \
+	  -m "not stress and not namespaces" -k "not live_as_long_as_they_are_held and not proc_of_this_pid_namespace" \
+	  tests/shm_broadcast tests/device_comm/test_shm_*.py
+
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -186,4 +201,4 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(PEERS) $(BUNDLE) $(AARCH64) build dist *.egg-info */_native*.so
+	rm -rf $(VENV) $(VLLM_VENV) $(PEERS) $(BUNDLE) $(AARCH64) $(SANITIZED) build dist *.egg-info */_native*.so
