@@ -13,7 +13,7 @@ One thread at a time: the data of a second one could land between the parts of a
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -55,7 +55,7 @@ class Sender:
         """Send over ``routes``; ``numbered``: messages have numbers."""
         self._routes = routes
         self._numbered = numbered
-        self._under_way: dict[int, deque[tuple[int, Work[None]]]] = {}
+        self._under_way: defaultdict[int, deque[tuple[int, Work[None]]]] = defaultdict(deque)
         self._turn = Turn()
 
     def send(
@@ -74,9 +74,9 @@ class Sender:
         with self._turn as acquired:
             self._require(acquired)
             self._send(make, parts, dst, None)
-            under_way = self._under_way.get(dst)
+            under_way = self._under_way[dst]
             try:
-                while under_way and len(under_way) > 1 and _bytes_of(under_way) > OUTSTANDING_BYTES:
+                while len(under_way) > 1 and _bytes_of(under_way) > OUTSTANDING_BYTES:
                     self._finish_first(under_way, deadline)
             except GroupTimeoutError as error:
                 self._routes.cpu.abort(error)
@@ -149,7 +149,7 @@ class Sender:
 
     def flush(self, deadline: Deadline) -> None:
         """Wait until nothing is in flight; raises as `send`."""
-        for under_way in self._under_way.values():
+        for under_way in [*self._under_way.values()]:
             while under_way:
                 self._finish_first(under_way, deadline)
         for comm in dict.fromkeys(self._routes):
@@ -167,12 +167,12 @@ class Sender:
             self._keep(comm.isend(x.clone() if copy else x, dst), x.nbytes, dst)
 
     def _keep(self, work: Work[None], size: int, dst: int) -> Work[None]:
-        self._under_way.setdefault(dst, deque()).append((size, work))
+        self._under_way[dst].append((size, work))
         self._in_flight(dst)
         return work
 
     def _in_flight(self, dst: int) -> Sequence[tuple[int, Work[None]]]:
-        under_way = self._under_way.get(dst, deque())
+        under_way = self._under_way[dst]
         while under_way and under_way[0][1].is_completed():
             self._finish_first(under_way, NEVER)
         return under_way
