@@ -2,9 +2,8 @@
 
 It is in no file system: nothing remains when processes are killed, nothing can remove it early, and
 the size of /dev/shm does not matter. Another process of the same user attaches through
-``/proc/PID/fd/N`` of the owner while the owner lives, or, from another pid namespace, receives the
-descriptor over a Unix socket. The random nonce in the header proves that the opened memory is the
-handle's segment, on this host.
+``/proc/PID/fd/N`` of the owner while the owner lives. The random nonce in the header proves that
+the opened memory is the handle's segment, on this host.
 
 A handle may be forged. So memory is opened only if the process and the memory belong to this user
 and, where the members are known, the process is a member.
@@ -15,7 +14,6 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import socket
 import sys
 import weakref
 from collections.abc import Callable
@@ -137,23 +135,6 @@ class Segment:
                 f"another host, or belongs to another user ({error})"
             ) from error
         return cls._adopt(fd, handle, touch=touch)
-
-    @classmethod
-    def receive(cls, connection: socket.socket, handle: SegmentHandle) -> Segment:
-        """Map the segment that the other end of a Unix socket passes by `send`.
-
-        Raises SharedMemoryError if no descriptor is received, or it is not of the segment of
-        ``handle``.
-        """
-        _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
-        if not descriptors:
-            raise SharedMemoryError("the message carries no descriptor")
-        os.set_inheritable(descriptors[0], False)
-        return cls._adopt(descriptors[0], handle)
-
-    def send(self, connection: socket.socket) -> None:
-        """Pass the segment's descriptor over a Unix socket to `receive`."""
-        socket.send_fds(connection, [b"s"], [self._open_fd()])
 
     def handle(self) -> SegmentHandle:
         """Return the handle for `attach`; valid while this process keeps the segment open."""

@@ -8,7 +8,6 @@ import mmap
 import os
 import resource
 import signal
-import socket
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -180,9 +179,6 @@ def test_a_closed_segment_is_not_handed_on(segment: Segment) -> None:
     segment.close()
     with pytest.raises(GroupClosedError):
         segment.handle()
-    left, right = socket.socketpair()
-    with left, right, pytest.raises(GroupClosedError):
-        segment.send(left)
     assert "closed" in repr(segment)
 
 
@@ -309,30 +305,6 @@ def test_a_segment_outside_the_group_is_not_opened() -> None:
         Segment.attach(handle, lambda pid: pid == handle.pid).close()
         with pytest.raises(ForeignMemoryError, match=f"pid {handle.pid} is no member"):
             Segment.attach(handle, lambda pid: pid == os.getpid())
-
-
-# --- descriptors over a socket ---------------------------------------------------------------
-
-
-def test_a_segment_is_received_over_a_socket_and_nothing_else(segment: Segment) -> None:
-    left, right = socket.socketpair()
-    with left, right, Segment.create(segment.size, "other") as other:
-        before = open_descriptors()
-        segment.send(left)
-        with Segment.receive(right, segment.handle()) as received:
-            segment.words.store32(128, 5)
-            assert received.words.load32(128) == 5
-            assert not os.get_inheritable(received.handle().fd)
-        del received
-        other.send(left)
-        with pytest.raises(SharedMemoryError, match="another segment"):
-            Segment.receive(right, segment.handle())
-        left.send(b"s")
-        left.shutdown(socket.SHUT_WR)
-        for _ in range(2):  # a byte without a descriptor, and the end
-            with pytest.raises(SharedMemoryError, match="no descriptor"):
-                Segment.receive(right, segment.handle())
-        assert open_descriptors() == before
 
 
 # --- too few resources -----------------------------------------------------------------------
