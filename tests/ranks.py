@@ -52,8 +52,10 @@ CONTEXT = multiprocessing.get_context("forkserver")
 PRELOADED = (
     "tests.brief_spin",
     *("numpy", "torch", "torch.distributed", "torch.distributed.tensor", "torch._dynamo"),
-    *("torch.testing", "pytest", "hypothesis"),
-    *("coordinator", "coordinator.layout", "coordinator.pipeline"),
+    *("torch.testing", "pytest", "hypothesis", "psutil", "cupy"),
+    *("coordinator", "coordinator.compat.vllm", "coordinator.layout", "coordinator.pipeline"),
+    *("device_comm.cuda.ipc.ipc_backend", "device_comm.cuda.nccl.nccl_backend"),
+    *("device_comm.cuda.symmetric_backend", "device_comm.selection"),
     *("server.worker", "server.commands.serve", "starlette", "uvicorn"),
     "tests.huge_pages",
 )
