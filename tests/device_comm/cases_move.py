@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from device_comm import Communicator
 
 FORMS = ("plain", "out", "strided_out", "async")
-DIMS = (-3, -2, -1, 0, 1, 2)
+DIMS = (-1, 0, 1)
 EQUAL = ("all_gather", "all_to_all", "gather", "scatter")
 SHAPE = (2, 3, 4)
+WITH_ONE_ELEMENT = (torch.bool, torch.float32, torch.complex128, torch.float8_e5m2)
 
 
 def move_cases(n: int) -> Iterator[Case]:
@@ -32,12 +33,10 @@ def move_cases(n: int) -> Iterator[Case]:
     for dtype in MOVED:
         for verb in EQUAL:
             yield verb_case(verb, dtype, SHAPE, dim=1, root=last)
-        for sizes in uneven:
-            yield verb_case("all_gatherv", dtype, SHAPE, dim=1, sizes=sizes)
-        for layout in ("plain", "strided"):
-            yield verb_case("broadcast", dtype, (3, 2), layout=layout, root=last)
-        yield verb_case("all_gather", dtype, SHAPE, layout="strided", dim=1)
-        yield from _one_element(dtype, last, to_the_next)
+        yield verb_case("all_gatherv", dtype, SHAPE, dim=1, sizes=uneven[0])
+        yield verb_case("broadcast", dtype, (3, 2), root=last)
+        if dtype in WITH_ONE_ELEMENT:
+            yield from _one_element(dtype, last, to_the_next)
         if n > 1:
             for shape in ((3, 2), (1,)):
                 case = partial(_ring, dtype, shape)
@@ -61,8 +60,7 @@ def move_cases(n: int) -> Iterator[Case]:
                 yield verb_case("broadcast", torch.int64, (3, 2), layout, form, root=root)
         for verb in ("gather", "scatter"):
             for form in WITH_FORMS[verb]:
-                for dim in (0, -1):
-                    yield verb_case(verb, torch.int64, SHAPE, form=form, dim=dim, root=root)
+                yield verb_case(verb, torch.int64, SHAPE, form=form, dim=-1, root=root)
     for dim in (0, 1):
         for layout in ("plain", "strided"):
             for verb in ("all_gather", "all_to_all"):

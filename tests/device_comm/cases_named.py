@@ -163,7 +163,7 @@ def reductions_are_the_same_everywhere(comm: Communicator) -> None:
     if not comm.capabilities.identical:
         return
     generator = torch.Generator().manual_seed(comm.rank)
-    for numel in (3, 1000, 100_003):
+    for numel in (3, 1000, 70_001):
         for dtype in (torch.float32, torch.bfloat16):
             mine = torch.randn(numel, generator=generator).to(comm.device, dtype)
             for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT):
@@ -354,7 +354,7 @@ def sizes_are_ints_or_sequences(comm: Communicator) -> None:
 def many_in_flight(comm: Communicator) -> None:
     n, rank = comm.world_size, comm.rank
     works: list[tuple[Work[Tensor], Tensor]] = []
-    for turn in range(12):
+    for turn in range(6):
         parts = [values(r, (n, 7), torch.float32, turn) for r in range(n)]
         mine = parts[rank].to(comm.device, copy=True)
         works += [
@@ -390,7 +390,7 @@ def barrier_waits_for_the_late(comm: Communicator) -> None:
 
 def crossed_sends_complete(comm: Communicator) -> None:
     other = 1 - comm.rank
-    big = torch.full((4 << 20,), float(comm.rank), device=comm.device)
+    big = torch.full((1 << 20,), float(comm.rank), device=comm.device)
     sent = comm.isend(big, other)
     got = comm.recv(big.shape, big.dtype, other)
     sent.wait()

@@ -17,31 +17,32 @@ if TYPE_CHECKING:
 FORMS = ("plain", "out", "strided_out", "async")
 SHAPE = (3, 5)
 CUBE = (2, 3, 4)
+WITH_ALL_FORMS = (torch.bool, torch.int64, torch.float32, torch.bfloat16)
 
 
 def reduce_cases(n: int) -> Iterator[Case]:
-    """Every reducing verb with every dtype and operation; dims, roots and sizes with some."""
+    """Reductions of every dtype and operation; forms, dims, roots and sizes with some."""
     last = n - 1
-    uneven = (tuple(range(1, n + 1)), tuple(range(0, 3 * n, 3)), (2,) * n, ())
+    uneven = (tuple(range(1, n + 1)), tuple(range(0, 3 * n, 3)), ())
     for dtype in REDUCED:
-        for op in ops_for(dtype):
-            for form in WITH_FORMS["all_reduce"]:
-                yield verb_case("all_reduce", dtype, SHAPE, form=form, op=op)
-            for form in ("plain", "in_place"):
-                yield verb_case("all_reduce", dtype, SHAPE, "strided", form, op)
+        ops = ops_for(dtype)
+        for op in ops:
+            yield verb_case("all_reduce", dtype, SHAPE, op=op)
+            yield verb_case("reduce_scatterv", dtype, CUBE, op=op, sizes=uneven[0])
+        for op in (ops[0], ops[-1]):
             yield verb_case("reduce", dtype, SHAPE, op=op, root=last)
             yield verb_case("reduce_scatter", dtype, CUBE, op=op, dim=1)
-            for sizes in uneven:
-                yield verb_case("reduce_scatterv", dtype, CUBE, op=op, sizes=sizes)
-            # A row of one element of a transposed matrix: contiguous, and its stride is not 1.
-            for form in ("strided_out", "in_place"):
-                yield verb_case("all_reduce", dtype, (1,), "strided", form, op)
-            yield verb_case("reduce", dtype, (1,), "strided", op=op, root=last)
-            one = (*[0] * last, 1)
-            yield verb_case("reduce_scatterv", dtype, (1,), "strided", op=op, sizes=one)
+            for layout in ("plain", "strided"):
+                for form in WITH_FORMS["all_reduce"] if dtype in WITH_ALL_FORMS else ():
+                    yield verb_case("all_reduce", dtype, SHAPE, layout, form, op)
+        # A row of one element of a transposed matrix: contiguous, and its stride is not 1.
+        for form in ("strided_out", "in_place"):
+            yield verb_case("all_reduce", dtype, (1,), "strided", form)
+        yield verb_case("reduce", dtype, (1,), "strided", root=last)
+        yield verb_case("reduce_scatterv", dtype, (1,), "strided", sizes=(*[0] * last, 1))
     for dtype in (torch.float32, torch.bfloat16):
         for form in FORMS:
-            for dim in (-3, -2, -1, 0, 1, 2):
+            for dim in (-1, 0, 1):
                 yield verb_case("reduce_scatter", dtype, CUBE, form=form, dim=dim)
                 for sizes in uneven:
                     yield verb_case("reduce_scatterv", dtype, CUBE, form=form, dim=dim, sizes=sizes)
@@ -55,7 +56,7 @@ def reduce_cases(n: int) -> Iterator[Case]:
 
 
 def _large(comm: Communicator) -> None:
-    for numel in (1, 1023, 65_537, 1_000_003):
+    for numel in (1023, 65_537, 600_011):
         inputs = [values(rank, (numel,), torch.float32) for rank in range(comm.world_size)]
         total = comm.all_reduce(inputs[comm.rank].to(comm.device, copy=True))
         same(total, reduced(inputs, ReduceOp.SUM))
