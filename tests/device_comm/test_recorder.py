@@ -126,7 +126,7 @@ def reduce_often(rank: int, n: int, board: BoardHandle, path: str, times: int) -
 
 def test_the_same_all_reduce_of_two_ranks_overlaps(tmp_path: Path) -> None:
     """Also those whose end is taken from the time stamp counter."""
-    times = 60_000
+    times = 10_000
     with Board.create(N, None) as board:
         run_ranks(N, reduce_often, board.handle(), str(tmp_path / "group"), times)
         mine, theirs = board.recorded(0), board.recorded(1)

@@ -309,18 +309,18 @@ def flushed(request: pytest.FixtureRequest) -> Iterator[bool]:
 
 
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MAX])
-@pytest.mark.parametrize("together", [1 << 16, 7], ids=["in vectors", "one by one"])
+@pytest.mark.parametrize(("together", "step"), [(1 << 16, 1), (7, 5)], ids=["vectors", "scalars"])
 def test_halves_of_every_bit_pattern_keep_their_bits(
-    together: int, op: ReduceOp, flushed: bool
+    together: int, step: int, op: ReduceOp, flushed: bool
 ) -> None:
-    patterns = np.arange(1 << 16, dtype=np.uint16)
+    patterns = np.arange(0, 1 << 16, step, dtype=np.uint16)
     is_nan = (patterns & 0x7FFF) > 0x7C00
     expected = np.where(is_nan, patterns | 0x0200, patterns)  # a NaN becomes a quiet one
     every = torch.from_numpy(patterns.view(np.float16))
     neutral = torch.full_like(every, -0.0 if op is ReduceOp.SUM else -float("inf"))
     ends = Ends()
     outputs = [torch.empty_like(every) for _ in range(N)]
-    for begin in range(0, 1 << 16, together):
+    for begin in range(0, len(patterns), together):
         here = slice(begin, begin + together)
         for rank, x in enumerate((every, neutral)):
             ends.all_reduce(rank, outputs[rank][here], x[here], op)
