@@ -126,7 +126,7 @@ def leave_in_turn(rank: int, n: int, folder: str, order: tuple[int, ...], hosts:
     put(folder, f"{rank} has left", True)
 
 
-@pytest.mark.parametrize("order", [(1, 2), (2, 1), (1, 2, 3, 4), (3, 4, 1, 2), (4, 2, 3, 1)])
+@pytest.mark.parametrize("order", [(1, 2), (2, 1), (4, 2, 3, 1)])
 def test_readers_leave_in_any_order_and_the_others_go_on(
     order: tuple[int, ...], tmp_path: Path
 ) -> None:
@@ -134,10 +134,9 @@ def test_readers_leave_in_any_order_and_the_others_go_on(
 
 
 @pytest.mark.namespaces
-@pytest.mark.parametrize("order", [(1, 2), (2, 1)])
-def test_readers_on_two_hosts_leave_in_any_order(order: tuple[int, ...], tmp_path: Path) -> None:
+def test_readers_on_two_hosts_leave_in_any_order(tmp_path: Path) -> None:
     with two_hosts("IPv4") as hosts:
-        run_ranks(3, leave_in_turn, str(tmp_path), order, hosts)
+        run_ranks(3, leave_in_turn, str(tmp_path), (2, 1), hosts)
 
 
 def leave_amid_a_message(rank: int, _n: int, folder: str, goes: int) -> None:
@@ -187,7 +186,7 @@ def die(rank: int, _n: int, folder: str, goes: int, size: int) -> float:
             with pytest.raises(PeerLostError):
                 queue.enqueue(message(number, LARGE), LIMIT)
             queue.remove_reader(goes)
-            for each in range(number, number + 80):
+            for each in range(number, number + 20):
                 queue.enqueue(message(each, size), LIMIT)
             queue.enqueue("last", LIMIT)
             get(folder, "read all")
@@ -200,15 +199,14 @@ def die(rank: int, _n: int, folder: str, goes: int, size: int) -> float:
             for number in count():
                 got = queue.dequeue(LIMIT)
                 if got == "last":
-                    assert number > 80
+                    assert number > 20
                     break
                 assert got == message(number, size)
     put(folder, "read all", True)
     return named
 
 
-@pytest.mark.parametrize("goes", KINDS)
-@pytest.mark.parametrize("size", [SMALL, LARGE])
+@pytest.mark.parametrize(("goes", "size"), [("local", SMALL), ("local", LARGE), ("remote", LARGE)])
 def test_one_kind_of_reader_dies_and_the_other_is_served(
     goes: str, size: int, tmp_path: Path
 ) -> None:
