@@ -47,12 +47,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-REDUCED = {
-    2: [torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.bool],
-    4: [torch.float32, torch.bfloat16, torch.int64],
-}
-"""Those with kernels, and some without."""
-MOVED = [torch.float32, torch.bool, torch.int64, torch.complex128, torch.uint8]
+REDUCED = {2: [torch.float32, torch.float16, torch.bfloat16, torch.int32], 4: [torch.float32]}
+"""Those with kernels, and one without."""
+MOVED = [torch.float32, torch.int64, torch.uint8]
 
 
 def table(rank: int, n: int, library: str, path: str, board: BoardHandle) -> dict[str, str]:

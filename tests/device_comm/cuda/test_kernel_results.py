@@ -41,7 +41,7 @@ def bits(*tensors: Tensor) -> bytes:
     return b"".join(tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors)
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 8])
+@pytest.mark.parametrize("n", [2, 3, 8])
 @pytest.mark.parametrize("algorithm", Algorithm)
 @pytest.mark.parametrize("dtype", NUMBERS, ids=str)
 def test_all_reduce(emulation: Emulation, n: int, algorithm: Algorithm, dtype: torch.dtype) -> None:
@@ -63,7 +63,7 @@ def test_all_reduce(emulation: Emulation, n: int, algorithm: Algorithm, dtype: t
     assert all(result == results[0] for result in results)
 
 
-@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("n", [3, 8])
 def test_reduce_and_reduce_scatter(emulation: Emulation, n: int) -> None:
     def body(rank: Rank) -> None:
         for turn, op in enumerate(OPS):
@@ -87,7 +87,7 @@ def test_reduce_and_reduce_scatter(emulation: Emulation, n: int) -> None:
     run_threads(World(small_layout(n)), emulation, body)
 
 
-@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("n", [3, 8])
 def test_all_gather_and_all_to_all(emulation: Emulation, n: int) -> None:
     def body(rank: Rank) -> None:
         for turn, dtype in enumerate(MOVED):
@@ -111,10 +111,10 @@ def test_all_gather_and_all_to_all(emulation: Emulation, n: int) -> None:
     run_threads(World(small_layout(n)), emulation, body)
 
 
-@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("n", [3, 8])
 def test_broadcast_gather_and_scatter(emulation: Emulation, n: int) -> None:
     def body(rank: Rank) -> None:
-        for root in range(n):
+        for root in (0, n - 1):
             for count in (1, 113, 1999):
                 parts = [moved(r, count, torch.uint8) for r in range(n)]
                 mine, is_root = at(parts[rank.rank], root), rank.rank == root
@@ -135,7 +135,7 @@ def test_a_barrier_waits_for_all_ranks(emulation: Emulation) -> None:
     arrived: list[int] = []
 
     def body(rank: Rank) -> None:
-        for turn in range(20):
+        for turn in range(12):
             if turn % 4 == rank.rank:
                 time.sleep(0.005)
             arrived.append(turn)
@@ -145,7 +145,7 @@ def test_a_barrier_waits_for_all_ranks(emulation: Emulation) -> None:
     run_threads(World(small_layout(4)), emulation, body)
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("n", [3, 8])
 @pytest.mark.parametrize("shift", [0, 4])
 def test_sources_of_a_table_are_read_in_place(emulation: Emulation, n: int, shift: int) -> None:
     """More whole cells than a thread reads at a time, and a rest; or no whole cell."""
@@ -159,7 +159,7 @@ def test_sources_of_a_table_are_read_in_place(emulation: Emulation, n: int, shif
 
     def body(rank: Rank) -> None:
         mine = sources[rank.rank]
-        for _ in range(3):
+        for _ in range(2):
             for algorithm in (Algorithm.ONE_SHOT, Algorithm.TWO_SHOT):
                 whole = at(torch.zeros_like(mine))
                 rank.all_reduce(whole, mine, algorithm=algorithm, table=table)
@@ -208,7 +208,7 @@ def run_norm(
     rank.run(launches((x, added, scale), (takes[0], takes[1]), source.dtype, EPSILON))
 
 
-@pytest.mark.parametrize("n", [2, 3, 8])
+@pytest.mark.parametrize("n", [2, 8])
 @pytest.mark.parametrize("dtype", ERRORS, ids=str)
 def test_sums_are_added_to_the_residual_and_normed(
     emulation: Emulation, n: int, dtype: torch.dtype
