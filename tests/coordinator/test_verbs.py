@@ -18,8 +18,7 @@ from coordinator import GroupCoordinator
 from coordinator.compat.vllm import parallel_state as vllm
 from coordinator.verbs import UNDER_WAY, DispatchSizes
 from shm_broadcast import Deadline, GroupAbortedError, GroupClosedError, GroupTimeoutError
-from tests.device_comm.suite import check_table
-from tests.device_comm.whole_table import run_whole_table
+from tests.device_comm.suite import check_table, run_whole_table
 from tests.patience import all_here
 from tests.ranks import run_ranks
 from tests.shared_store import SharedStore

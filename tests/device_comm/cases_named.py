@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from device_comm import Communicator, ReduceOp, Work
+from tests.device_comm.cases import Case
 from tests.device_comm.oracle import reduced, same, values
-from tests.device_comm.suite import Case
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -65,7 +65,7 @@ def measure_ways(rank: int, _: int, path: str, board: BoardHandle) -> list[bool]
     for begins_past in (False, True):
         native.write_past_caches(begins_past)
         with make_comm(rank, attached, f"{path}-{begins_past}") as comm:
-            for _ in range(1500):
+            for _ in range(800):
                 assert comm.all_reduce(x)[-1] == 1
             backend = comm.backend
             assert isinstance(backend, ShmBackend)
@@ -84,9 +84,9 @@ def test_ranks_measure_both_ways(store_path: str) -> None:
 
 @on_ranks(3)
 def test_results_are_the_same_either_way(rank: int, n: int, path: str, board: BoardHandle) -> None:
-    """Collectives and messages of 6 MB, written each way in turn."""
+    """Collectives and messages of 2.4 MB, written each way in turn."""
     native = import_module("device_comm._native")
-    numbers = torch.arange(750_003, dtype=torch.float64)
+    numbers = torch.arange(300_007, dtype=torch.float64)
     x, left = numbers * (rank + 1), (rank - 1) % n
     with make_comm(rank, board, path) as comm:
         for past in (False, True):

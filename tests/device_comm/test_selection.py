@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,12 +20,10 @@ from device_comm import (
     LoopbackBackend,
     Operation,
     ReduceOp,
-    measuring,
 )
 from device_comm.backend import Explanation, in_bytes
 from device_comm.measuring import (
     MEASURED_SIZES,
-    GraphStopwatch,
     HostStopwatch,
     Key,
     TableCache,
@@ -383,70 +381,6 @@ def test_the_quickest_series_counts_after_all_have_met() -> None:
     comm = Communicator(backend)
     assert HostStopwatch(comm, comm, lambda: now[0]).time(call, 2, 3) == 1.5
     assert backend.did == ["barrier"] * 3
-
-
-class Event:
-    """Of so many replays of 40 ms, the first and the last twice as long."""
-
-    replays = 0
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.at = 0.0
-
-    def record(self, _: object) -> None:
-        first_and_last = (Event.replays >= 1) + (Event.replays >= 6)
-        self.at = 40.0 * (Event.replays + first_and_last)
-
-    def query(self) -> bool:
-        return True
-
-    passed = query
-
-    def elapsed_time(self, end: Event) -> float:
-        return end.at - self.at
-
-
-class Stream:
-    device = torch.device("cuda", 0)
-
-    def __init__(self, _: object = None) -> None:
-        pass
-
-    def wait_stream(self, _: object) -> None:
-        pass
-
-
-class Graph:
-    log: list[str]
-
-    def capture_begin(self, capture_error_mode: str) -> None:
-        assert capture_error_mode == "thread_local"
-        self.log.append("begins")
-
-    def capture_end(self) -> None:
-        self.log.append("ends")
-
-    def replay(self) -> None:
-        Event.replays += 1
-
-
-def test_calls_are_captured_and_replayed_between_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = Noting("quiet", stream_ordered=True)
-    Graph.log, Event.replays = backend.did, 0
-    for name, fake in {"CUDAGraph": Graph, "Event": Event, "Stream": Stream}.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
-    monkeypatch.setattr(measuring, "CudaEvent", Event)
-    seconds = GraphStopwatch(Communicator(backend)).time(lambda: backend.did.append("call"), 20, 3)
-    assert seconds == pytest.approx(0.040 / 20)
-    assert Event.replays == 6, "before each series is another, in which the ranks meet"
-    assert backend.did == ["begin", "begins", *["call"] * 20, "ends", "end", *["check"] * 3]
-
-
-def test_slow_calls_are_made_less_often() -> None:
-    efforts = {1e-9: (20, 5), 0.001: (20, 5), 0.002: (10, 2), 0.02: (2, 2), 3.0: (2, 2)}
-    assert {seconds: measuring._effort(seconds) for seconds in efforts} == efforts
 
 
 # --- Tables between runs --------------------------------------------------------------------------

@@ -15,8 +15,7 @@ from shm_broadcast.executor import ProgressEngine
 from shm_broadcast.segment import Segment
 from tests.device_comm.shm_ranks import make_comm, shm_of
 from tests.device_comm.soak import draw, run
-from tests.device_comm.suite import check_table
-from tests.device_comm.whole_table import run_whole_table
+from tests.device_comm.suite import check_table, run_whole_table
 from tests.ranks import NEW_BOARD, run_ranks
 
 if TYPE_CHECKING:

@@ -186,7 +186,7 @@ def test_a_handler_may_look_at_the_operation_that_is_awaited(
             seen.append(repr(work))
             signal.setitimer(signal.ITIMER_REAL, 0.0005)
 
-        for _ in range(20):
+        for _ in range(8):
             x = torch.full((ROOM,), rank + 1.0)
             meet(rank, n, path)
             work = comm.all_reduce(x, async_op=True)
@@ -259,8 +259,8 @@ def test_an_error_of_the_users_in_the_background_ends_the_group_and_not_the_thre
 
 # --- Deadlines, aborts and handlers while much is moved ------------------------------------------
 
-LARGE = 64 << 20
-"""Elements of a tensor of 256 MiB: to move it takes more than 10 ms on any machine."""
+LARGE = 40 << 20
+"""Elements of a tensor of 160 MiB: to move it takes more than 5 ms on any machine."""
 
 SHORT = 0.001
 """Seconds that are over before it is moved."""

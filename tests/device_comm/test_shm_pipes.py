@@ -31,14 +31,12 @@ from shm_broadcast import (
     Segment,
     SharedMemoryError,
 )
-from tests.device_comm.shm_ranks import make_comm, on_comms, on_ranks, shm_of
+from tests.device_comm.shm_ranks import make_comm, on_ranks, shm_of
 from tests.forked import in_a_child
 from tests.shm_broadcast.leaks import no_descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from device_comm import Communicator
 
 N = 2
 
@@ -239,7 +237,7 @@ def test_threads_that_send_to_different_ranks_take_different_spills() -> None:
 
 
 def test_a_message_that_no_rank_receives_takes_few_spills(pipes: list[PeerPipes]) -> None:
-    x = torch.zeros(64 << 20, dtype=torch.uint8)
+    x = torch.zeros(24 << 20, dtype=torch.uint8)
     x[::4096] = 7
     assert send(pipes, x).advance(0)
     assert pipes[0].overflows.size < 2 * x.nbytes
@@ -265,16 +263,6 @@ def test_spills_that_wait_are_bounded(pipes: list[PeerPipes]) -> None:
     assert fifth.ready()
     assert fifth.advance(0)
     assert receive(pipes, torch.empty_like(large)).advance(0)
-
-
-@on_comms(2)
-def test_crossed_blocking_sends_complete(comm: Communicator) -> None:
-    rank = comm.rank
-    for size in (10, 100_000, 9_000_000):
-        comm.send(torch.full((size,), float(rank + 1)), 1 - rank)
-        got = comm.recv((size,), torch.float32, 1 - rank)
-        assert got.min() == got.max() == 2 - rank
-    comm.barrier()
 
 
 @on_ranks(2)

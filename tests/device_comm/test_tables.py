@@ -14,7 +14,6 @@ import torch
 
 from device_comm import (
     ALL_VERBS,
-    Capabilities,
     Communicator,
     Identity,
     LoopbackBackend,
@@ -36,13 +35,11 @@ from shm_broadcast import (
     GroupTimeoutError,
     PeerLostError,
 )
-from tests.device_comm.cases_move import move_cases
+from tests.device_comm.cases import move_cases, reduce_cases
 from tests.device_comm.cases_named import named_cases
-from tests.device_comm.cases_reduce import reduce_cases
 from tests.device_comm.meeting import meet
 from tests.device_comm.shm_ranks import make_comm, on_ranks
-from tests.device_comm.suite import check_table
-from tests.device_comm.whole_table import run_whole_table
+from tests.device_comm.suite import check_table, run_whole_table
 from tests.patience import until
 from tests.ranks import NEW_BOARD, init_gloo, run_ranks
 from tests.shared_store import SharedStore
@@ -187,14 +184,6 @@ def test_staging_sends_as_far_ahead_as_the_host(
 def test_table_over_a_group_of_one() -> None:
     with Communicator(LoopbackBackend()) as comm:
         check_table([run_whole_table(comm, [torch.float32, torch.int64, torch.bool])])
-
-
-def test_the_table_leaves_out_the_verbs_that_a_backend_has_not() -> None:
-    backend, few = LoopbackBackend(), frozenset[Verb]({"barrier", "all_gather"})
-    backend.capabilities = Capabilities("few", few)
-    with Communicator(backend) as comm:
-        assert run_whole_table(comm, verbs=few) == {}
-        assert list(run_whole_table(comm)) == ["verbs"]
 
 
 def test_the_table_has_rows_for_every_verb() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -35,11 +34,11 @@ from shm_broadcast import (
     PeerLostError,
 )
 from shm_broadcast.errors import TransportError
-from tests.commands import run_to_end
 from tests.device_comm.meeting import SOON, meet
 from tests.device_comm.shm_ranks import on_ranks
 from tests.forked import in_a_child
 from tests.patience import failure_of, until
+from tests.programs import Program
 from tests.ranks import NEW_BOARD, init_gloo, run_ranks
 
 if TYPE_CHECKING:
@@ -98,22 +97,6 @@ def test_a_peer_that_has_closed_is_named_unless_it_had_sent(sent: bool) -> None:
     assert time.monotonic() - began < 2 * SOON
 
 
-@on_ranks(2)
-def test_a_wrong_argument_on_one_rank_is_blamed_on_it(
-    rank: int, n: int, path: str, board: BoardHandle
-) -> None:
-    comm = make(rank, n, path, board)
-    x = torch.ones(4)
-    if rank == 1:
-        with pytest.raises(ValueError, match="src=2"):
-            comm.broadcast(x, src=2)
-    else:
-        with pytest.raises(
-            GroupTimeoutError, match=r"(?s)waiting for rank 1.*last seen in tp barrier"
-        ):
-            comm.broadcast(x, src=1, timeout=0.5)
-
-
 def leaves(rank: int, n: int, path: str, board: BoardHandle, fails: bool) -> list[str]:
     """What is left of a communicator that was used and closed: threads, and the backend."""
     init_gloo(rank, n, path)
@@ -164,30 +147,24 @@ def test_nothing_is_left_of_a_closed_communicator(fails: bool, store_path: str) 
     assert run_ranks(2, leaves, store_path, NEW_BOARD, fails) == [[], []]
 
 
-_TIMES_OUT_AND_ENDS = """
-import os, sys, time, torch
-from device_comm import Communicator, TorchBackend
-from shm_broadcast import GroupTimeoutError
-from tests.ranks import init_gloo
-rank, path = int(sys.argv[1]), sys.argv[2]
-comm = Communicator(TorchBackend(init_gloo(rank, 2, path, timeout=60), timeout=0.2))
-if rank == 1:
-    sys.stdin.read()
+def time_out_and_end(path: str) -> None:
+    comm = Communicator(TorchBackend(init_gloo(0, 2, path, timeout=300), timeout=0.2))
+    for call in (lambda: comm.all_reduce(torch.ones(1)), lambda: comm.recv((1,), torch.float32)):
+        sys.stdout.write(f"{type(failure_of(call)[0]).__name__} ")
+
+
+def be_late(path: str) -> None:
+    init_gloo(1, 2, path, timeout=300)
+    until(Path(f"{path}.ended").exists)
     os._exit(0)
-for call in (lambda: comm.all_reduce(torch.ones(1)), lambda: comm.recv((1,), torch.float32)):
-    try:
-        call()
-    except Exception as error:
-        print(type(error).__name__)
-"""
 
 
 def test_a_call_that_hangs_does_not_delay_the_exit(store_path: str) -> None:
-    command = [sys.executable, "-c", _TIMES_OUT_AND_ENDS]
-    with subprocess.Popen([*command, "1", store_path], stdin=subprocess.PIPE) as late:
-        ended = run_to_end(*command, "0", store_path, timeout=240)
-        late.communicate(timeout=20)
-    assert ended.stdout.split() == ["GroupTimeoutError", "GroupAbortedError"]
+    late, ends = Program(be_late, store_path), Program(time_out_and_end, store_path)
+    said = ends.communicate()
+    Path(f"{store_path}.ended").touch()
+    late.communicate()
+    assert (ends.returncode, said) == (0, ("GroupTimeoutError GroupAbortedError ", ""))
 
 
 def give_up(rank: int, n: int, path: str, board: BoardHandle) -> list[int]:

@@ -23,9 +23,6 @@ from device_comm.measuring import measure_candidates
 from device_comm.selection import Candidate, Measured, SelectingBackend, Selection, Table
 from device_comm.verbs.collectives import Collectives
 from shm_broadcast import Board, BoardHandle, Deadline
-from tests.device_comm.cases_move import move_cases
-from tests.device_comm.cases_named import named_cases
-from tests.device_comm.cases_reduce import reduce_cases
 from tests.device_comm.cuda.emulator import LIMITS
 from tests.device_comm.cuda.ipc_ranks import (
     HostDriver,
@@ -37,7 +34,7 @@ from tests.device_comm.cuda.ipc_ranks import (
     small_layout,
 )
 from tests.device_comm.shm_ranks import make_comm
-from tests.device_comm.suite import check_table, run_table
+from tests.device_comm.suite import check_table, run_whole_table
 from tests.patience import PATIENCE_SECONDS
 from tests.ranks import NEW_BOARD, run_ranks
 
@@ -47,17 +44,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-REDUCED = {2: [torch.float32, torch.float16, torch.bfloat16, torch.int32], 4: [torch.float32]}
+DTYPES = {2: [torch.float32, torch.float16, torch.bfloat16, torch.int64], 4: [torch.float32]}
 """Those with kernels, and one without."""
-MOVED = [torch.float32, torch.int64, torch.uint8]
 
 
 def table(rank: int, n: int, library: str, path: str, board: BoardHandle) -> dict[str, str]:
     driver = HostDriver(library)
     with make_ipc(rank, n, library, path, board, driver) as comm:
-        failures = run_table(comm, reduce_cases, REDUCED[n])
-        failures |= run_table(comm, move_cases, MOVED)
-        failures |= run_table(comm, named_cases)
+        failures = run_whole_table(comm, DTYPES[n])
     assert not driver.held
     return failures
 

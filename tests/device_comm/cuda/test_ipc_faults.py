@@ -70,9 +70,7 @@ def lose_a_rank(rank: int, n: int, library: str, path: str, board: BoardHandle, 
     return f"{caught.value}"
 
 
-@pytest.mark.parametrize(
-    ("n", "verb"), [(2, "all_reduce"), (4, "all_reduce"), (4, "barrier"), (2, "recv")]
-)
+@pytest.mark.parametrize(("n", "verb"), [(3, "all_reduce"), (3, "barrier"), (2, "recv")])
 def test_a_rank_that_dies_in_mid_collective_is_named(n: int, verb: str, run_ipc: Run) -> None:
     errors = run_ipc(n, lose_a_rank, verb, may_die={n - 1})
     assert any(f"lost rank {n - 1}" in error for error in errors[:-1])
@@ -92,8 +90,8 @@ def be_late(rank: int, n: int, library: str, path: str, board: BoardHandle) -> s
         return str(aborted.value)
     began = time.monotonic()
     with pytest.raises((GroupTimeoutError, GroupAbortedError)) as caught:
-        comm.all_reduce(x, timeout=3)  # so long that rank 1 alone is late
-    assert 2.9 < time.monotonic() - began < 3 + SOON
+        comm.all_reduce(x, timeout=2)  # so long that rank 1 alone is late
+    assert 1.9 < time.monotonic() - began < 2 + SOON
     comm.close()
     return f"{type(caught.value).__name__} {caught.value}"
 
@@ -102,7 +100,7 @@ def test_a_late_rank_is_named(run_ipc: Run) -> None:
     errors = run_ipc(3, be_late)
     assert all("rank 1" in error for error in errors)
     first = next(error for error in errors if error.startswith("GroupTimeoutError"))
-    assert re.search(r"timed out after 3 s, waiting for rank 1 \(pid \d+\), last seen in", first)
+    assert re.search(r"timed out after 2 s, waiting for rank 1 \(pid \d+\), last seen in", first)
     assert "waited for rank 1 to begin a collective" in first
 
 

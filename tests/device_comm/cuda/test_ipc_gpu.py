@@ -22,8 +22,7 @@ from tests.device_comm.cuda.ipc_ranks import (
     make_cuda,
     on_threads,
 )
-from tests.device_comm.suite import check_table
-from tests.device_comm.whole_table import run_whole_table
+from tests.device_comm.suite import check_table, run_whole_table
 from tests.ranks import NEW_BOARD, run_ranks
 
 if TYPE_CHECKING:

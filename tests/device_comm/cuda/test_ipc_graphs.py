@@ -103,9 +103,8 @@ def capture_and_replay(
         return ipc_of(comm).reasons
 
 
-@pytest.mark.parametrize("n", [2, 4])
-def test_graphs_are_replayed_among_eager_calls(n: int, run_ipc: Run) -> None:
-    assert run_ipc(n, capture_and_replay, "") == [()] * n
+def test_graphs_are_replayed_among_eager_calls(run_ipc: Run) -> None:
+    assert run_ipc(3, capture_and_replay, "") == [()] * 3
 
 
 def test_memory_that_cannot_be_shared_is_staged_on_all_ranks(run_ipc: Run) -> None:

@@ -289,10 +289,9 @@ def test_a_message_is_not_taken_for_a_part_of_a_collective(emulation: Emulation)
     run_threads(World(small_layout(2)), emulation, body)
 
 
-@pytest.mark.parametrize("n", [3, 8])
-def test_late_ranks_run_collectives_beside_messages(emulation: Emulation, n: int) -> None:
+def test_late_ranks_run_collectives_beside_messages(emulation: Emulation) -> None:
     """Stagings and slots are used again and again; ranks rest in between. Lanes share unevenly."""
-    turns = 240 // n
+    n, turns = 3, 60
     layout, limits = small_layout(n, channel_bytes=336), Limits(max_blocks=5, lanes=3, threads=16)
     assert (layout.slot_bytes(3), layout.slot_bytes(5)) == (48, 32)
 

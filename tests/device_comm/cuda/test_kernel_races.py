@@ -197,7 +197,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     pytest.skip("ThreadSanitizer does not get the addresses that it wants")
 
 
-@pytest.mark.parametrize(("n", "turns"), [(2, 2), (8, 1)])
+@pytest.mark.parametrize(("n", "turns"), [(2, 3), (8, 1)])
 def test_there_are_no_races(program: list[str], tmp_path: Path, n: int, turns: int) -> None:
     status, said, wrong = record(n, turns).replay(program, tmp_path)
     assert (status, wrong) == (0, 0), said[-6000:]

@@ -45,8 +45,7 @@ from shm_broadcast import (
 from tests.device_comm.cuda.fakes import COMPILER, HostMark, compile_nccl, make_nccl, nccl_of
 from tests.device_comm.meeting import SOON, die, meet, wait_for_abort
 from tests.device_comm.shm_ranks import make_comm
-from tests.device_comm.suite import check_table
-from tests.device_comm.whole_table import run_whole_table
+from tests.device_comm.suite import check_table, run_whole_table
 from tests.patience import STALL_SECONDS, until
 from tests.ranks import NEW_BOARD, run_ranks
 

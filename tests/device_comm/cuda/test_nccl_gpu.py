@@ -12,8 +12,7 @@ from device_comm.cuda.nccl.library import NcclError, NcclLibrary, NcclUnavailabl
 from device_comm.cuda.nccl.nccl_backend import NcclBackend, NcclWindow
 from shm_broadcast import Board, BoardHandle, Deadline, GroupAbortedError, GroupTimeoutError
 from tests.device_comm.shm_ranks import share_through
-from tests.device_comm.suite import check_table
-from tests.device_comm.whole_table import run_whole_table
+from tests.device_comm.suite import check_table, run_whole_table
 from tests.ranks import NEW_BOARD, run_ranks
 
 pytestmark = pytest.mark.gpu

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import struct
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,11 +14,7 @@ from device_comm.cuda.ipc import planner as planning
 from device_comm.cuda.ipc.abi import (
     KERNELS,
     Algorithm,
-    ErrorCode,
-    KernelJob,
-    KernelLaunch,
     Limits,
-    Phase,
     RegionLayout,
     warm_up,
 )
@@ -81,29 +76,6 @@ def test_one_shot_from_a_table_is_not_in_place() -> None:
         planner().all_reduce(FROM, FROM, 150 * KIB, FLOAT, SUM, **how)
 
 
-VERBS: dict[str, Callable[[Planner], list[KernelLaunch]]] = {
-    "all_reduce": lambda plan: plan.all_reduce(TO, FROM, 400 * KIB, FLOAT, SUM),
-    "reduce": lambda plan: plan.reduce(TO, FROM, 70 * KIB, torch.bfloat16, SUM, 1),
-    "reduce_scatter": lambda plan: plan.reduce_scatter(
-        TO, FROM, [0, 300, 40 * KIB, 4], torch.float16, SUM
-    ),
-    "all_gather": lambda plan: plan.all_gather(TO, FROM, [1, 200 * KIB, 0, 17]),
-    "gather": lambda plan: plan.gather(TO, FROM, 100 * KIB, 2),
-    "scatter": lambda plan: plan.scatter(TO, FROM, 100 * KIB, 2),
-    "broadcast": lambda plan: plan.broadcast(TO, 100 * KIB, 3),
-    "barrier": lambda plan: plan.barrier(),
-}
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_all_ranks_launch_the_same_and_again_the_same(verb: str) -> None:
-    plans = [planner(rank) for rank in range(4)]
-    shapes = [[launch[:3] for launch in VERBS[verb](plan)] for plan in plans]
-    assert shapes[0] and all(shape == shapes[0] for shape in shapes)
-    assert VERBS[verb](plans[1]) == VERBS[verb](plans[1])
-    assert all(len(launch.args[0]) == abi.JOB_BYTES for launch in VERBS[verb](plans[2]))
-
-
 @pytest.mark.parametrize(("rows", "grid"), [(0, 1), (1, 1), (3, 3), (9, 8)])
 def test_each_row_of_a_norm_has_a_block(rows: int, grid: int) -> None:
     x, y, to, kept = (Span(place, 128 * rows) for place in (1, 2, 4, 5))
@@ -126,13 +98,6 @@ def test_a_collective_has_more_lanes_than_a_message() -> None:
         sizes = (size,) * 4
         assert [launch.grid for launch in plan.all_to_all(TO, FROM, sizes, sizes)] == [grid]
     assert [launch.grid for launch in plan.send(FROM, 1 << 20, 1)] == [5]
-
-
-def test_nothing_is_launched_for_empty_tensors() -> None:
-    plan = planner()
-    assert plan.send(FROM, 0, 1) == plan.recv(TO, 0, 1) == []
-    assert plan.all_to_all(TO, FROM, (0,) * 4, (0,) * 4) == []
-    assert plan.all_gather(TO, FROM, (0,) * 4) == []
 
 
 def test_every_kernel_is_warmed_up() -> None:
@@ -213,24 +178,6 @@ def test_lanes_share_a_channel() -> None:
 def test_wrong_layouts_and_groups_are_refused(make: Callable[[], object], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         make()
-
-
-def test_jobs_and_error_records_lie_in_memory_as_documented() -> None:
-    layout = RegionLayout(2, staging_bytes=64, packet_bytes=16, channel_bytes=208)
-    group = abi.Group((0x1000, 0x2000), 0x3000, 1, layout, 5).with_timeout(7)
-    job = KernelJob(
-        (Span(1, 2),), (Span(3, 4), Span(5, 6)), 0x4000, 48, 16, ReduceOp.MAX, abi.EXCHANGES, 0.5
-    )
-    expected = struct.pack("<8Q", 0x1000, 0x2000, *(0,) * 6)
-    expected += struct.pack("<8Q4I", 0x3000, 7, 64, 29056, 16, 29184, 208, 32, 1, 2, 3, 0)
-    expected += struct.pack("<QQQIIfI", 0x4000, 48, 16, 3, 1, 0.5, 0)
-    expected += struct.pack("<16Q", 1, 2, *(0,) * 14) + struct.pack("<16Q", 3, 4, 5, 6, *(0,) * 12)
-    assert job.pack(group.pack(3)) == expected
-    assert len(expected) == abi.JOB_BYTES
-    control = bytes(64) + struct.pack("<4IQ", 2, 1, 3, 4, 2**40)
-    record = abi.ErrorRecord.read(control.ljust(abi.CONTROL_BYTES, b"\0"))
-    assert record == (ErrorCode.PEER, 1, 3, Phase.TAKE, 2**40)
-    assert abi.ErrorRecord.read(bytes(abi.CONTROL_BYTES)).code is ErrorCode.NONE
 
 
 # --- launches that are kept --------------------------------------------------------------

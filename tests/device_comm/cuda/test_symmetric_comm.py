@@ -124,7 +124,7 @@ def numbers(rank: int, turn: int, count: int, dtype: torch.dtype) -> Tensor:
     return ((torch.arange(count) + 3 * rank + 5 * turn) % 7 + rank).to(dtype)
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_switch_adds_the_numbers_of_all_ranks(n: int, dtype: torch.dtype) -> None:
     counts = (1, 2, 3, 4, 5, 7, 8, 9, 31, 33, 1000, LIMIT // dtype.itemsize)
