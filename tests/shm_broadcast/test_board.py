@@ -31,14 +31,12 @@ from shm_broadcast import (
 from shm_broadcast.cpu import GIVEN_CORES
 from shm_broadcast.state import table
 from tests.forked import in_a_child
-from tests.patience import until
 from tests.ranks import run_ranks
 from tests.shm_broadcast.leaks import open_descriptors
-from tests.shm_broadcast.queues import Running, sleeps
 from tests.shm_broadcast.remote_peers import get, put
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
 DEAD = ProcessId(2**22 + 1, 1)
@@ -67,19 +65,6 @@ def told(board: Board) -> str | None:
 
 def never() -> bool:
     return False
-
-
-@contextmanager
-def once_asleep(board: Board, act: Callable[..., object], *args: object) -> Iterator[None]:
-    """Another thread acts as soon as the block sleeps on ``board``, and is done at its end."""
-
-    def wait_and_act() -> None:
-        until(lambda: sleeps(board))
-        act(*args)
-
-    acting = Running(wait_and_act)
-    yield
-    acting.result()
 
 
 # --- joining ---------------------------------------------------------------------------------
@@ -432,23 +417,6 @@ def test_a_peer_that_died_after_its_part_is_no_loss() -> None:
             return [1]
 
         board.wait(lambda: looks > 0, Deadline.after(10), "recv", peers, spin=0)
-
-
-def wait_until_all_joined(board: Board, seconds: float) -> None:
-    def absent() -> list[int]:
-        return [member for member in range(board.n_members) if not board.joined(member)]
-
-    board.wait(lambda: not absent(), Deadline.after(seconds), "join", absent)
-
-
-def test_a_wait_for_members_ends_when_they_join() -> None:
-    with Board.create(2, member=0) as board:
-        with pytest.raises(GroupTimeoutError, match=r"rank 1 \(never joined\)"):
-            wait_until_all_joined(board, 0.1)
-        others: list[Board] = []
-        with once_asleep(board, lambda: others.append(Board.attach(board.handle(), 1))):
-            wait_until_all_joined(board, 10)
-        others[0].close()
 
 
 def test_close_is_idempotent_and_final() -> None:

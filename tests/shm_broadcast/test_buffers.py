@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
 import signal
@@ -27,7 +26,7 @@ from shm_broadcast.ring.buffers import (
 )
 from tests.forked import in_a_child
 from tests.patience import until
-from tests.shm_broadcast.leaks import open_descriptors
+from tests.shm_broadcast.leaks import collect_garbage, open_descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -76,14 +75,6 @@ class Rig:
 
 
 # --- blocks that readers share ---------------------------------------------------------------
-
-
-def test_readers_share_the_bytes_of_a_block() -> None:
-    first, second = Rig().share(7, 2 * MIB + 3)
-    assert first.nbytes == second.nbytes == 2 * MIB + 3
-    assert (first == 7).all()
-    first[5] = 8
-    assert second[5] == 8
 
 
 def test_a_block_is_used_again_when_all_have_released_it() -> None:
@@ -227,7 +218,7 @@ def test_free_blocks_of_other_sizes_make_room() -> None:
     rig.writer.close()
     rig.readers[0].forget()
     del rig
-    gc.collect()
+    collect_garbage()
     assert (last == 5).all()  # an array outlives both ends
     del last
     assert open_descriptors() == before
@@ -243,22 +234,6 @@ def test_mappings_beyond_the_limit_are_dropped_the_oldest_first() -> None:
     arrays.clear()
     for mark in range(12):
         assert (rig.share(mark)[0] == mark).all()
-
-
-def test_a_closed_writer_keeps_a_block_until_every_reader_has_mapped_it() -> None:
-    before = open_descriptors()
-    rig = Rig()
-    descriptors = [bytes(rig.place(content(mark)).descriptor) for mark in (1, 2)]
-    held = [rig.readers[0].resolve(each) for each in descriptors]
-    rig.writer.close()
-    rig.writer.close()
-    for mark, each in enumerate(descriptors, 1):
-        assert (rig.readers[1].resolve(each) == mark).all()
-    for reader in rig.readers:
-        reader.forget()
-    assert [array[0] for array in held] == [1, 2]
-    held.clear()
-    until(lambda: open_descriptors() == before)
 
 
 def joins_later(rig: Rig) -> None:
@@ -314,6 +289,7 @@ def address(array: Any) -> int:
     return int(array.__array_interface__["data"][0])
 
 
+@settings(max_examples=50)
 @given(st.integers(1, 1 << 40), st.integers(MIB, 64 * MIB))
 def test_a_size_is_rounded_up_by_an_eighth_at_most(any_size: int, size: int) -> None:
     assert any_size <= size_class(any_size) <= any_size + any_size // 8 + 1
@@ -341,26 +317,24 @@ def test_memory_is_used_again_by_sizes_of_its_class() -> None:
         del again
 
 
-@pytest.mark.parametrize("view", VIEWS)
-def test_any_view_keeps_the_memory(view: Callable[[Any], Any]) -> None:
-    pool = RecyclingPool()
-    array = taken(pool, 2 * MIB)
-    at, shown = address(array), view(array)
-    del array
-    gc.collect()
-    assert pool.kept_bytes == 0
-    other = taken(pool, 2 * MIB)
-    assert abs(address(other) - at) >= 2 * MIB
-    del other
-    kept = pool.kept_bytes
-    assert kept > 0
-    del shown
-    gc.collect()
-    assert pool.kept_bytes == 2 * kept
+def test_any_view_keeps_the_memory() -> None:
+    for number, view in enumerate(VIEWS):
+        pool = RecyclingPool()
+        array = taken(pool, 2 * MIB)
+        at, shown = address(array), view(array)
+        del array
+        assert pool.kept_bytes == 0, f"view {number} holds nothing"
+        other = taken(pool, 2 * MIB)
+        assert abs(address(other) - at) >= 2 * MIB
+        del other
+        kept = pool.kept_bytes
+        assert kept > 0
+        del shown
+        assert pool.kept_bytes == 2 * kept, f"view {number} is kept"
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.tuples(st.booleans(), st.integers(MIB - 1, 5 * MIB)), max_size=25))
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.integers(MIB - 1, 5 * MIB)), max_size=20))
 def test_no_two_living_arrays_share_memory(steps: list[tuple[bool, int]]) -> None:
     pool = RecyclingPool(kept_bytes=12 * MIB)
     living: list[tuple[int, Any]] = []
@@ -399,6 +373,6 @@ def test_the_limit_bounds_what_is_kept_and_old_sizes_make_room() -> None:
     taken(none, 2 * MIB)
     assert none.kept_bytes == 0
     del pool, none
-    gc.collect()
+    collect_garbage()
     array[:] = 1  # it outlives its pool
     assert array.sum() == 2 * MIB

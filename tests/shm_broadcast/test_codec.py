@@ -23,12 +23,9 @@ import shm_broadcast
 from shm_broadcast import MessageDecodeError
 from shm_broadcast.codec import (
     MAX_BUFFERS,
-    MSGPACK,
     OUT_OF_BAND_BYTES,
-    PICKLE,
     MsgpackCodec,
     PickleCodec,
-    codec_for,
 )
 from tests.interruptions import interruptions
 
@@ -247,7 +244,7 @@ def assert_same(got: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5,), (2, 3, 4), (130, 257)])
+@pytest.mark.parametrize("shape", [(), (3, 0, 2), (2, 3, 4), (130, 257)])
 def test_every_dtype_and_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = random_bits(dtype, shape)
     assert_same(through(tensor), tensor)
@@ -410,15 +407,6 @@ def test_an_error_of_a_signal_handler_is_no_decode_error(error: type[Exception])
             through(Signalling())
     finally:
         signal.signal(signal.SIGALRM, before)
-
-
-@given(st.integers(-(2**63), 2**63 - 1), st.lists(st.text()))
-def test_a_typed_message(number: int, names: list[str]) -> None:
-    codec = codec_for(Step)
-    assert (codec.code, codec_for(None).code) == (MSGPACK, PICKLE)
-    (main,), buffers = codec.encode(Step(number, names))
-    assert not buffers
-    assert codec.decode(main, buffers) == Step(number, names)
 
 
 def test_an_interrupted_message_leaves_nothing_to_the_next() -> None:

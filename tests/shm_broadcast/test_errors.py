@@ -109,8 +109,3 @@ def test_builtin_classes_catch_what_they_should() -> None:
 )
 def test_a_text_names_the_rank_its_last_operation_and_the_limit(said: object, text: str) -> None:
     assert str(said) == text
-
-
-def test_a_lost_peer_has_its_rank_and_pid() -> None:
-    error = PeerLostError("dequeue", LOST)
-    assert (error.rank, error.pid) == (3, 4242)

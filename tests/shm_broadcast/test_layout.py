@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import itertools
 import re
-import struct
 import time
 from hashlib import blake2b
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from device_comm.shm import layout as group_layout
 from shm_broadcast import _native, layout
@@ -129,22 +126,6 @@ def test_words_of_different_writers_lie_on_different_lines() -> None:
     assert line(slot + layout.MEMBER_EVENTCOUNT) != line(slot + layout.MEMBER_PROGRESS)
 
 
-def test_the_header_of_a_record_is_where_its_format_puts_it() -> None:
-    assert struct.calcsize(layout.RECORD_FORMAT) == layout.RECORD_HEADER
-    fields = [
-        layout.RECORD_SIZE,
-        layout.RECORD_KIND,
-        layout.RECORD_CODEC,
-        layout.RECORD_BUFFERS,
-        layout.RECORD_TOTAL,
-        layout.RECORD_SEQUENCE,
-        layout.RECORD_OFFSET,
-    ]
-    codes = layout.RECORD_FORMAT[1:]
-    for index, offset in enumerate(fields):
-        assert struct.calcsize("<" + codes[:index]) == offset
-
-
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_slots_of_a_board_do_not_overlap(n: int) -> None:
     spans = [(0, layout.BOARD_NAME + layout.BOARD_NAME_BYTES)]
@@ -162,22 +143,6 @@ def test_slots_of_a_board_do_not_overlap(n: int) -> None:
         assert end <= start
         assert start % layout.LINE == 0
     assert spans[-1][1] <= layout.board_size(n)
-
-
-@given(st.integers(0, 1 << 60), st.sampled_from([1, 8, 64, 4096, 65536]))
-def test_sizes_are_rounded_up(size: int, alignment: int) -> None:
-    aligned = layout.align(size, alignment)
-    assert aligned % alignment == 0
-    assert 0 <= aligned - size < alignment
-    stride = layout.record_stride(size)
-    assert 0 <= stride - layout.RECORD_HEADER - size < layout.RECORD_ALIGN
-    assert stride % layout.RECORD_ALIGN == 0
-
-
-def test_the_footprint_of_a_ring_is_documented() -> None:
-    # MessageQueue.on_board: capacity bytes plus 64 per reader and 192.
-    assert layout.ring_size(3, 1 << 20) == (1 << 20) + 3 * 64 + 192
-    assert layout.PLACED == 1 << 63  # no real size
 
 
 # --- words -----------------------------------------------------------------------------------

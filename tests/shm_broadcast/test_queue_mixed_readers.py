@@ -170,16 +170,16 @@ def test_one_kind_of_reader_leaves_while_the_writer_waits_amid_a_message(
 # --- readers that die ------------------------------------------------------------------------
 
 
-def die(rank: int, _n: int, folder: str, goes: int, size: int) -> float:
+def die(rank: int, _n: int, folder: str, goes: int) -> float:
     named = 0.0
     with audience(rank, folder, 1, 1) as queue:
         if rank == 0:
-            queue.enqueue(message(0, size), LIMIT)
+            queue.enqueue(message(0, LARGE), LIMIT)
             get(folder, "read one")
             killed = kill(folder, goes)
             numbers = count(1)
             with pytest.raises(PeerLostError) as caught:
-                send_for_ever(queue, size, numbers)
+                send_for_ever(queue, LARGE, numbers)
             number = next(numbers) - 1  # no reader got it
             named = time.monotonic() - killed
             assert (caught.value.rank, caught.value.pid) == (goes, get(folder, f"pid {goes}"))
@@ -187,12 +187,12 @@ def die(rank: int, _n: int, folder: str, goes: int, size: int) -> float:
                 queue.enqueue(message(number, LARGE), LIMIT)
             queue.remove_reader(goes)
             for each in range(number, number + 20):
-                queue.enqueue(message(each, size), LIMIT)
+                queue.enqueue(message(each, LARGE), LIMIT)
             queue.enqueue("last", LIMIT)
             get(folder, "read all")
             expect_the_end(queue)
         elif rank == goes:
-            assert queue.dequeue(LIMIT) == message(0, size)
+            assert queue.dequeue(LIMIT) == message(0, LARGE)
             put(folder, "read one", True)
             time.sleep(LIMIT)
         else:
@@ -201,18 +201,16 @@ def die(rank: int, _n: int, folder: str, goes: int, size: int) -> float:
                 if got == "last":
                     assert number > 20
                     break
-                assert got == message(number, size)
+                assert got == message(number, LARGE)
     put(folder, "read all", True)
     return named
 
 
-@pytest.mark.parametrize(("goes", "size"), [("local", SMALL), ("local", LARGE), ("remote", LARGE)])
-def test_one_kind_of_reader_dies_and_the_other_is_served(
-    goes: str, size: int, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("goes", KINDS)
+def test_one_kind_of_reader_dies_and_the_other_is_served(goes: str, tmp_path: Path) -> None:
     def attempt() -> float:
         folder, rank = mkdtemp(dir=tmp_path), KINDS[goes]
-        return float(run_ranks(3, die, folder, rank, size, may_die=[rank])[0])
+        return float(run_ranks(3, die, folder, rank, may_die=[rank])[0])
 
     assert quickest(attempt, NAMED_WITHIN) < NAMED_WITHIN
 

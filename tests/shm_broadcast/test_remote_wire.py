@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-
 import pytest
 import zmq
 from hypothesis import given
@@ -19,7 +17,6 @@ from shm_broadcast.net.protocol import (
     FrameError,
     ReaderHello,
     Refused,
-    RemoteHandle,
     RemoteReaderState,
     Welcome,
     cut_part,
@@ -160,8 +157,3 @@ def test_each_role_rank_nonce_and_secret_has_its_own_key() -> None:
         assert key.secret.decode() not in repr(key)
     with pytest.raises(ValueError, match="16 or more bytes; got 15"):
         writer_key(b"s" * 15, SALT)
-
-
-def test_a_handle_is_plain_data() -> None:
-    handle = RemoteHandle("tcp://[::1]:1", b"n" * 32, 0, (1, 2), CREDIT, 10.0)
-    assert pickle.loads(pickle.dumps(handle)) == handle

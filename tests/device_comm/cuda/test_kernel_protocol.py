@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import random
 import struct
 import threading
 import time
@@ -19,7 +18,7 @@ import torch
 
 from device_comm import ReduceOp
 from device_comm.cuda.ipc import abi
-from device_comm.cuda.ipc.abi import Algorithm, ErrorCode, Limits, Phase
+from device_comm.cuda.ipc.abi import Algorithm, ErrorCode, Phase
 from device_comm.span import Span
 from tests.device_comm.cuda.emulator import (
     NEAR_WRAP,
@@ -31,7 +30,6 @@ from tests.device_comm.cuda.emulator import (
     run_threads,
     small_layout,
 )
-from tests.device_comm.oracle import reduced, values
 from tests.patience import until
 
 if TYPE_CHECKING:
@@ -287,54 +285,6 @@ def test_a_message_is_not_taken_for_a_part_of_a_collective(emulation: Emulation)
         assert torch.equal(message, moved(peer, 64, BYTES))
 
     run_threads(World(small_layout(2)), emulation, body)
-
-
-def test_late_ranks_run_collectives_beside_messages(emulation: Emulation) -> None:
-    """Stagings and slots are used again and again; ranks rest in between. Lanes share unevenly."""
-    n, turns = 3, 60
-    layout, limits = small_layout(n, channel_bytes=336), Limits(max_blocks=5, lanes=3, threads=16)
-    assert (layout.slot_bytes(3), layout.slot_bytes(5)) == (48, 32)
-
-    def messages(rank: Rank) -> None:
-        order, after, before = random.Random(7), (rank.rank + 1) % n, (rank.rank - 1) % n
-        for turn in range(turns // 4):
-            count = order.randrange(1, 2000) + turn
-            output = at(torch.zeros(count, dtype=BYTES))
-            rank.shift(moved(rank.rank, count, BYTES), after, output, before)
-            assert torch.equal(output, moved(before, count, BYTES))
-
-    def collectives(rank: Rank) -> None:
-        order, late = random.Random(n), random.Random(rank.rank)
-        for turn in range(turns):
-            kind = order.choice((*Algorithm, "all_gather", "all_to_all", "broadcast"))
-            count, root = order.randrange(1, 400), order.randrange(n)
-            if late.random() < 0.2:
-                time.sleep(late.random() / 500)
-            if kind is Algorithm.PACKETS:
-                count = min(count, rank.world.layout.packet_bytes // 4)
-            parts = [values(r, (count,), torch.float32, turn) for r in range(n)]
-            mine = at(parts[rank.rank])
-            if isinstance(kind, Algorithm):
-                rank.all_reduce(mine, mine, algorithm=kind)
-                assert torch.equal(mine, reduced(parts, ReduceOp.SUM)), (turn, kind)
-            elif kind == "broadcast":
-                rank.broadcast(mine, root)
-                assert torch.equal(mine, parts[root]), (turn, kind)
-            else:
-                row, sizes = at(torch.zeros(n * count)), (4 * count,) * n
-                if kind == "all_gather":
-                    rank.all_gather(row, mine, sizes)
-                else:
-                    rank.all_to_all(row, torch.cat([mine] * n), sizes, sizes)
-                assert torch.equal(row, torch.cat(parts)), (turn, kind)
-
-    def body(rank: Rank) -> None:
-        with ThreadPoolExecutor(1) as beside:
-            ring = beside.submit(messages, rank)
-            collectives(rank)
-            ring.result()
-
-    run_threads(World(layout, limits=limits), emulation, body)
 
 
 # --- ranks that do not come, hosts that abort ---------------------------------------------
