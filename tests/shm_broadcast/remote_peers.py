@@ -74,12 +74,6 @@ def fill(writer: RemoteWriter, size: int = 20_000, timeout: float = LIMIT) -> No
         writer.send([bytes(size)], timeout)
 
 
-def drain(reader: RemoteReader) -> NoReturn:
-    """Read until something raises."""
-    while True:
-        reader.recv(LIMIT)
-
-
 def read_all(reader: RemoteReader, folder: str, count: int) -> list[list[bytes]]:
     """``count`` messages, after which the writer, which `await_readers`, closes."""
     received = [[bytes(part) for part in reader.recv(LIMIT)] for _ in range(count)]

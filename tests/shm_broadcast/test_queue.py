@@ -76,26 +76,6 @@ def test_any_object_reaches_every_reader(message: Any, n_readers: int) -> None:
             assert reader.dequeue(LIMIT) == message
 
 
-def test_order_is_kept_whatever_the_size() -> None:
-    with ends(2) as made:
-        sizes = [1, 9_000, 20_000, 0, 60_000, 200_000, 5, 16_384]
-
-        def send() -> None:
-            for n, size in enumerate(sizes):
-                made.writer.enqueue({"n": n, "b": np.full(size, n, np.uint8)}, LIMIT)
-
-        writing = Running(send)
-        readings = [
-            Running(lambda reader=reader: [reader.dequeue(LIMIT) for _ in sizes])
-            for reader in made.readers
-        ]
-        writing.result()
-        for reading in readings:
-            for n, got in enumerate(reading.result()):
-                assert got["n"] == n
-                assert got["b"].tobytes() == bytes([n]) * sizes[n]
-
-
 @pytest.mark.parametrize("zero_copy", [False, True])
 def test_tensors_of_any_size(zero_copy: bool) -> None:
     with ends(2, zero_copy=zero_copy) as made:

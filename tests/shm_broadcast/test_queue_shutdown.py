@@ -155,17 +155,6 @@ def test_readers_get_what_a_closed_or_dead_writer_left(dies: bool) -> None:
                 made.reader.dequeue(LIMIT)
 
 
-def test_an_unfinished_message_of_a_dead_writer_is_dropped() -> None:
-    with ends() as made:
-        ring: Any = made.writer._end._ring
-        ring._cancel = lambda: None  # as if it had been killed
-        with pytest.raises(GroupTimeoutError):
-            made.writer.enqueue(b"x" * (3 * CAPACITY), timeout=0.01)
-        bury(made.boards[0], 0)
-        with pytest.raises(PeerLostError):
-            made.reader.dequeue(LIMIT)
-
-
 def test_readers_that_left_hold_no_writer_up() -> None:
     with ends(2) as made:
         waiting = Running(fill_and_enqueue, made)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import zmq
-from hypothesis import given
-from hypothesis import strategies as st
 from zmq.utils import z85
 
 from shm_broadcast import PeerLostError, PeerProtocolError
@@ -52,14 +50,6 @@ def test_a_part_ends_with_a_short_frame(
 ) -> None:
     assert cut_part(memoryview(part)) == frames
     assert join_parts(cut_part(memoryview(part))) == [part]
-
-
-@given(st.lists(st.binary(max_size=30), max_size=12))
-def test_cut_parts_are_joined(parts: list[bytes]) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(protocol, "FRAME_BYTES", 4)
-        frames = [frame for part in parts for frame in cut_part(memoryview(part))]
-        assert join_parts(frames) == parts
 
 
 def test_a_part_without_an_end_is_an_error_and_one_of_one_frame_is_not_copied(

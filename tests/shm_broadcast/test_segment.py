@@ -135,14 +135,6 @@ def test_a_segment_has_no_name() -> None:
         assert target == "/memfd:nameless (deleted)"
 
 
-def test_a_handle_is_plain_data(segment: Segment) -> None:
-    handle = segment.handle()
-    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(handle), type=SegmentHandle)
-    assert decoded == handle
-    with Segment.attach(decoded) as other, Segment.create(PAGE, "test") as another:
-        assert other.nonce == segment.nonce != another.nonce
-
-
 # --- nothing is left -------------------------------------------------------------------------
 
 

@@ -341,24 +341,6 @@ def test_a_message_does_not_wait_for_later_ones(driver: HostDriver) -> None:
     sides.close()
 
 
-def test_results_on_alternating_streams(emulation_library: Path) -> None:
-    def body(comm: Communicator, driver: HostDriver) -> None:
-        n, a, b = comm.world_size, driver.make_stream(), driver.make_stream()
-        for turn in range(20):
-            x = torch.full((700,), float(comm.rank + turn))
-            with driver.on(a):
-                once = comm.all_reduce(x)
-            with driver.on(b):
-                twice = comm.all_reduce(once)
-            thrice = comm.all_reduce(twice)
-            assert thrice[-1] == n * n * (n * turn + n * (n - 1) / 2)
-        comm.flush()
-        driver.free_stream(a)
-        driver.free_stream(b)
-
-    run_local(emulation_library, 2, body)
-
-
 # --- threads -----------------------------------------------------------------------------
 
 
