@@ -120,10 +120,10 @@ MUTANTS = (
     ),
     Mutant(
         "Q4, rule 1: written before it is published",
-        "shm_broadcast/ring/writer.py",
-        "        target = record + layout.RECORD_HEADER\n",
-        "        words.store64(layout.RING_PUBLISHED, position + layout.record_stride(place.size))\n"  # noqa: E501
-        "        target = record + layout.RECORD_HEADER\n",
+        "shm_broadcast/native/long_messages.c",
+        "        copy_out_of(b, &self->way, tried, record + RECORD_HEADER, header.size);\n",
+        "        gc_store64(self->ring, RING_PUBLISHED, position + stride);\n"
+        "        copy_out_of(b, &self->way, tried, record + RECORD_HEADER, header.size);\n",
         (f"{_HERE}/test_queue.py::test_checksummed_messages",),
     ),
     Mutant(
