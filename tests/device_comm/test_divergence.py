@@ -26,7 +26,6 @@ from device_comm.call_number import (
     OperationCounts,
     call_number,
     log_memory,
-    set_call_number,
 )
 from device_comm.divergence import DIGESTS, ComparedLog, FingerprintBackend, Mismatch
 from device_comm.shm.signature import sign
@@ -72,13 +71,6 @@ def test_every_thread_has_a_call_of_its_own() -> None:
     assert call_number() == 0
 
 
-def test_call_numbers_have_32_bits() -> None:
-    with in_call((1 << 32) + 5):
-        assert call_number() == 5
-    with pytest.raises(TypeError):
-        set_call_number("one")
-
-
 def test_operations_outside_of_calls_do_not_count() -> None:
     begun = OperationCounts(N)
     begun.add(sign("all_reduce"))
@@ -106,25 +98,6 @@ def test_the_last_collectives_are_kept_in_order() -> None:
     log = CollectiveLog(bytearray(begun.take()[0]))
     kept = [log.signature(n + 1) for n in range(20)]
     assert kept == [b""] * (20 - CALL_ENTRIES) + signatures[20 - CALL_ENTRIES :]
-
-
-def test_the_checksum_of_two_barriers() -> None:
-    """By hand: xor, multiply by the factor, fold the upper half onto the lower one."""
-    hashed = 0
-    for word in (0xFF00, 0, 0, 0, 0, 0, 0):  # verb 0, no reduction
-        product = (hashed ^ word) * 0x9E3779B97F4A7C15 % (1 << 64)
-        hashed = product ^ product // (1 << 32)
-
-    def after(digest: int) -> int:
-        product = (digest ^ hashed % (1 << 32)) * 0x9E3779B1 % (1 << 32)
-        return product ^ product // (1 << 16)
-
-    log = CollectiveLog(log_memory(CALL_ENTRIES))
-    assert [log.add(sign("barrier")) for _ in range(2)] == [after(0), after(after(0))]
-    assert [log.digest(n) for n in range(4)] == [0, after(0), after(after(0)), None]
-    assert log.digest(-1) is None
-    with pytest.raises(ValueError, match="length"):
-        log.add(b"barrier")
 
 
 # --- What ranks conclude from fingerprints of each other's calls; by hand ------------------------

@@ -242,19 +242,6 @@ def test_a_handle_is_plain_data_and_of_an_open_board() -> None:
 # --- status ----------------------------------------------------------------------------------
 
 
-def test_stamps_are_seen_by_others() -> None:
-    with boards(2) as (board, other):
-        assert [other.record_begin("send"), other.record_begin("all_reduce")] == [1, 2]
-        status = board.member_status(1)
-        assert (status.state, status.operation, status.sequence) == ("busy", "all_reduce", 2)
-        other.idle()
-        assert board.member_status(1).state == "idle"
-        assert "last seen in all_reduce #2" in str(board.member_status(1))
-        assert board.member_status(0).sequence == 0
-        other.record_begin("x" * 100)
-        assert board.member_status(1).operation == "x" * layout.OPERATION_BYTES
-
-
 def test_age_is_since_the_last_progress() -> None:
     with boards(2) as (board, other):
         at = board.slot_offset(1) + layout.MEMBER_PROGRESS

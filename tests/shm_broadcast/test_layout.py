@@ -103,29 +103,6 @@ def test_fields_are_aligned_and_do_not_overlap(whole: str) -> None:
     assert not stride or sum(spans[-1]) <= stride
 
 
-def test_words_of_different_writers_lie_on_different_lines() -> None:
-    def line(offset: int) -> int:
-        return offset // layout.LINE
-
-    writer = {
-        line(offset) for offset in (layout.RING_PUBLISHED, layout.RING_SEQUENCE, layout.RING_GATE)
-    }
-    readers = {
-        line(layout.reader_line(reader) + field)
-        for reader in range(3)
-        for field in (layout.READER_CONSUMED, layout.READER_SEQUENCE)
-    }
-    assert len(writer) == 1
-    assert len(readers) == 3
-    assert not writer & readers
-    assert line(layout.RING_CAPACITY) not in writer | readers
-    assert line(layout.data_offset(3)) not in writer | readers
-    assert layout.data_offset(3) % layout.RECORD_ALIGN == 0
-    # Whoever rings writes the first line of a slot, its member alone the second.
-    slot = layout.member_slot(1)
-    assert line(slot + layout.MEMBER_EVENTCOUNT) != line(slot + layout.MEMBER_PROGRESS)
-
-
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_slots_of_a_board_do_not_overlap(n: int) -> None:
     spans = [(0, layout.BOARD_NAME + layout.BOARD_NAME_BYTES)]

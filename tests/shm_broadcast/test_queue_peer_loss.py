@@ -305,6 +305,6 @@ def test_kills_at_random_moments() -> None:
 
         # The promise is one second; the rest is for machines that run other tests meanwhile.
         context = multiprocessing.get_context("forkserver")
-        shown = kill_at_random(context, rounds=12, seed=7, say=make_named_memory, limit=5)
+        shown = kill_at_random(context, rounds=8, seed=7, say=make_named_memory, limit=5)
     assert shown.wrong == []
-    assert shown.rounds == 12
+    assert shown.rounds == 8
