@@ -51,13 +51,6 @@ def joined(
         board.close()
 
 
-def attach_again(rank: int, folder: str) -> tuple[Board, MessageQueue]:
-    """A newcomer in the place of a member that died."""
-    board_handle, queue_handle = get(folder, "handles")
-    board = Board.attach(board_handle, rank)
-    return board, MessageQueue.attach(queue_handle, board)
-
-
 def kill(folder: str, rank: int) -> float:
     """Kill a rank; the moment of it."""
     os.kill(get(folder, f"pid {rank}"), signal.SIGKILL)

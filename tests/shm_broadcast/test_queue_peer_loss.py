@@ -18,6 +18,7 @@ import pytest
 
 from benchmarks.soak_kills import kill_at_random
 from shm_broadcast import (
+    Board,
     GroupClosedError,
     GroupTimeoutError,
     MessageQueue,
@@ -29,7 +30,7 @@ from tests.patience import NAMED_WITHIN, STALL_SECONDS, quickest, until
 from tests.ranks import run_ranks
 from tests.refusals import refuse
 from tests.shm_broadcast.leaks import no_descriptors
-from tests.shm_broadcast.members import LIMIT, attach_again, joined, kill
+from tests.shm_broadcast.members import LIMIT, joined, kill
 from tests.shm_broadcast.queues import Running, ends
 from tests.shm_broadcast.remote_peers import get, put
 
@@ -162,8 +163,11 @@ def respawn(rank: int, n: int, folder: str) -> int:
     """Rank 1 dies in the middle of the traffic; rank 3 takes its place; rank 2 goes on."""
     if rank == 3:
         get(folder, "killed")
-        board, queue = attach_again(1, folder)
-        with board, queue:
+        board_handle, queue_handle = get(folder, "handles")
+        with (
+            Board.attach(board_handle, 1) as board,
+            MessageQueue.attach(queue_handle, board) as queue,
+        ):
             numbers = list(iter(lambda: queue.dequeue(LIMIT), "end"))
         assert numbers == list(range(numbers[0], 3000))
         return int(numbers[0])
