@@ -56,6 +56,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         start_nest()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _what_other_modules_imported_is_no_garbage() -> None:
+    """Free collections of garbage in the tests from a look at all that was imported before."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # The slowest first, and what is left at the end is short: cores do not wait for the last file.
     items.sort(key=lambda item: "server" not in item.path.parts)

@@ -317,6 +317,13 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "R1 payloads go on in the rings where those of the plan before have ended",
+        "device_comm/native/steps.c",
+        "    if (in_rings(s)) s->place = place_of(s, s->begun + 1);",
+        "",
+        ("tests/device_comm/test_shm_steps.py::test_a_root_may_run_two_steps_ahead_and_no_more",),
+    ),
+    Mutant(
         "R1 a rank that has nothing to give is not an operation ahead",
         "device_comm/verbs/runner.py",
         "if not self.backend.capabilities.detects_divergence and operation.moves_nothing:",
@@ -396,6 +403,16 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "F7 calls that may be made again outlive what their neighbour breaks",
+        "server/calls/call_table.py",
+        "if not failed.consequence and not call.retry:",
+        "if not failed.consequence:",
+        (
+            "tests/server/test_call_table.py::"
+            "test_the_error_of_a_call_with_retry_waits_for_the_calls_before_it",
+        ),
+    ),
+    Mutant(
         "F7 a pool that is restarted keeps the workers that leave",
         "server/driver/worker_processes.py",
         "if not (keep and worker.detached)])",
@@ -456,10 +473,24 @@ MUTANTS = (
         ("tests/coordinator/test_seal.py::test_what_travels_between_hosts",),
     ),
     Mutant(
+        "S1 a refusal is no value",
+        "coordinator/messages/wire.py",
+        "if kind == Kind.REFUSED:",
+        "if kind == 0:",
+        ("tests/coordinator/test_messages.py::test_every_kind_of_message_arrives",),
+    ),
+    Mutant(
         "D4 what was begun over sockets goes on in the order it was asked for",
         "device_comm/torch_backend.py",
         "            if before is not None:\n                before.join()\n",
         "",
+        ("tests/coordinator/test_messages.py::test_messages_go_on_in_the_background",),
+    ),
+    Mutant(
+        "D4 what was begun through shared memory goes on to its end",
+        "device_comm/shm/transfers.py",
+        "if tensor is None and self._following is not None:",
+        "if tensor is None and self._following is not None and not self._total:",
         ("tests/coordinator/test_messages.py::test_messages_go_on_in_the_background",),
     ),
     Mutant(
@@ -533,6 +564,13 @@ MUTANTS = (
         ("tests/shm_broadcast/test_segment.py::test_another_users_segment_is_not_opened",),
     ),
     Mutant(
+        "S2 memory of another user is not opened",
+        "shm_broadcast/segment.py",
+        "if os.stat(name, dir_fd=process).st_uid != me:",
+        "if os.stat(name, dir_fd=process).st_uid < 0:",
+        ("tests/shm_broadcast/test_segment.py::test_another_users_segment_is_not_opened",),
+    ),
+    Mutant(
         "S3 with a secret, members seal what they write into an open store",
         "coordinator/rendezvous.py",
         "if secret is None or isinstance(behind_prefixes(exchange.store), SealedStore):",
@@ -545,6 +583,13 @@ MUTANTS = (
         "if not hmac.compare_digest(mac, sealed[_SALT_BYTES:begin]):",
         "if len(mac) != len(sealed[_SALT_BYTES:begin]):",
         (f"{_SEALED}::test_a_value_of_another_process_is_a_typed_error",),
+    ),
+    Mutant(
+        "S3 a sealed value belongs to its key",
+        "coordinator/stores.py",
+        "(salt, len(named), named, value)",
+        '(salt, 0, b"", value)',
+        (f"{_SEALED}::test_a_value_of_another_process_is_a_typed_error[of another key]",),
     ),
     Mutant(
         "S3 each member contributes to the key",
@@ -568,6 +613,16 @@ MUTANTS = (
         ("tests/server/test_snapshot.py::test_a_wait_is_published_while_it_lasts",),
     ),
     Mutant(
+        "O1 a wait is taken back, however it ends",
+        "shm_broadcast/state/board.py",
+        "            if began and self._published is not None:",
+        "            if began and self._closed and self._published is not None:",
+        (
+            "tests/server/test_snapshot.py::test_a_wait_that_fails_is_taken_back",
+            "tests/server/test_snapshot.py::test_a_wait_is_published_while_it_lasts",
+        ),
+    ),
+    Mutant(
         "O1 a background thread's wait holds nobody up",
         "shm_broadcast/executor.py",
         "NEVER, self._name, self._missing, spin=0, shown=tuple",
@@ -582,6 +637,15 @@ MUTANTS = (
         ("tests/server/test_snapshot.py::test_a_program_keeps_the_signal_that_it_uses_itself",),
     ),
     Mutant(
+        "O2 a signal is sent only to who catches it",
+        "server/inspection/diagnosis.py",
+        "if catches(pid, STACK_SIGNAL):",
+        "if pid:",
+        (
+            "tests/server/test_snapshot.py::test_a_process_that_does_not_catch_the_signal_does_not_get_it",
+        ),
+    ),
+    Mutant(
         "O2 a busy process survives that its stack is read",
         "shm_broadcast/state/stacks.py",
         "file=descriptor, all_threads=False",
@@ -594,6 +658,20 @@ MUTANTS = (
         "if each.waited_by and not each.waits_for",
         "if each.waited_by",
         ("tests/server/test_diagnosis.py::test_a_chain_leads_to_its_end",),
+    ),
+    Mutant(
+        "O3 who waits for a process that cannot go on is not to blame",
+        "server/inspection/diagnosis.py",
+        "and not nodes[name].problem",
+        "and name",
+        ("tests/server/test_diagnosis.py::test_the_processes_that_hold_up_others_come_first",),
+    ),
+    Mutant(
+        "O3 workers are called by their pools",
+        "server/inspection/diagnosis.py",
+        "named = board.is_pool and pools.count(board.name) == 1",
+        "named = False",
+        ("tests/server/test_diagnosis.py::test_ranks_are_called_by_their_pools_or_boards",),
     ),
     Mutant(
         "O3 what other hosts see is asked for",
@@ -634,6 +712,13 @@ MUTANTS = (
         (f"{_HERE}/test_history.py::test_the_latest_operations_are_kept",),
     ),
     Mutant(
+        "O5 an operation ends once, and in its own entry",
+        "shm_broadcast/native/history.h",
+        "entry->sequence != sequence || entry->end != 0",
+        "false",
+        (f"{_HERE}/test_history.py::test_the_end_of_an_operation_without_an_entry_is_dropped",),
+    ),
+    Mutant(
         "O5 what goes on in the background ends when it is done",
         "device_comm/shm/collectives.py",
         "operation.background, operation.ended",
@@ -655,6 +740,13 @@ MUTANTS = (
         "if name in there and there[name] != value:",
         "if name not in there:",
         ("tests/server/test_hosts_meet.py::test_hosts_that_differ_both_say_in_what",),
+    ),
+    Mutant(
+        "H2 so is how many hosts they think there are",
+        "server/hosts/place.py",
+        'return {"nnodes": str(self.nnodes), **self.facts}',
+        "return {**self.facts}",
+        ("tests/server/test_hosts_meet.py::test_hosts_that_differ_both_say_in_what[nnodes]",),
     ),
     Mutant(
         "H3 nobody takes the place of a host that lives",
@@ -698,6 +790,13 @@ MUTANTS = (
         "server/workers/decoder/decoder_model.py",
         "padded = [*rows, *[rows[-1]] * lacking]",
         "padded = [*rows, *[rows[0]] * lacking]",
+        (f"{_DECODER}::test_steps_of_fixed_shapes_find_the_same_tokens",),
+    ),
+    Mutant(
+        "G1 nor sees more than its own",
+        "server/workers/decoder/decoder_model.py",
+        "(self._every <= self._places[:, None])",
+        "(self._every <= self._places[:, None] + 1)",
         (f"{_DECODER}::test_steps_of_fixed_shapes_find_the_same_tokens",),
     ),
     Mutant(

@@ -74,6 +74,13 @@ SWITCH = (
         (_SWITCH,),
     ),
     Mutant(
+        "D switch: the result begins where the memory does",
+        "device_comm/cuda/symmetric_backend.py",
+        "taken[: output.numel()]",
+        "taken[-output.numel() :]",
+        (_SWITCH,),
+    ),
+    Mutant(
         "D switch: it is given whole cells",
         "device_comm/cuda/symmetric_backend.py",
         "padded = -(-source.nbytes // _ALIGN) * _ALIGN",
@@ -95,6 +102,13 @@ LAUNCHES = (
         "device_comm/native/launch.c",
         "if (result || *before == cuda->context) return result;",
         "return result;",
+        (f"{_CALLS}::test_a_launch_is_in_the_context_of_its_device",),
+    ),
+    Mutant(
+        "D launches: the thread's own context is put back",
+        "device_comm/native/launch.c",
+        "return before == cuda->context ? 0 : cuda->set_current(before);",
+        "return before == NULL;",
         (f"{_CALLS}::test_a_launch_is_in_the_context_of_its_device",),
     ),
     Mutant(
@@ -131,6 +145,13 @@ CHOICES = (
         (f"{_LINKS}::test_other_kernels_another_version_or_mps_need_another_table",),
     ),
     Mutant(
+        "D choices: with MPS it is another one",
+        "coordinator/cuda_candidates.py",
+        "{', MPS' if _mps_runs() else ''}",
+        "",
+        (f"{_LINKS}::test_other_kernels_another_version_or_mps_need_another_table",),
+    ),
+    Mutant(
         "D choices: on a shared device the host takes part",
         "coordinator/cuda_candidates.py",
         "    if devices < n:\n        candidates.append",
@@ -155,10 +176,31 @@ COMPILED = (
         (f"{_NORMS}::test_sums_of_other_groups_and_dtypes_stay",),
     ),
     Mutant(
+        "D compiled norms: in float32",
+        "coordinator/norm_patterns.py",
+        "all(_dtype(node) == torch.float32 for node in match.nodes if node.target is _MEAN)",
+        "True",
+        (f"{_NORMS}::test_what_is_something_else_stays",),
+    ),
+    Mutant(
+        "D compiled norms: of the last dimension",
+        "coordinator/norm_patterns.py",
+        '[dim % x.dim() for dim in values["dims"]] == [x.dim() - 1]',
+        "True",
+        (f"{_NORMS}::test_what_is_something_else_stays",),
+    ),
+    Mutant(
         "D compiled norms: the weight is there before the sum",
         "coordinator/norm_patterns.py",
         "nodes[2] < _kept(match)",
         "True",
+        (f"{_NORMS}::test_what_is_something_else_stays",),
+    ),
+    Mutant(
+        "D compiled norms: the sum is not used again",
+        "coordinator/norm_patterns.py",
+        "_wider(total, 1)",
+        "_wider(total)",
         (f"{_NORMS}::test_what_is_something_else_stays",),
     ),
     Mutant(

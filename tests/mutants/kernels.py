@@ -80,10 +80,24 @@ MEETINGS = (
         _EPOCHS,
     ),
     Mutant(
+        "K epochs: no block but the last ends an epoch",
+        f"{_KERNELS}/group.cuh",
+        "if (tickets.fetch_add(1, memory_order_acq_rel) + 1 < blocks()) return;",
+        "tickets.fetch_add(1, memory_order_acq_rel);",
+        _EPOCHS,
+    ),
+    Mutant(
         "K tables: nobody reads a reduced source when the kernel has ended",
         f"{_KERNELS}/staged.cuh",
         "nullptr);\n        if (job.table) whole = meeting.meet(PHASE_END);",
         "nullptr);",
+        _TABLES,
+    ),
+    Mutant(
+        "K tables: nobody reads a moved source when the kernel has ended",
+        f"{_KERNELS}/staged.cuh",
+        "        });\n        if (job.table) whole = meeting.meet(PHASE_END);",
+        "        });",
         _TABLES,
     ),
     Mutant(
@@ -101,6 +115,13 @@ RESULTS = (
         f"{_KERNELS}/staged.cuh",
         "if (r < n) total.add(job.op, cells[c][r]);",
         "if (r < n) total.add(job.op, cells[c][n - r]);",
+        _RESULTS,
+    ),
+    Mutant(
+        "K sums: all ranks from the same first one",
+        f"{_KERNELS}/staged.cuh",
+        "source(job, meeting, r < n ? r : 0)",
+        "source(job, meeting, r < n ? rank_after(job.group, r) : 0)",
         _RESULTS,
     ),
     Mutant(
@@ -122,6 +143,13 @@ RESULTS = (
         f"{_KERNELS}/cells.cuh",
         "copy_cell(c.to + i * CELL, c.from + i * CELL, least(c.size - i * CELL, CELL));",
         "copy_cell(c.to + i * CELL, c.from + i * CELL, CELL);",
+        _EDGES,
+    ),
+    Mutant(
+        "K bounds: the last cell of several copies",
+        f"{_KERNELS}/cells.cuh",
+        "copy_cell(c.to + at, c.from + at, least(c.size - at, CELL));",
+        "copy_cell(c.to + at, c.from + at, CELL);",
         _EDGES,
     ),
     Mutant(
@@ -149,6 +177,13 @@ CHANNELS = (
         _RACES,
     ),
     Mutant(
+        "K channels: loaded with acquire",
+        f"{_KERNELS}/transfer.cuh",
+        "theirs.load(memory_order_acquire)",
+        "theirs.load(memory_order_relaxed)",
+        _RACES,
+    ),
+    Mutant(
         "K channels: no slot is overwritten",
         f"{_KERNELS}/transfer.cuh",
         "(puts_ ? SLOTS : 0) > count_",
@@ -160,6 +195,13 @@ CHANNELS = (
         f"{_KERNELS}/transfer.cuh",
         "        sync_block();\n        if (ready) line.advance();",
         "        if (ready) line.advance();",
+        _RACES,
+    ),
+    Mutant(
+        "K channels: the slots of a lane alternate",
+        f"{_KERNELS}/transfer.cuh",
+        "(block() * SLOTS + count_ % SLOTS)",
+        "(block() * SLOTS)",
         _RACES,
     ),
     Mutant(
@@ -223,6 +265,20 @@ PACKETS = (
         "",
         _WIPES,
     ),
+    Mutant(
+        "K packets: both halves of a cell are wiped",
+        f"{_KERNELS}/packets.cuh",
+        "            store(group_.rank, r, cell, {});",
+        "            store_relaxed(place(group_.rank, r, cell), {});",
+        _WIPES,
+    ),
+    Mutant(
+        "K packets: no cell that is used is wiped",
+        f"{_KERNELS}/packets.cuh",
+        "            if (cell * CELL < used_bytes) return;\n",
+        "            (void)used_bytes;\n",
+        _WIPES,
+    ),
 )
 
 NORMS = (
@@ -234,10 +290,24 @@ NORMS = (
         (f"{_CUDA}/test_kernel_protocol.py::test_a_missing_rank_is_named",),
     ),
     Mutant(
+        "K faults: what was not received is no number",
+        f"{_KERNELS}/transfer.cuh",
+        "if (any_of_block(failed)) return poison(job, share_of_block());",
+        "if (any_of_block(failed)) return;",
+        (f"{_CUDA}/test_kernel_protocol.py::test_a_missing_rank_is_named",),
+    ),
+    Mutant(
         "K norms: all threads have squared their numbers",
         f"{_KERNELS}/norm.cuh",
         "if (!all_of_block(whole)) {",
         "if (!whole) {",
+        _RACES,
+    ),
+    Mutant(
+        "K norms: all partial sums are there",
+        f"{_KERNELS}/norm.cuh",
+        "    sync_block();\n    const u32 count",
+        "    const u32 count",
         _RACES,
     ),
     Mutant(
@@ -272,11 +342,25 @@ FAULTS = (
         (f"{_FAULTS}::test_a_group_that_gave_up_ends_all_that_waits",),
     ),
     Mutant(
+        "K aborts: who waits sees that another one gave up",
+        f"{_KERNELS}/patience.cuh",
+        "        if (is_given_up(group, cause)) return false;\n        u64 now",
+        "        u64 now",
+        _MISSING,
+    ),
+    Mutant(
         "K timeouts: a limit of 0 is none",
         f"{_KERNELS}/patience.cuh",
         "group.timeout_ns == 0 || now - began_",
         "now - began_",
         _ABORTS,
+    ),
+    Mutant(
+        "K timeouts: the limit is in nanoseconds",
+        f"{_KERNELS}/patience.cuh",
+        "now - began_ < group.timeout_ns",
+        "now - began_ < 100 * group.timeout_ns",
+        _MISSING,
     ),
     Mutant(
         "K timeouts: the culprit is the one that is waited for",
