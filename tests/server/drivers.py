@@ -7,6 +7,7 @@ the test is about. Its own `Here` is a worker class of the main module.
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import logging
 import os
@@ -36,8 +37,8 @@ class Here(Worker):
         return type(self).__qualname__
 
 
-def say(pids: list[int]) -> None:
-    sys.stdout.write(json.dumps(pids) + "\n")
+def say(numbers: list[int]) -> None:
+    sys.stdout.write(json.dumps(numbers) + "\n")
     sys.stdout.flush()
 
 
@@ -64,19 +65,22 @@ def wait(pool: WorkerPool, what: str) -> None:
         pool.call("sleep", 600.0)
 
 
-def live(tp: int, config: PoolConfig) -> None:
+def live() -> None:
     """What pools may live through: their workers end in every way that they can."""
     logging.disable()  # what is lost, and that it was restarted
-    with WorkerPool(Restored, tp=tp, restart="worker", config=config) as pool:
-        pool.call("total", 1.0)
+    with WorkerPool(Restored, tp=2, restart="worker") as pool:
+        say(pool.call("python_options"))
         with suppress(WorkerError):
             pool.call("fail", [0])
         os.kill(pool.status()[0].pid, signal.SIGKILL)
         pool.call("total", 1.0, retry=True)
-    with WorkerPool(Worker, tp=tp, config=config) as pool, suppress(WorkerError):
+    with WorkerPool(Worker, tp=2) as pool, suppress(WorkerError):
         pool.call("fail_in_group", [0])
     with suppress(WorkerStartError):
-        WorkerPool(Failing, tp=tp, worker_kwargs={"rank": 0, "how": "raise"}, config=config)
+        WorkerPool(Failing, tp=2, worker_kwargs={"rank": 0, "how": "raise"})
+    with WorkerPool(Worker, config=PoolConfig(fork=False)) as pool, suppress(WorkerError):
+        say(pool.call("python_options"))
+        pool.call("fail", [0])
 
 
 def use(pool: WorkerPool, done: Future[str], pending: Future[None]) -> None:
@@ -164,7 +168,10 @@ def main(what: str, argument: str = "", start_by: str = "fork") -> None:
     if what == "wait":
         wait_in_pool(argument, config)
     elif what == "live":
-        live(int(argument), config)
+        live()
+    elif what == "import":
+        sys.path.insert(0, argument)
+        importlib.import_module("service")
     elif what == "repeat":
         repeat()
     elif what == "start":

@@ -115,7 +115,8 @@ def run() -> Iterator[Callable[..., Driver]]:
 @pytest.mark.parametrize(
     "given",
     [
-        *[("wait", what, "fork") for what in ("idle", "sleep", "group", "locked")],
+        ("wait", "group", "fork"),
+        ("wait", "locked", "fork"),
         ("wait", "idle", "spawn"),
         ("start",),
     ],
@@ -123,7 +124,7 @@ def run() -> Iterator[Callable[..., Driver]]:
 def test_a_killed_driver_takes_workers_along(
     run: Callable[..., Driver], given: tuple[str, ...]
 ) -> None:
-    """In no call, a sleep, a collective, C code that holds Python's lock, and a start."""
+    """In a collective, C code that holds Python's lock, no call, and a start."""
     driver = run(*given)
     driver.works()
     driver.process.kill()
@@ -131,7 +132,7 @@ def test_a_killed_driver_takes_workers_along(
     assert driver.end() == (-signal.SIGKILL, "")
 
 
-@pytest.mark.parametrize("given", [("wait", "idle"), ("wait", "group"), ("start",)])
+@pytest.mark.parametrize("given", [("wait", "group"), ("start",)])
 def test_an_interrupt_ends_all_silently(run: Callable[..., Driver], given: tuple[str, ...]) -> None:
     driver = run(*given)
     driver.works()
@@ -175,9 +176,12 @@ def test_a_worker_says_what_it_waits_for_at_its_end(run: Callable[..., Driver], 
     assert run("outlasting", kind).end() == (0, f"[rank 0] {told}\n")
 
 
-@pytest.mark.parametrize(("tp", "start"), [("2", "fork"), ("1", "spawn")])
-def test_a_pool_raises_no_warning(run: Callable[..., Driver], tp: str, start: str) -> None:
-    assert run("live", tp, start, command=["-X", "dev", str(DRIVERS)]).end() == (0, "")
+def test_a_pool_raises_no_warning_and_its_workers_have_the_drivers_options(
+    run: Callable[..., Driver],
+) -> None:
+    driver = run("live", command=["-OO", "-X", "dev", "-W", "error::FutureWarning", str(DRIVERS)])
+    assert [driver.says() for _ in range(2)] == [[2, True, True]] * 2  # forked, spawned
+    assert driver.end() == (0, "")
 
 
 NO_FILE = (
@@ -190,7 +194,7 @@ NO_FILE = (
 
 
 @pytest.mark.parametrize(
-    "command", [[str(DRIVERS), "main"], ["-m", "tests.server.drivers", "main"], ["-c", NO_FILE]]
+    "command", [["-m", "tests.server.drivers", "main"], ["-c", NO_FILE]], ids=["module", "none"]
 )
 def test_a_main_module_of_any_kind_works(run: Callable[..., Driver], command: list[str]) -> None:
     driver = run(command=command)
@@ -263,8 +267,8 @@ def test_a_pool_made_by_an_import_is_refused(
     (tmp_path / "workers.py").write_text(
         "class Other:\n    def __init__(self, context, size): pass\n"
     )
-    command = [str(tmp_path / "service.py")] if is_main else ["-c", f"{path}import service"]
-    status, errors = run(command=command).end()
+    command = [str(tmp_path / "service.py")] if is_main else []
+    status, errors = run("import", str(tmp_path), command=command).end()
     assert status == 1
     assert "put the code that makes the pool into a function, or behind if __name__ ==" in errors
 
@@ -318,12 +322,11 @@ def run_pools(count: int, tp: int = 1, fork: bool = True) -> None:
             assert pool.submit("echo", turn).result(timeout=60) == turn
 
 
-@pytest.mark.parametrize(("fork", "count"), [(True, 5), (False, 1)])
-def test_pools_one_after_another_in_two_threads_leave_nothing(fork: bool, count: int) -> None:
-    run_pools(1, fork=fork)
+def test_pools_one_after_another_in_two_threads_leave_nothing() -> None:
+    run_pools(1)
     before = settled()
     with ThreadPoolExecutor(2) as threads:
-        for sequence in [threads.submit(run_pools, count, fork=fork) for _ in range(2)]:
+        for sequence in [threads.submit(run_pools, 3) for _ in range(2)]:
             sequence.result()
     assert_nothing_left(before)
 
@@ -364,9 +367,9 @@ def end_with_a_lost_thread(pool: WorkerPool) -> None:
 def test_a_pool_that_was_shut_down_keeps_no_memory_and_answers_as_before(
     end: Callable[[WorkerPool], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Not by a garbage collection: engines that must not pause switch the collector off."""
     monkeypatch.setattr("server.calls.call_table.REPORT_SECONDS", 0.01)
     monkeypatch.setattr(WorkerProcesses, "may_report", lambda *_: False)
-    """Not by a garbage collection: engines that must not pause switch the collector off."""
     run_pools(1, tp=2)
     gc.collect()
     before = shared_bytes([os.getpid()]), Counter(_descriptors())
@@ -442,28 +445,31 @@ def test_what_a_call_was_given_and_gave_goes_with_its_future() -> None:
 
 
 @pytest.mark.parametrize("fork", [True, False])
-def test_a_failed_launch_leaves_nothing(monkeypatch: pytest.MonkeyPatch, fork: bool) -> None:
-    run_pools(1, tp=4, fork=fork)
+def test_pools_and_a_failed_launch_leave_nothing(
+    monkeypatch: pytest.MonkeyPatch, fork: bool
+) -> None:
+    run_pools(1, tp=2)
     before = settled()
+    run_pools(1, fork=fork)
     started = 0
     starter, begin = (FORK_SERVERS, FORK_SERVERS.fork) if fork else (subprocess, subprocess.Popen)
 
-    def refuse_the_third(*arguments: Any, **options: Any) -> Any:
+    def refuse_the_second(*arguments: Any, **options: Any) -> Any:
         nonlocal started
         started += 1
-        if started == 3:
+        if started == 2:
             raise BlockingIOError(errno.EAGAIN, "no more processes")
         return begin(*arguments, **options)
 
-    monkeypatch.setattr(starter, begin.__name__, refuse_the_third)
+    monkeypatch.setattr(starter, begin.__name__, refuse_the_second)
     with pytest.raises(ProcessLimitError, match="no further process"):
-        WorkerPool(Worker, tp=4, config=PoolConfig(fork=fork))
-    assert started == 3
+        WorkerPool(Worker, tp=3, config=PoolConfig(fork=fork))
+    assert started == 2
     assert_nothing_left(before)
 
 
 def test_a_worker_closed_by_many_threads_closes_each_descriptor_once() -> None:
-    for _ in range(20):
+    for _ in range(10):
         (worker,) = launch([0], 1, NEVER)
         end([worker], 0.0, 0.0)
         gate = threading.Barrier(8)
