@@ -22,7 +22,6 @@ from server.config import PoolConfig
 from server.errors import WorkerLostError, WorkerStartError
 from server.launchers.fork_servers import FORK_SERVERS, working_folder
 from server.pool import WorkerPool
-from tests.commands import run_to_end
 from tests.patience import until
 from tests.ranks import run_ranks
 from tests.server.test_pool_ends import DRIVERS, Driver
@@ -56,19 +55,6 @@ def ask(method: str, config: PoolConfig | None = None, tp: int = 2) -> list[Any]
         return answers
 
 
-def test_a_worker_has_the_options_of_the_python_that_starts_it() -> None:
-    code = """
-from server import PoolConfig, WorkerPool
-from tests.server.workers import Worker
-for fork in (True, False):
-    with WorkerPool(Worker, config=PoolConfig(fork=fork)) as pool:
-        print(pool.call("python_options"))
-"""
-    options = "-OO", "-X", "dev", "-W", "error::FutureWarning"
-    done = run_to_end(sys.executable, *options, "-c", code)
-    assert done.stdout == "(2, True, True)\n" * 2
-
-
 @pytest.fixture
 def server() -> psutil.Process:
     """The only fork server; it has served pools of two."""
@@ -99,12 +85,15 @@ def test_pools_share_a_server_that_has_nothing_a_fork_would_break(
         assert keeper.pid != server.pid
 
 
-def test_workers_inherit_the_drivers_surroundings(
-    either: PoolConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_workers_inherit_the_drivers_surroundings_and_run_exit_functions(
+    either: PoolConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    (before,) = ask("inherited", either, tp=1)
+    (before,) = ask("inherited", tp=1)
     assert before["variables"]["PYTEST_CURRENT_TEST"] == os.environ["PYTEST_CURRENT_TEST"]
-    assert (before["read"], before["argument"], before["blocked"]) == ("", 1, set())
+    assert before["blocked"] == set()
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setenv("A_WORD", "said")
     monkeypatch.setenv("PYTEST_CURRENT_TEST", "another")
@@ -118,6 +107,7 @@ def test_workers_inherit_the_drivers_surroundings(
         with WorkerPool(Worker, config=either) as pool:
             there = pool.call("environment")
             inherited = pool.call("inherited")
+            pool.call("say_at_the_end")
     finally:
         os.sched_setaffinity(0, cores)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
@@ -129,6 +119,9 @@ def test_workers_inherit_the_drivers_surroundings(
     assert (variables["A_WORD"], variables["PYTEST_CURRENT_TEST"]) == ("said", "another")
     assert (inherited["mask"], inherited["cores"]) == (["0027"], {min(cores)})
     assert inherited["blocked"] == {signal.SIGUSR2}
+    assert (inherited["read"], inherited["argument"]) == ("", 1)
+    said = capfd.readouterr().out.splitlines()
+    assert said == ["[rank 0] thread", "[rank 0] exit", "[rank 0] finalizer"]
 
 
 def test_workers_inherit_a_variable_of_torch_and_none_that_is_gone(
@@ -195,15 +188,6 @@ def test_what_workers_print_goes_where_the_driver_prints_now(
     with WorkerPool(Worker, tp=2) as pool:
         pool.collective_rpc("say", args=("hello",))
     assert sorted(capfd.readouterr().out.splitlines()) == ["[rank 0] hello", "[rank 1] hello"]
-
-
-def test_a_workers_threads_and_exit_functions_run_at_its_end(
-    either: PoolConfig, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with WorkerPool(Worker, config=either) as pool:
-        pool.call("say_at_the_end")
-    said = capfd.readouterr().out.splitlines()
-    assert said == ["[rank 0] thread", "[rank 0] exit", "[rank 0] finalizer"]
 
 
 def test_a_forked_worker_ends_without_the_finalizers_of_torch() -> None:
@@ -297,16 +281,15 @@ def test_threads_start_pools_at_the_same_time(server: psutil.Process) -> None:
             answers: list[float] = pool.collective_rpc("total", args=(1.0,), timeout=120)
             return answers
 
-    sizes = [1, 2, 3, 2, 1]
+    sizes = [1, 2, 1]
     with ThreadPoolExecutor(len(sizes)) as threads:
         assert list(threads.map(start, sizes)) == [[float(n)] * n for n in sizes]
     assert server.is_running()
 
 
-def test_few_servers_stay(server: psutil.Process, monkeypatch: pytest.MonkeyPatch) -> None:
-    for word in ("one", "two"):
-        monkeypatch.setenv("A_WORD", word)
-        ask("where")
+def test_few_servers_stay(server: psutil.Process) -> None:
+    for module in ("json", "csv"):
+        ask("where", PoolConfig(preload=(module,)))
     assert len(servers()) == 2
     assert server not in servers()
 
@@ -324,20 +307,23 @@ PRELOADING = "import sys\nif 'preload' in ' '.join(sys.orig_argv):\n    "
 
 
 @pytest.mark.parametrize(
-    ("code", "reason"),
+    ("code", "reason", "starts"),
     [
         (
             "import threading\n"
             "threading.Thread(target=threading.Event().wait, daemon=True).start()\n",
             "has started threads: there are 2",
+            2,
         ),
         (
             f"{PRELOADING}sys.modules['coordinator.groups'] = None\n",
             "importing workers' modules failed: ModuleNotFoundError",
+            1,
         ),
         (
             f"{PRELOADING}import torch; torch.cuda._is_in_bad_fork = lambda: True\n",
             "importing workers' modules has used CUDA",
+            1,
         ),
     ],
     ids=["threads", "import", "CUDA"],
@@ -345,13 +331,14 @@ PRELOADING = "import sys\nif 'preload' in ' '.join(sys.orig_argv):\n    "
 def test_workers_are_spawned_where_forks_would_break(
     code: str,
     reason: str,
+    starts: int,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.WARNING, "server.launchers.fork_servers")
     with at_start(monkeypatch, tmp_path, code):
-        for _ in range(2):
+        for _ in range(starts):
             assert [rank for rank, _ in ask("where", tp=1)] == [0]
     (said,) = [record.getMessage() for record in caplog.records]
     assert said.startswith("workers are spawned, not forked: ")
@@ -381,7 +368,7 @@ def marked(mark: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("lines", "seconds"), [(1, 1.0), (1, 3.0), (2, 0.5), (3, 0.5)])
+@pytest.mark.parametrize(("lines", "seconds"), [(1, 3.0), (3, 0.5)])
 def test_a_driver_killed_at_any_moment_leaves_nothing(
     lines: int, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
