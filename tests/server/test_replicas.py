@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -30,10 +29,11 @@ from server.inspection.snapshot import of_process, programs, scan
 from server.pool import WorkerPool
 from server.replicas import Replicas
 from tests.patience import PATIENCE_SECONDS, STALL_SECONDS, until
+from tests.programs import Program
 from tests.server.workers import Gate, OneIsLate, Unlucky, Worker, pids_of
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from server.worker import WorkerContext
 
 PATIENT = PoolConfig(leave_seconds=PATIENCE_SECONDS)
 
@@ -140,16 +140,16 @@ def test_only_calls_that_may_be_made_again_move_over_and_the_replica_comes_back(
 
 def test_clients_notice_nothing_of_a_replica_that_always_dies() -> None:
     def ask(base: int) -> list[Any]:
-        return [replicas.call("echo", base + turn, retry=True) for turn in range(200)]
+        return [replicas.call("echo", base + turn, retry=True) for turn in range(100)]
 
-    with Replicas(Worker, dp=2, max_restarts=10_000) as replicas, ThreadPoolExecutor(6) as threads:
-        asked = [threads.submit(ask, n * 1000) for n in range(6)]
+    with Replicas(Worker, dp=2, max_restarts=10_000) as replicas, ThreadPoolExecutor(4) as threads:
+        asked = [threads.submit(ask, n * 1000) for n in range(4)]
         while not all(each.done() for each in asked):
             with suppress(ProcessLookupError):  # it has not been replaced yet
                 os.kill(replicas.pools[0].status()[0].pid, signal.SIGKILL)
             time.sleep(0.05)
     for n, each in enumerate(asked):
-        assert each.result() == [n * 1000 + turn for turn in range(200)]
+        assert each.result() == [n * 1000 + turn for turn in range(100)]
 
 
 def test_errors_name_the_replica(
@@ -239,30 +239,24 @@ def test_one_replica_that_cannot_start_ends_all() -> None:
     assert [child for child in children if child.name() == "pool-reaper"] == []
 
 
-ENDS_WHILE_REPLICAS_START = """
-import os, sys, threading, time
-from pathlib import Path
-from group_coordinator.replicas import Replicas
-
-class Slow:
-    def __init__(self, context, folder):
+class Slow(Worker):
+    def __init__(self, context: WorkerContext, folder: str) -> None:
+        super().__init__(context)
         Path(folder, str(os.getpid())).touch()
         time.sleep(600)
 
-if __name__ == "__main__":
-    given = {"dp": 2, "worker_kwargs": {"folder": sys.argv[1]}}
+
+def end_while_replicas_start(folder: str) -> None:
+    given: dict[str, Any] = {"dp": 2, "worker_kwargs": {"folder": folder}}
     threading.Thread(target=Replicas, args=(Slow,), kwargs=given, daemon=True).start()
-    while len(os.listdir(sys.argv[1])) < 2:
-        time.sleep(0.05)
-"""
+    until(lambda: len([*Path(folder).iterdir()]) == 2)
 
 
 def test_a_program_that_ends_does_not_wait_for_replicas_that_start(tmp_path: Path) -> None:
-    script, begun = tmp_path / "script.py", tmp_path / "begun"
-    begun.mkdir()
-    script.write_text(ENDS_WHILE_REPLICAS_START)
-    subprocess.run([sys.executable, script, begun], check=True, timeout=PATIENCE_SECONDS)
-    workers = [int(each.name) for each in begun.iterdir()]
+    program = Program(end_while_replicas_start, str(tmp_path))
+    _, errors = program.communicate()
+    assert program.returncode == 0, errors
+    workers = [int(each.name) for each in tmp_path.iterdir()]
     until(lambda: not any(psutil.pid_exists(pid) for pid in workers))
 
 
