@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import io
 import json
 import os
 import signal
 import sys
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,11 +17,11 @@ import torch
 
 import coordinator
 from coordinator import host_store
+from server.cli import main
 from server.config import PoolConfig
 from server.launchers import boot
 from server.pool import WorkerPool
 from shm_broadcast import CoordinatorError
-from tests.commands import run_to_end
 from tests.pages.blocks import block_of, read, without_numbers
 from tests.patience import until
 from tests.ranks import run_ranks
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
 # --- programs that hang, each in a way of its own -----------------------------------------------
 
 
-ENTRY = [sys.executable, "-c", "import sys; from server.cli import main; sys.exit(main())"]
 _CLONE_VFORK = 0x4000
 _PR_SET_PDEATHSIG = 1
 
@@ -203,9 +203,21 @@ def playing(scene: str, n: int, folder: Path) -> Iterator[list[int]]:
         ranks.result()
 
 
+def run_command(*words: object) -> int:
+    """The exit status of a command of ours, run here."""
+    before = signal.getsignal(signal.SIGPIPE)
+    try:
+        return main([*map(str, words)])
+    finally:
+        signal.signal(signal.SIGPIPE, before)  # a command ends with its reader
+
+
 def shown(*words: object, check: bool = True) -> str:
     """What a command of ours prints."""
-    return run_to_end(*ENTRY, *map(str, words), status=0 if check else None).stdout
+    with redirect_stdout(io.StringIO()) as printed:
+        status = run_command(*words)
+    assert status == 0 or not check
+    return printed.getvalue()
 
 
 def told(pid: int, *wanted: str, like: str = "") -> str:
@@ -217,7 +229,7 @@ def told(pid: int, *wanted: str, like: str = "") -> str:
     latest = [""]
 
     def look() -> bool:
-        latest[0] = shown("explain", pid)
+        latest[0] = shown("explain", pid, check=False)
         parts = without_numbers(latest[0]).strip().split("\n\n")
         return all(each in latest[0] for each in wanted) and (not like or parts[1] == sentences)
 
