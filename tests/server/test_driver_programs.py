@@ -57,35 +57,6 @@ def test_output_that_is_closed_or_missing_takes_lines_without_an_error(
     sys.stdout.close()
 
 
-DRIVER = """
-import sys
-from group_coordinator import WorkerPool
-
-class Printer:
-    def __init__(self, context):
-        self.rank = context.groups.world.rank
-        print("loading", self.rank)
-
-    def say(self):
-        print("said", self.rank)
-        print("complained", self.rank, file=sys.stderr)
-
-if __name__ == "__main__":
-    with WorkerPool(Printer, tp=2) as pool:
-        pool.call("say")
-"""
-
-
-def test_lines_of_workers_say_their_rank(tmp_path: Path) -> None:
-    script = tmp_path / "driver.py"
-    script.write_text(DRIVER)
-    done = run_to_end(sys.executable, str(script))
-    assert sorted(done.stdout.splitlines()) == [
-        f"[rank {rank}] {what} {rank}" for rank in range(2) for what in ("loading", "said")
-    ]
-    assert sorted(done.stderr.splitlines()) == [f"[rank {r}] complained {r}" for r in range(2)]
-
-
 WITHOUT_OUTPUT = """
 import os, sys
 from pathlib import Path
@@ -121,9 +92,9 @@ def test_what_workers_print_goes_into_no_file_of_the_driver(
 
 
 def test_a_driver_from_standard_input_cannot_use_its_own_class() -> None:
-    done = run_to_end(sys.executable, "-", status=1, input=DRIVER)
+    done = run_to_end(sys.executable, "-", status=1, input=LEAN)
     last = done.stderr.splitlines()[-1]
-    assert last.startswith("ValueError: Printer is defined where no other process can import it")
+    assert last.startswith("ValueError: Doubler is defined where no other process can import it")
     own = (
         "from group_coordinator import WorkerPool\n"
         "with WorkerPool('tests.server.workers:Worker') as pool:"
@@ -144,8 +115,10 @@ from group_coordinator import WorkerPool
 class Doubler:
     def __init__(self, context):
         self.groups = context.groups
+        print("loading", self.groups.rank)
 
     def double(self, number):
+        print("doubles", number, file=sys.stderr)
         return 2 * number
 
     def total(self, number):
@@ -164,19 +137,24 @@ if __name__ == "__main__":
         print(pool.collective_rpc("double", args=(21,)), loaded(), others)
         total = pool.call("total", 4.0)
         print(type(total).__module__, total.tolist(), loaded())
-        print(pool.call("double", total).tolist())
+        print(total.mul(2).tolist())
 """
 
 
-def test_torch_is_loaded_by_the_first_tensor_and_zmq_by_none(tmp_path: Path) -> None:
+def test_torch_is_loaded_by_the_first_tensor_and_lines_of_workers_have_their_rank(
+    tmp_path: Path,
+) -> None:
     program = tmp_path / "program.py"
     program.write_text(LEAN)
     done = run_to_end(sys.executable, str(program), status=None)
-    assert done.stdout.splitlines() == [
-        "[42, 42] [] set()",
-        "torch [8.0, -3.0] ['numpy', 'torch']",
+    assert sorted(done.stdout.splitlines()) == [
         "[16.0, -6.0]",
+        "[42, 42] [] set()",
+        "[rank 0] loading 0",
+        "[rank 1] loading 1",
+        "torch [8.0, -3.0] ['numpy', 'torch']",
     ], done.stderr
+    assert sorted(done.stderr.splitlines()) == ["[rank 0] doubles 21", "[rank 1] doubles 21"]
 
 
 def test_a_failed_import_says_why(tmp_path: Path) -> None:
