@@ -153,7 +153,7 @@ def cores_shown(pool: WorkerPool) -> list[set[int]]:
 
 
 @FEW
-@pytest.mark.parametrize(("bind", "fork"), [("auto", True), (CROSSED, True), (CROSSED, False)])
+@pytest.mark.parametrize(("bind", "fork"), [("auto", True), (CROSSED, False)])
 def test_workers_run_on_their_cores(bind: str, fork: bool) -> None:
     with WorkerPool(Worker, tp=2, config=PoolConfig(bind=bind, fork=fork)) as pool:
         shares = bound_here(bind, 2)
