@@ -184,20 +184,8 @@ def test_a_pool_raises_no_warning_and_its_workers_have_the_drivers_options(
     assert driver.end() == (0, "")
 
 
-NO_FILE = (
-    f"import sys; sys.path.insert(0, {str(DRIVERS.parents[2])!r})\n"
-    "from server.pool import WorkerPool\n"
-    "with WorkerPool('tests.server.workers:Worker') as pool:\n"
-    "    print([pool.call('where')[1], 4])\n"
-)
-"""As from a console; the folder it stands in has a server.py of its own."""
-
-
-@pytest.mark.parametrize(
-    "command", [["-m", "tests.server.drivers", "main"], ["-c", NO_FILE]], ids=["module", "none"]
-)
-def test_a_main_module_of_any_kind_works(run: Callable[..., Driver], command: list[str]) -> None:
-    driver = run(command=command)
+def test_a_class_of_a_module_that_python_runs_by_its_name_works(run: Callable[..., Driver]) -> None:
+    driver = run(command=["-m", "tests.server.drivers", "main"])
     driver.pids = driver.says()
     assert driver.pids.pop() == len("Here")
     assert driver.end() == (0, "")
