@@ -187,4 +187,4 @@ class Calls(RuleBasedStateMachine):
 
 
 TestCalls = Calls.TestCase
-TestCalls.settings = settings(max_examples=150, stateful_step_count=80, deadline=None)
+TestCalls.settings = settings(max_examples=60, stateful_step_count=80, deadline=None)
