@@ -170,7 +170,6 @@ def test_a_wait_that_begins_while_another_ends_is_shown() -> None:
         published = StatusPublisher(Mock(memory=board.memory, words=words), 0, 2, None)
 
         def swap_later(*given: int) -> bool:
-            """As the first thread is about to hide its wait."""
             published.publish_wait("second", "recv", 1, [1])
             return bool(board.words.compare_and_swap32(*given))
 
@@ -241,7 +240,7 @@ def test_a_busy_process_writes_its_stack_again_and_again() -> None:
         assert process.stdout.readline() == "made\n"
         try:
             party = WaitNode("rank 0", [program_of(process.pid).boards[0].members[0]])
-            for _ in range(100):
+            for _ in range(50):
                 assert stacks_of([party], Deadline.after(30))["rank 0"].startswith("Stack")
                 assert process.poll() is None
         finally:
@@ -309,11 +308,11 @@ def test_a_programs_parent_leads_to_it() -> None:
 
 
 def test_hundreds_of_boards_are_found() -> None:
-    boards = [Board.create(2, 0, f"group {number}") for number in range(300)]
+    boards = [Board.create(2, 0, f"group {number}") for number in range(200)]
     names = {*names_here("group ")}
     for board in boards:
         board.close()
-    assert names >= {f"group {number}" for number in range(300)}
+    assert names >= {f"group {number}" for number in range(200)}
 
 
 def test_a_process_that_was_killed_is_lost() -> None:
