@@ -678,7 +678,7 @@ MUTANTS = (
         "server/driver/worker_processes.py",
         "self._seen_elsewhere(deadline)))",
         "()))",
-        (f"{_STOPPED_ELSEWHERE}[alone]",),
+        (_STOPPED_ELSEWHERE,),
     ),
     Mutant(
         "O3 a stack comes whole from a process that had no core meanwhile",
