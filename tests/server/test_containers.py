@@ -26,7 +26,6 @@ import yaml
 
 from server.commands.options import ServeOptions, add_options
 from tests.patience import until
-from tests.server.fake_service import site
 from tests.unshared import run_unshared
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +36,6 @@ POD = DEPLOYMENT["spec"]["template"]["spec"]
 
 
 def instruction(name: str) -> str:
-    """What the Dockerfile's last instruction of this name says."""
     return re.findall(rf"^{name}\s+(.*)$", DOCKERFILE, re.MULTILINE)[-1].strip()
 
 
@@ -59,6 +57,8 @@ def key_of(args: argparse.Namespace) -> Path:
 
 
 async def answers_without_a_key(*paths: str) -> list[int]:
+    from tests.server.fake_service import site  # loads torch, which `main` below does not need
+
     async with site(api_key="secret") as here:
         return [(await here.client.get(path)).status_code for path in paths]
 
@@ -184,7 +184,6 @@ def start(arguments: list[str]) -> subprocess.Popen[bytes]:
 
 
 def offspring(pid: int) -> list[tuple[int, str, str]]:
-    """The processes below ``pid``: pid, name, state."""
     found: list[tuple[int, str, str]] = []
     for each in psutil.Process(pid).children(recursive=True):
         with suppress(psutil.NoSuchProcess):
@@ -204,7 +203,6 @@ def status_of(path: str) -> int:
 
 
 def embed() -> int:
-    """How many numbers an embedding has."""
     body = {"model": "all-MiniLM-L6-v2", "input": "A boat."}
     head = {"authorization": f"Bearer {KEY}"}
     answer = httpx.post(f"{URL}/v1/embeddings", json=body, headers=head, timeout=30)
@@ -212,7 +210,6 @@ def embed() -> int:
 
 
 def write_to(place: str) -> str | None:
-    """Why a file cannot be made in ``place``."""
     try:
         (Path(place) / "file").touch()
     except OSError as error:
