@@ -22,7 +22,7 @@ from server.driver.limits import open_files
 from server.errors import CallTimeoutError, DescriptorLimitError, RestartLimitError, WorkerError
 from server.hosts.host_supervisor import serve_host
 from server.hosts.place import Hosts
-from server.launchers.fork_servers import FORK_SERVERS
+from server.launchers.fork_servers import FORK_SERVERS, worker_environment
 from server.pool import WorkerPool
 from shm_broadcast import ForeignMemoryError
 from tests.commands import run_code, run_to_end
@@ -33,6 +33,7 @@ from tests.ranks import run_ranks
 from tests.server.drivers import say
 from tests.server.over_hosts import PATIENT, PORT, SECRET
 from tests.server.workers import Worker, pids_of
+from tests.warm_forks import warm_fork_servers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,16 +47,17 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user"
 # --- cores --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("said", ["1", None])
-def test_workers_have_as_many_threads(said: str | None) -> None:
+def test_workers_have_as_many_threads_as_the_environment_says_or_there_are_cores() -> None:
     code = """
+import os
 from server import WorkerPool
-with WorkerPool("tests.server.workers:Worker") as pool:
-    print(pool.call("environment")["threads"])
+os.environ["OMP_NUM_THREADS"] = "1"
+for _ in range(2):
+    with WorkerPool("tests.server.workers:Worker") as pool:
+        print(pool.call("environment")["threads"])
+    os.environ.pop("OMP_NUM_THREADS", None)
 """
-    clean = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-    done = run_code(code, env=clean if said is None else {**clean, "OMP_NUM_THREADS": said})
-    assert done.stdout == f"{said or usable_cores()}\n"
+    assert run_code(code).stdout == f"1\n{usable_cores()}\n"
 
 
 def run_limited(code: str, controller: str, limit: str, value: int) -> CompletedProcess[str]:
@@ -74,7 +76,6 @@ def run_limited(code: str, controller: str, limit: str, value: int) -> Completed
 
 
 def _is_removed(group: Path) -> bool:
-    """Remove a control group, which takes a while where its processes have just ended."""
     with suppress(OSError):
         group.rmdir()
     return not group.exists()
@@ -86,25 +87,22 @@ def test_a_process_in_a_group_with_a_quota_keeps_to_it() -> None:
     assert done.stdout == "1.7 1\n", done.stderr
 
 
-@pytest.mark.parametrize(
-    ("said", "used"), [(None, ("PASSIVE", "10000")), ("ACTIVE", ("ACTIVE", None))]
-)
-def test_a_workers_threads_soon_sleep_while_they_wait(
-    monkeypatch: pytest.MonkeyPatch, said: str | None, used: tuple[str, str | None]
+def test_a_workers_threads_soon_sleep_while_they_wait_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    if said:
-        monkeypatch.setenv("OMP_WAIT_POLICY", said)
-    with WorkerPool("tests.server.workers:Worker") as pool:
-        assert pool.call("environment")["waiting"] == used
+    with WorkerPool(Worker) as pool:
+        assert pool.call("environment")["waiting"] == ("PASSIVE", "10000")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    given = worker_environment(1)
+    assert (given["OMP_WAIT_POLICY"], "GOMP_SPINCOUNT" in given) == ("ACTIVE", False)
 
 
 # --- open files (``ulimit -n``) -----------------------------------------------------------------
 
 
 def at_most(files: int) -> None:
-    """Let this process have no more files open."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
 
@@ -130,6 +128,7 @@ def a_pool_names_how_many_it_needs(_: int, __: int) -> None:
 
 
 def a_pool_cannot_be_restarted(_: int, __: int) -> None:
+    warm_fork_servers()
     with WorkerPool(Worker, tp=2, restart="worker", max_restarts=1) as pool:
         pids = pids_of(pool)
         at_most(open_files() + 2)
@@ -151,6 +150,7 @@ def hosts_cannot_take_part(rank: int, _: int) -> None:
 
 
 def a_restart_over_hosts_counts_files_of_new_workers_only(rank: int, _: int) -> None:
+    warm_fork_servers()
     here = Hosts(2, rank, "127.0.0.1", PORT, SECRET, silence_seconds=PATIENT)
     if not here.is_head:
         serve_host(here, PATIENCE_SECONDS)
@@ -194,7 +194,6 @@ class Nobody(Worker):
         become_nobody()
 
     def pass_on(self) -> float:
-        """The first message from rank 0 to rank 1, for which they open memory of each other."""
         if self.rank == 0:
             self.groups.world.send(torch.ones(1), 1)
             return 1.0
