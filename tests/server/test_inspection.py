@@ -45,7 +45,6 @@ finally:
 
 
 def said(*arguments: str) -> str:
-    """What the console script prints, without torch."""
     return run_code(WITHOUT_TORCH, *arguments).stdout
 
 
@@ -236,8 +235,6 @@ def test_a_queue_is_shown_with_its_slowest_reader() -> None:
 
 
 class Reducing(Worker):
-    """Has something to do in a group, or leaves the others alone in it."""
-
     def reduce(self, times: int) -> None:
         import torch
 
