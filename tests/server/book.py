@@ -63,7 +63,6 @@ class Book:
         call_seconds: float = math.inf,
         stuck_seconds: float = math.inf,
         *,
-        name: str = "",
         restartable: bool = False,
     ) -> None:
         self.may_report = False
@@ -72,7 +71,6 @@ class Book:
             in_flight,
             call_seconds,
             settle_seconds,
-            name=name,
             restartable=restartable,
             stuck_seconds=stuck_seconds,
         )
@@ -84,10 +82,8 @@ class Book:
     def tick(self) -> DueCalls:
         return self.table.tick(lambda: self.may_report)
 
-    def send(
-        self, method: str = "embed", reply_rank: int | None = None, *, retry: bool = False
-    ) -> PendingCall:
-        call = PendingCall(method, (), {}, 2, reply_rank, retry=retry)
+    def send(self, method: str = "embed", *, retry: bool = False) -> PendingCall:
+        call = PendingCall(method, (), {}, 2, None, retry=retry)
         self.table.accept(call, self.table.generation)
         return call
 
@@ -121,5 +117,4 @@ class Book:
         self.table.break_off(WorkerLostError(1, 4242, "killed by SIGKILL"))
 
     def resumed(self) -> list[tuple[int, int]]:
-        """Ranks that may resume, and their calls."""
         return list(self.table.resumable)

@@ -20,47 +20,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.quick
 
 
-def test_a_call_is_done_when_every_rank_has_answered() -> None:
-    book = Book()
-    everyone, one = book.send(), book.send(reply_rank=1)
-    book.reply(1, 1, "b")
-    assert not everyone.done
-    book.reply(0, 1, "a")
-    assert everyone.result() == ["a", "b"]
-    book.reply(1, 2, "c")
-    assert not one.done
-    book.reply(0, 2)
-    assert one.result() == "c"
-    assert book.table.size == 0
-
-
-def failed(book: Book) -> None:
-    book.fail(0, 1)
-
-
-def garbled(book: Book) -> None:
-    book.table.garbled(0, MessageDecodeError("what is this"), 1)
-    book.reply(1, 1)
-
-
-def diverged(book: Book) -> None:
-    book.reply(0, 1, operations=1)
-    book.reply(1, 1, operations=2)
-
-
-@pytest.mark.parametrize("wrong", [failed, garbled, diverged, Book.lose_worker])
-def test_every_error_names_the_pool(wrong: Callable[[Book], None]) -> None:
-    texts = []
-    for name in ("replica 1", ""):
-        book = Book(name=name)
-        call = book.send()
-        wrong(book)
-        with pytest.raises(CoordinatorError) as caught:
-            call.result()
-        texts.append(str(caught.value))
-    assert texts[0] == f"replica 1: {texts[1]}"
-
-
 def test_the_first_failure_is_kept() -> None:
     book = Book()
     calls = [book.send(), book.send()]
@@ -105,40 +64,6 @@ def test_calls_without_a_caller_are_not_sent_or_are_marked_in_flight() -> None:
     book.table.cancel(first)
     assert book.next() is last
     assert (last.number, book.marked) == (2, [1])
-
-
-def test_results_are_not_compared_with_anything() -> None:
-    class Tensor:
-        def __bool__(self) -> bool:
-            raise RuntimeError("ambiguous")
-
-    book, value = Book(), Tensor()
-    call = book.send()
-    book.answer(1, value, value)
-    assert call.result() == [value, value]
-
-
-def test_a_call_settles_only_after_all_earlier_ones() -> None:
-    book = Book()
-    first, second = book.send(), book.send()
-    for rank in (0, 1):
-        book.fail(rank, 2)
-    assert book.resumed() == []
-    book.answer(1, "a", "b")
-    assert first.result() == ["a", "b"]
-    assert second.done
-    assert book.resumed() == [(0, 2), (1, 2)]
-
-
-def test_a_lost_reply_breaks_the_pool_before_the_next_answer() -> None:
-    book = Book()
-    calls = [book.send(), book.send()]
-    book.reply(0, 1, "a")
-    book.reply(1, 2, "b")
-    for call in calls:
-        with pytest.raises(CoordinatorError, match="a reply of rank 1 is lost"):
-            call.result()
-    assert book.table.failure is not None
 
 
 def test_an_unreadable_reply_fails_the_oldest_call_of_its_rank_and_may_be_received_again() -> None:
