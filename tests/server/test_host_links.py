@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -30,7 +30,7 @@ from server.control.pool_memory import create_pool_board
 from server.control.protocol import Handles, Hello, Start
 from server.driver.pool_plan import PoolPlan
 from server.errors import HostError
-from server.hosts import discovery, host_supervisor, remote_hosts
+from server.hosts import discovery, host_supervisor
 from server.hosts.discovery import discover_port, publish_port
 from server.hosts.host_supervisor import serve_host
 from server.hosts.link import (
@@ -54,9 +54,7 @@ from server.hosts.remote_hosts import RemoteHosts
 from server.inspection.snapshot import BoardSnapshot
 from server.pool import WorkerPool
 from shm_broadcast import NEVER, Deadline, GroupTimeoutError, MessageQueue
-from shm_broadcast.state.stacks import STACK_SIGNAL, StackFile
 from tests.patience import PATIENCE_SECONDS, STALL_SECONDS, until
-from tests.refused_threads import refusing_threads
 from tests.server.workers import Worker
 from tests.standing_store import store_elsewhere
 
@@ -192,18 +190,10 @@ def test_a_head_that_was_stopped_receives_why_the_host_gave_it_up(ends: Ends) ->
     assert lost == f"host other ({HERE}) has ended its workers, {why}"
 
 
-def test_a_link_without_a_thread_can_be_closed(ends: Ends) -> None:
-    with refusing_threads("pool-hosts"), pytest.raises(RuntimeError, match="new thread"):
-        ends.head.begin()
-    ends.head.close()
-    assert ends.head._zmq.closed
-
-
 # --- the head's end, without a host -------------------------------------------------------------
 
 
 def provisioner(problem: str = "") -> Mock:
-    """Is asked for processes, and starts none."""
     return Mock(**{"problem.return_value": problem})
 
 
@@ -226,16 +216,10 @@ def test_a_head_that_cannot_start_ends_what_it_summoned() -> None:
 
 @pytest.fixture
 def head() -> Iterator[RemoteHosts]:
-    with head_of(2) as made:
-        yield made
-
-
-@contextmanager
-def head_of(tp: int) -> Iterator[RemoteHosts]:
     hosts = of_two(provisioner(), 0)
     plan = PoolPlan(
         "tests.server.workers:Worker",
-        **{"tp": tp, **dict.fromkeys(("pp", "dp", "pcp", "dcp", "max_restarts"), 1)},
+        **{"tp": 2, **dict.fromkeys(("pp", "dp", "pcp", "dcp", "max_restarts"), 1)},
         **dict.fromkeys(("axes", "worker_kwargs", "start_timeout", "on_progress", "stuck_after")),
         device="cpu",
         share_gpu=False,
@@ -247,17 +231,6 @@ def head_of(tp: int) -> Iterator[RemoteHosts]:
     )
     with closing(RemoteHosts(hosts, plan, NEVER)) as made:
         yield made
-
-
-def test_workers_before_one_that_cannot_be_made_are_handed_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made = Mock(side_effect=[StackFile(), OSError(errno.EMFILE, os.strerror(errno.EMFILE))])
-    monkeypatch.setattr(remote_hosts, "StackFile", made)
-    employed: list[int] = []
-    with head_of(4) as head, pytest.raises(OSError, match="Too many open files"):
-        employed.extend(worker.rank for worker in head.launch([2, 3], 1, NEVER))
-    assert employed == [2]
 
 
 OTHER = HostHello("other", HERE, 4242, 1, {})
@@ -321,7 +294,7 @@ def test_a_host_that_ends_is_not_waited_for_with_its_boards(head: RemoteHosts) -
 
 SECRET: Final = b"known to both hosts"
 ELSEWHERE = Hosts(nnodes=2, node_rank=1, master_addr="127.0.0.1", master_port=1, secret=SECRET)
-TAKEN_IN = HostAdmitted(2, (1,), PoolConfig(threads=1, fork=False), stays=False)
+TAKEN_IN = HostAdmitted(2, (1,), PoolConfig(threads=1), stays=False)
 LOST: Final = "the head has ended, or closed the link"
 
 
@@ -350,7 +323,6 @@ class Scripted(BriefLink):
         self.goes_on, self.hear = goes_on, self._handler.hear
         self.pids: list[int] = []
         self.ended: list[WorkerEnded] = []
-        self.stack = ""
 
     def begin(self) -> None:
         self.hear(TAKEN_IN)
@@ -363,9 +335,6 @@ class Scripted(BriefLink):
                 self.goes_on(self)
             case WorkerEnded():
                 self.ended.append(message)
-                self.hear(HostShutdown())
-            case WorkerStack(text=text):
-                self.stack = text
                 self.hear(HostShutdown())
 
     def heartbeat_now(self) -> None:
@@ -384,14 +353,6 @@ def serve(goes_on: Callable[[Scripted], None], monkeypatch: pytest.MonkeyPatch) 
     serve_host(ELSEWHERE, PATIENCE_SECONDS)
     assert not any(map(psutil.pid_exists, made[0].pids))
     return made[0]
-
-
-def test_a_host_that_can_start_no_thread_shows_what_a_worker_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with refusing_threads("pool-stack"):
-        link = serve(lambda link: link.hear(SignalWorker(1, STACK_SIGNAL)), monkeypatch)
-    assert "File" in link.stack
 
 
 def no_file_is_left(link: Scripted) -> None:
@@ -456,7 +417,6 @@ def test_the_end_of_a_worker_is_not_taken_for_its_replacements(
 
 
 def ends_behind(monkeypatch: pytest.MonkeyPatch, *says: Any) -> None:
-    """Have the host's link end right behind these messages."""
     monkeypatch.setattr(BriefLink, "says", says)
     monkeypatch.setattr(host_supervisor, "HostLink", BriefLink)
 
@@ -483,7 +443,6 @@ def test_the_last_message_counts_although_the_link_ends_behind_it(
 
 
 def torchruns(store: Any, monkeypatch: pytest.MonkeyPatch, world: int = 2) -> None:
-    """Have this process be one that torchrun has started, with ``store``."""
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", str(world))
     monkeypatch.setenv("MASTER_PORT", str(store.port))
@@ -491,7 +450,6 @@ def torchruns(store: Any, monkeypatch: pytest.MonkeyPatch, world: int = 2) -> No
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """That of torchrun, here."""
     made = coordinator.host_store()
     torchruns(made, monkeypatch)
     return made
@@ -516,12 +474,6 @@ def test_a_host_that_connects_again_knows_the_port_that_the_head_published_once(
     publish_port(head, 4321, Deadline.after(PATIENCE_SECONDS))
     serve_host(unknown, PATIENCE_SECONDS)
     assert ports == [4321, 4321]
-
-
-@pytest.mark.usefixtures("store")
-def test_a_head_that_publishes_no_port_is_an_error_of_hosts() -> None:
-    with pytest.raises(HostError, match="the head has not published its port"):
-        serve_host(dataclasses.replace(ELSEWHERE, master_port=0), 0.2)
 
 
 def test_a_host_receives_the_port_where_another_gave_up(
