@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-import time
 from concurrent.futures import Future
 from contextlib import aclosing, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -16,11 +15,9 @@ import torch
 from server.calls.pending_call import CallStream
 from server.errors import (
     CallDivergedError,
-    CallStuckError,
     CallTimeoutError,
     PoolClosedError,
     WorkerError,
-    WorkerLostError,
 )
 from server.pool import WorkerPool
 from tests.patience import STALL_SECONDS, until
@@ -30,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from server.worker import WorkerContext
-    from shm_broadcast import CoordinatorError
     from tests.server.workers import Gate
 
 
@@ -290,23 +286,6 @@ def test_no_two_threads_get_one_item(pool: WorkerPool, gate: Gate) -> None:
             next(stream)
 
 
-def test_threads_that_take_turns_get_each_item_once(pool: WorkerPool) -> None:
-    stream, taken = pool.stream("count", "shared", 40), list[int]()
-
-    def take() -> None:
-        while True:
-            try:
-                taken.append(next(stream))
-            except StopIteration:
-                return
-            except RuntimeError:
-                time.sleep(0.001)
-
-    for thread in [Running(take) for _ in range(3)]:
-        thread.result()
-    assert sorted(taken) == [2 * number for number in range(40)]
-
-
 def test_a_close_ends_a_wait_for_an_item(pool: WorkerPool, gate: Gate) -> None:
     stream = pool.stream("run_until_cancelled_in_a_stream", gate)
     waiting = Running(next, stream)
@@ -351,30 +330,6 @@ def test_no_stream_is_closed_before_it_begins() -> None:
     goes_on.set()
     closing.result()
     assert steps == [7, -7]
-
-
-@pytest.mark.parametrize(
-    ("error", "warned"),
-    [
-        (CallTimeoutError("count", 300.0), True),
-        (CallStuckError("count", 300.0), False),
-        (WorkerLostError(1, 4242, "killed by SIGKILL"), False),
-    ],
-)
-def test_a_generator_that_has_ended_with_its_pool_is_not_warned_of(
-    error: CoordinatorError, warned: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    def step(stream: int, first: bool) -> Future[Any]:
-        found: Future[Any] = Future()
-        if first:
-            found.set_result((1,))
-        else:
-            found.set_exception(error)
-        return found
-
-    with CallStream(7, step) as stream:
-        assert next(stream) == 1
-    assert ("could not be closed" in caplog.text) == warned
 
 
 WAYS: dict[str, Callable[[WorkerPool, Gate], object]] = {
