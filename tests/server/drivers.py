@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 
 class Here(Worker):
-    """A worker of the main module."""
-
     def kind(self) -> str:
         return type(self).__qualname__
 
@@ -109,7 +107,6 @@ def wait_in_pool(argument: str, config: PoolConfig) -> None:
 
 
 def start() -> None:
-    """Start a pool of which a worker hangs; say which ranks report progress."""
     say([])
     try:
         WorkerPool(
@@ -123,7 +120,6 @@ def start() -> None:
 
 
 def forget(argument: str) -> None:
-    """Leave the interpreter, by an error or not, with a pool that is not shut down."""
     pool = WorkerPool(Worker)
     say([pool.call("where")[1]])
     pool.submit("sleep", 600.0)

@@ -58,11 +58,9 @@ class OneWorker:
             raise WorkerError(0, method, type(error).__name__, str(error), "") from error
 
     def hold(self, after: int = 0) -> None:
-        """Hold all steps that begin from now on, but for so many."""
         self._allow(len(self.steps) + after)
 
     def go(self) -> None:
-        """Hold no step any more."""
         self._allow(math.inf)
 
     def _allow(self, steps: float) -> None:
@@ -74,7 +72,6 @@ class OneWorker:
         return len(self.steps) < self._allowed
 
     def lose(self) -> None:
-        """The worker is replaced by one that holds no sequence."""
         self.worker.restore(self.context)
 
     def status(self) -> list[MemberStatus]:

@@ -33,7 +33,6 @@ PATIENT = 7.0
 
 
 def place(node: int, hosts: Sequence[Host], **changes: Any) -> Hosts:
-    """Which host this is."""
     given: dict[str, Any] = {
         "nnodes": 2,
         "node_rank": node,
@@ -102,13 +101,11 @@ def run_over(
 
 
 def living_children() -> list[str]:
-    """Workers of this process that run, and their keepers."""
     found = psutil.Process().children(recursive=True)
     return [str(each) for each in found if each.name() in {"pool-reaper", "pool-worker"}]
 
 
 def is_gone(pid: int) -> bool:
-    """Whether there is no process of that id."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -124,12 +121,10 @@ def note(folder: str, what: str, value: float) -> None:
 
 
 def noted(folder: str, what: str) -> float:
-    """Wait for a number that another process notes."""
     until((Path(folder) / what).exists, f"{what} was not noted")
     return float((Path(folder) / what).read_text())
 
 
 def kill(pid: int, number: int = signal.SIGKILL) -> float:
-    """Send a signal; the moment."""
     os.kill(pid, number)
     return time.monotonic()

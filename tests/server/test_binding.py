@@ -204,7 +204,6 @@ def test_every_host_binds_its_own_workers(tmp_path: Path) -> None:
 
 
 def start_alone(rank: int, *given: Any) -> Any:
-    """As `over_hosts`, but the other host may use its first core only."""
     if rank:
         os.sched_setaffinity(0, {USABLE[0]})
     try:

@@ -221,7 +221,6 @@ def test_a_full_queue_names_the_slowest() -> None:
 
 
 def pool_of(name: str, pid: int, *waits: int) -> BoardSnapshot:
-    """A pool of two workers, of which the first waits for others; and its driver, pid 99."""
     driver = replace(member(DRIVER_RANK, pid=99), place="generation 1")
     return BoardSnapshot(
         name, (member(0, *waits, pid=pid), member(1, pid=pid + 1), driver), None, ()
@@ -229,7 +228,6 @@ def pool_of(name: str, pid: int, *waits: int) -> BoardSnapshot:
 
 
 def edge(first: int, second: int) -> BoardSnapshot:
-    """A group of two processes, of which the second waits for the first."""
     return BoardSnapshot("", (member(0, pid=first), member(1, 0, pid=second, verb="b")), None, ())
 
 

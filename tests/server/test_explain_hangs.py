@@ -168,8 +168,6 @@ def idle(rank: int, n: int, folder: str) -> None:
 
 
 class Model(Worker):
-    """Rank 1 loads for ever."""
-
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
         if self.rank == 1:
@@ -204,7 +202,6 @@ def playing(scene: str, n: int, folder: Path) -> Iterator[list[int]]:
 
 
 def run_command(*words: object) -> int:
-    """The exit status of a command of ours, run here."""
     before = signal.getsignal(signal.SIGPIPE)
     try:
         return main([*map(str, words)])
@@ -213,7 +210,6 @@ def run_command(*words: object) -> int:
 
 
 def shown(*words: object, check: bool = True) -> str:
-    """What a command of ours prints."""
     with redirect_stdout(io.StringIO()) as printed:
         status = run_command(*words)
     assert status == 0 or not check

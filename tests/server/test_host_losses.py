@@ -151,7 +151,6 @@ def test_a_host_that_was_only_cut_off_takes_part_again_by_itself(tmp_path: Path)
 
 
 def started_again(rank: int, n: int, folder: str, hosts: Hosts) -> Any:
-    """Rank 1 is killed; rank 2 is started in its place, as an operator's tools would."""
     if rank == 2:
         noted(folder, "killed")
         return over_hosts(1, n, folder, hosts, goes_on)

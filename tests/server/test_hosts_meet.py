@@ -48,8 +48,6 @@ HEAD, OTHER = "10.93.0.1", "10.93.0.2"
 
 
 class Lines(logging.Handler):
-    """Keeps what is logged."""
-
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[str] = []
@@ -183,8 +181,6 @@ def test_a_host_whose_packets_are_lost_on_the_way_says_so(tmp_path: Path) -> Non
 
 
 class Bomb:
-    """An object that leaves a file behind where it is unpickled."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
 

@@ -247,7 +247,6 @@ class Beside:
         self.met.close()
 
     def waits(self, rank: int, folder: str) -> None:
-        """Rank ``rank`` does not come to a collective of the group until it is killed."""
         if self.tp.rank == rank:
             Path(folder, f"waits {rank}").touch()
             time.sleep(PATIENCE_SECONDS)

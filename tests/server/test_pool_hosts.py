@@ -207,7 +207,7 @@ def test_only_a_stopped_worker_on_another_host_is_named(tmp_path: Path) -> None:
 
 def are_late(pool: WorkerPool, *calls: tuple[Any, ...]) -> tuple[list[int], list[Any]]:
     """Each of these calls ends after it was late, but for the last."""
-    pids, found = pids_of(pool), []
+    pids, found = pids_of(pool), list[Any]()
     for call in calls:
         future = pool.submit(*call, timeout=2.0)
         error = future.exception()

@@ -39,13 +39,11 @@ START_SECONDS = 90.0
 
 
 def by_options(rank: int, hosts: Hosts) -> tuple[Sequence[str], Sequence[str]]:
-    """What goes before the command, and its options."""
     options = ("--nnodes", "2", "--node-rank", str(rank), "--master-addr", hosts[0].address)
     return (), (*options, *PATIENT, *(("--headless",) if rank else FOUR))
 
 
 def by_torchrun(rank: int, hosts: Hosts) -> tuple[Sequence[str], Sequence[str]]:
-    """As `by_options`; both hosts have the same command line."""
     before = (
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"),
         *("--node-rank", str(rank), "--master-addr", hosts[0].address, "--master-port", "29421"),
@@ -55,7 +53,6 @@ def by_torchrun(rank: int, hosts: Hosts) -> tuple[Sequence[str], Sequence[str]]:
 
 
 def served(rank: int, n: int, folder: str, hosts: Hosts, how: Any, end: str) -> Any:
-    """One host; what it serves, how many workers it has, and what is left of it."""
     del n
     move_to(folder, hosts, rank)
     secret = Path(folder) / f"secret {rank}"

@@ -240,14 +240,12 @@ class Worker:
         return self.total(1.0)
 
     def abort_and_stay(self, rank: int) -> float:
-        """One rank aborts the group in which the others wait, and never says why."""
         if self.rank == rank:
             self.groups.world.abort("nobody says why")
             time.sleep(600)
         return self.total(1.0)
 
     def abort_and_note(self, rank: int, folder: Path) -> None:
-        """One of two ranks aborts the group in which the other one waits; both note the moment."""
         world, aborted = self.groups.world, folder / f"aborted-{self.rank}"
         if self.rank == rank:
             until(lambda: "all_reduce" in world.status()[1 - rank].operation)
@@ -290,7 +288,6 @@ class Worker:
         return self.rank
 
     def hold_before_group(self, gate: Gate, rank: int) -> float:
-        """Every rank but one waits in an all_reduce for that one, which waits at a gate."""
         self.hold(gate, [rank])
         return self.total(1.0)
 
@@ -320,12 +317,10 @@ class Worker:
         return self.rank
 
     def swell(self, rank: int) -> None:
-        """One rank takes more and more memory, 4 GiB in all."""
         if self.rank == rank:
             self.kwargs["held"] = [np.ones(1 << 20) for _ in range(512)]
 
     def hold_python(self, ranks: list[int], gate: Gate | None = None) -> None:
-        """Hold Python's lock in one C call that does not end, behind a gate if there is one."""
         if self.rank in ranks:
             if gate is not None:
                 gate.pass_through(self.rank)
@@ -350,13 +345,11 @@ class Worker:
             os._exit(status)
 
     def become(self, rank: int, program: list[str]) -> float:
-        """One rank becomes another program, while the others wait for it."""
         if self.rank == rank:
             os.execv(program[0], program)
         return self.total(1.0)
 
     def close_all(self, rank: int) -> float:
-        """One rank closes all descriptors and goes on, while the others wait for it."""
         if self.rank == rank:
             os.closerange(3, os.sysconf("SC_OPEN_MAX"))
             time.sleep(600.0)
@@ -426,8 +419,6 @@ class Worker:
 
 
 class Failing(Worker):
-    """Fails to start on one rank, while the others take for ever."""
-
     def __init__(self, context: WorkerContext, rank: int, how: str) -> None:
         super().__init__(context)
         context.report_progress(1, 2, "loading")
@@ -472,8 +463,6 @@ class Restored(Worker):
 
 
 class Rebuilt(Restored):
-    """As a fresh one, when the pool is restarted around it."""
-
     def restore(self, context: WorkerContext) -> None:
         super().restore(context)
         self.seen = []
@@ -507,8 +496,6 @@ class Unlucky(Worker):
 
 
 class Unrestorable(Worker):
-    """Has a ``restore`` that fails on rank 0."""
-
     def restore(self, context: WorkerContext) -> None:
         self.context, self.groups = context, context.groups
         if self.rank == 0 and self.kwargs["how"] == "raises":
