@@ -109,14 +109,14 @@ def test_a_refused_thread_leaves_no_other_one(refused: str, make: Callable[[], o
 
 
 @pytest.mark.parametrize(
-    ("replaced", "reason"),
+    ("replaced", "tp", "reason"),
     [
-        ("os.fork", "no process can be forked: Resource temporarily unavailable"),
-        ("threading.Thread.start", "can't start new thread"),
+        ("os.fork", 1, "no process can be forked: Resource temporarily unavailable"),
+        ("threading.Thread.start", 2, "can't start new thread"),
     ],
 )
 def test_a_worker_that_may_start_no_process_or_thread_gives_the_reason(
-    replaced: str, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    replaced: str, tp: int, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     code = f"""
 import sys
@@ -129,7 +129,7 @@ if "boot.py" in " ".join(sys.orig_argv):
     {replaced} = refuse
 """
     with at_start(monkeypatch, tmp_path, code), pytest.raises(WorkerStartError, match=reason):
-        WorkerPool(Worker, tp=2, config=PoolConfig(fork=False))
+        WorkerPool(Worker, tp=tp, config=PoolConfig(fork=False))
 
 
 V1 = "33 31 0:30 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory\n"
