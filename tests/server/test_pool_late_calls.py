@@ -21,7 +21,7 @@ from server.hosts.remote_hosts import RemoteWorker
 from server.launchers.local import LocalWorker
 from server.pool import WorkerPool
 from server.replicas import Replicas
-from shm_broadcast import DRIVER_RANK, CoordinatorError, MessageQueue
+from shm_broadcast import DRIVER_RANK, CoordinatorError
 from tests.patience import PATIENCE_SECONDS, STALL_SECONDS, until
 from tests.server.workers import Gate, Restored, Worker, pids_of
 
@@ -173,15 +173,6 @@ def test_a_supervisor_that_fails_ends_the_pool_and_says_so(
 # Who holds up the others.
 
 
-class Aided(Worker):
-    """Rank 0 writes to a queue of its own, which has a board of its own, where it has no rank."""
-
-    def __init__(self, context: WorkerContext) -> None:
-        super().__init__(context)
-        if self.rank == 0:
-            self.own = MessageQueue(1, 1)
-
-
 @pytest.fixture
 def fresh() -> Iterator[WorkerPool]:
     with WorkerPool(Worker, tp=2) as pool:
@@ -230,12 +221,6 @@ def test_a_late_call_names_who_holds_up_the_others(
             assert sum(said in line for line in told) == 1, told
 
 
-def test_a_worker_with_a_queue_of_its_own_waits_like_any_other() -> None:
-    with WorkerPool(Aided, tp=2) as pool:
-        assert late_error(pool, "hang_in_group", 1).blocked_by == (1,)
-        pool.shutdown(0.2)
-
-
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_worker_that_is_stopped_is_named_and_ends_with_the_pool(tp: int) -> None:
     with WorkerPool(Worker, tp=tp) as pool:
@@ -282,8 +267,6 @@ def test_pools_are_not_blamed_for_each_other(fresh: WorkerPool) -> None:
 
 
 class Meeting(Worker):
-    """In its ``__init__`` all ranks meet, but for one that comes late or never."""
-
     def __init__(self, context: WorkerContext, late: int, how: str) -> None:
         super().__init__(context)
         if self.rank != late:
