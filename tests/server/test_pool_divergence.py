@@ -12,7 +12,7 @@ import torch
 from torch.distributed import TCPStore
 
 import coordinator
-from device_comm import ReduceOp, divergence
+from device_comm import divergence
 from server.config import PoolConfig
 from server.errors import CallDivergedError, WorkerError, WorkerLostError
 from server.pool import WorkerPool
@@ -221,14 +221,6 @@ def dtype(world: GroupCoordinator, odd: bool) -> Any:
     return world.all_reduce(torch.ones(4, dtype=torch.int32 if odd else torch.float32))
 
 
-def shape(world: GroupCoordinator, odd: bool) -> Any:
-    return world.all_reduce(torch.ones((2, 4) if odd else (4, 2)))
-
-
-def reduction(world: GroupCoordinator, odd: bool) -> Any:
-    return world.all_reduce(torch.ones(4), op=ReduceOp.MAX if odd else ReduceOp.MIN)
-
-
 def order(world: GroupCoordinator, odd: bool) -> Any:
     dtypes = (torch.int32, torch.float32)
     return [world.all_reduce(torch.ones(4, dtype=each)) for each in dtypes[:: -1 if odd else 1]]
@@ -252,13 +244,10 @@ def death(world: GroupCoordinator, odd: bool) -> Any:
 
 
 SLIPS: Final[dict[str, Any]] = {
-    each.__name__: each
-    for each in (dtype, shape, reduction, order, size, size_before_another, death)
+    each.__name__: each for each in (dtype, order, size, size_before_another, death)
 }
 NAMED: Final = {
     "dtype": ("SUM float32[4]", "SUM int32[4]"),
-    "shape": ("SUM float32[4, 2]", "SUM float32[2, 4]"),
-    "reduction": ("MIN float32[4]", "MAX float32[4]"),
     "order": ("SUM int32[4]", "SUM float32[4]"),
 }
 """What the error says of a rank and of the odd one, which slips in its second collective."""
