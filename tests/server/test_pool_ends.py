@@ -83,12 +83,10 @@ class Driver:
         assert len(self.pids) >= 2
 
     def end(self) -> tuple[int, str]:
-        """Its exit status, and all it and its workers said on stderr."""
         _, errors = self.process.communicate(timeout=LIMIT_SECONDS)
         return self.process.returncode or 0, errors
 
     def left(self, seconds: float) -> list[int]:
-        """The processes of the pool that are left after so long."""
         end = time.monotonic() + seconds
         while left := [pid for pid in self.pids if runs(pid)]:
             if time.monotonic() > end:
