@@ -27,7 +27,6 @@ from server.launchers.fork_servers import FORK_SERVERS, working_folder
 from server.pool import WorkerPool
 from tests.forked import in_a_child
 from tests.patience import until
-from tests.ranks import run_ranks
 from tests.server.test_pool_ends import DRIVERS, Driver
 from tests.server.workers import Worker, pids_of
 
@@ -155,17 +154,16 @@ def test_where_the_folder_is_gone_workers_start_in_the_root(
     tmp_path.mkdir()
 
 
-def go_where_others_may_not(_: int, __: int, folder: Path) -> tuple[str, str]:
-    os.chdir(folder)
-    folder.chmod(0)
-    before = working_folder()
-    os.setuid(54321)
-    return before, working_folder()
-
-
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may become another user")
 def test_a_folder_that_may_not_be_entered_is_no_workers(tmp_path: Path) -> None:
-    assert run_ranks(1, go_where_others_may_not, tmp_path) == [(".", "/")]
+    def go_where_others_may_not() -> None:
+        os.chdir(tmp_path)
+        tmp_path.chmod(0)
+        assert working_folder() == "."
+        os.setuid(54321)
+        assert working_folder() == "/"
+
+    in_a_child(go_where_others_may_not)
 
 
 def test_a_driver_that_ignores_sigchld_does_not_get_exit_statuses(
