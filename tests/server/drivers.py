@@ -100,7 +100,7 @@ def use(pool: WorkerPool, done: Future[str], pending: Future[None]) -> None:
 
 def wait_in_pool(argument: str, config: PoolConfig) -> None:
     try:
-        with WorkerPool(Worker, tp=2, config=config) as pool:
+        with WorkerPool(Worker, tp=2 if config.fork else 1, config=config) as pool:
             wait(pool, argument)
     except KeyboardInterrupt:
         sys.exit(130)
