@@ -90,10 +90,6 @@ Rank 1 holds up others: its process has ended.
 Rank 1 holds up others: it has closed the group.
   Rank 0 waits for rank 1 in dequeue.
 
-0>1:dequeue 1!absent
-Rank 1 holds up others: it has not joined, or runs on another host.
-  Rank 0 waits for rank 1 in dequeue.
-
 0>1 1~in_the_kernel
 Rank 1 holds up others: it waits in the kernel, for a disk or another device.
   Rank 0 waits for rank 1.
@@ -136,11 +132,6 @@ Rank 1 holds up others: it is idle, and waits for the next message of the driver
 Rank 2 holds up others: its process has ended.
   Rank 1 waits for rank 2 in dequeue.
   Rank 0 waits for rank 1.
-
-0>1 1>2:dequeue 2~stopped
-Rank 2 holds up others: its process is stopped, by a signal or a debugger.
-  Rank 1 waits for rank 2 in dequeue.
-  Rank 0 waits for rank 1.
 """
 """Members as ``rank>waits for slots:verb!state~condition``, and what is said, shortened."""
 
@@ -152,7 +143,6 @@ def members(story: str) -> Iterator[MemberSnapshot]:
         rank, waits, verb, state, condition = found.groups("")
         given: dict[str, Any] = {"verb": verb} if verb else {}
         given |= {"state": state} if state else {}
-        given |= {"pid": 0, "age": None} if state == "absent" else {}
         slots = map(int, filter(None, waits.split(",")))
         made = member(DRIVER_RANK if rank == "d" else int(rank), *slots, **given)
         yield replace(made, condition=condition.replace("_", " ") or made.condition)

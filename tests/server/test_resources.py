@@ -136,10 +136,7 @@ def test_a_pool_asks_before_it_starts_anything(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("arguments", "gpus", "text"),
     [
-        (["--device=cuda"], 0, "device 'cuda': torch sees no CUDA device"),
-        (["--device=cuda", "--share-gpu"], 0, "torch sees no CUDA device"),
         (["--device=cuda", "--tp=2", "--pp=2"], 2, "4 ranks for 2 GPUs"),
-        (["--share-gpu"], 1, "sharing a GPU is for device 'cuda'; got 'cpu'"),
         (["--dtype=int3"], 1, "--dtype: invalid choice: 'int3'"),
     ],
 )
