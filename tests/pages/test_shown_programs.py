@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import re
+import runpy
 import shlex
 import sys
 from dataclasses import replace
@@ -21,7 +22,6 @@ import coordinator
 import coordinator.compat.sglang
 import coordinator.compat.vllm
 import coordinator.layout
-from benchmarks.http_served import Served
 from coordinator.layout import Layout, Replicate, Shard
 from coordinator.secret import SECRET_FILE
 from server.pool import WorkerPool
@@ -30,8 +30,11 @@ from tests.commands import run_to_end
 from tests.coordinator.hosts import move_to
 from tests.netns import two_hosts
 from tests.pages.blocks import block_of, read
+from tests.programs import Program
 from tests.ranks import run_ranks
 from tests.server.over_hosts import PATIENT
+from tests.server.served import ForkedServed
+from tests.standing_store import store_elsewhere
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,39 +55,37 @@ def output(*command: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
+def served() -> Iterator[ForkedServed]:
     """What the first line of the block starts."""
     command, _, _ = block_of("docs/serving.md", "group-coordinator serve").partition("\n")
     options = shlex.split(command)
     assert options[:2] == [".venv/bin/group-coordinator", "serve"]
     at = options.index("--port")
     assert f"127.0.0.1:{options[at + 1]}" == SHOWN_AT
-    with Served(*options[2:at], *options[at + 2 :]) as served:
+    with ForkedServed(*options[2:at], *options[at + 2 :]) as served:
         served.wait_until_ready()
         yield served
 
 
-def at_its_port(code: str, served: Served) -> str:
+def at_its_port(code: str, served: ForkedServed) -> str:
     assert SHOWN_AT in code
     return code.replace(SHOWN_AT, served.url.removeprefix("http://"))
 
 
-def test_the_curl_line_of_the_service(served: Served) -> None:
+def test_the_curl_line_of_the_service(served: ForkedServed) -> None:
     _, _, curl = block_of("docs/serving.md", "group-coordinator serve").partition("\n")
     answer = json.loads(output("bash", "-c", at_its_port(curl, served)))
     assert [len(entry["embedding"]) for entry in answer["data"]] == [384, 384]
 
 
-def test_the_official_client_of_the_service(served: Served) -> None:
+def test_the_official_client_of_the_service(served: ForkedServed) -> None:
     code = block_of("docs/serving.md", "from openai import")
     (expected,) = re.findall(r"# (\[.*\])", code)
     assert output(sys.executable, "-c", at_its_port(code, served)).strip() == expected
 
 
-@pytest.mark.parametrize("beside", ["", "server.py"])
-def test_the_pool_of_the_readme(beside: str, tmp_path: Path) -> None:
-    if beside:
-        (tmp_path / beside).write_text("raise RuntimeError('a module of the user')\n")
+def test_the_pool_of_the_readme(tmp_path: Path) -> None:
+    (tmp_path / "server.py").write_text("raise RuntimeError('a module of the user')\n")
     script = tmp_path / "readme.py"
     script.write_text(block_of("README.md", "with WorkerPool("))
     first, second, third = output(sys.executable, str(script)).splitlines()
@@ -93,24 +94,35 @@ def test_the_pool_of_the_readme(beside: str, tmp_path: Path) -> None:
     assert third == "[30.0, 31.0, 32.0]"
 
 
-@pytest.mark.parametrize(
-    ("code", "page", "n"),
-    [
-        (block_of("README.md", "with coordinator.init(tp=2)"), "README.md", 2),
-        (block_of("docs/groups.md", "# verbs.py"), "docs/groups.md", 2),
-        (block_of("docs/groups.md", "# own_groups.py"), "docs/groups.md", 2),
-        (block_of("docs/groups.md", "# experts.py"), "docs/groups.md", 4),
-    ],
-    ids=["README.md", "verbs.py", "own_groups.py", "experts.py"],
-)
-def test_groups_under_torchrun(code: str, page: str, n: int, tmp_path: Path) -> None:
-    named = re.match(r"# (\w+\.py)", code)
-    script = tmp_path / (named[1] if named else "readme.py")
-    script.write_text(code)
-    options = ("--standalone", "--nproc-per-node", str(n))
-    assert f"{' '.join(options)} {script.name if named else ''}".strip() in read(page)
+def test_groups_under_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "readme.py"
+    script.write_text(block_of("README.md", "with coordinator.init(tp=2)"))
+    options = ("--standalone", "--nproc-per-node", "2")
+    assert " ".join(options) in read("README.md")
     shown = output(sys.executable, "-m", "torch.distributed.run", *options, str(script))
-    assert named or shown.count("tensor([1., 1., 1., 1.])") == 2
+    assert shown.count("tensor([1., 1., 1., 1.])") == 2
+
+
+def as_under_torchrun(rank: int, n: int, code: str, port: int) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(n)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    exec(code, {})
+
+
+@pytest.mark.parametrize(
+    ("code", "name", "n"),
+    [
+        (block_of("docs/groups.md", "# verbs.py"), "verbs.py", 2),
+        (block_of("docs/groups.md", "# own_groups.py"), "own_groups.py", 2),
+        (block_of("docs/groups.md", "# experts.py"), "experts.py", 4),
+    ],
+    ids=lambda given: given if str(given).endswith(".py") else "",
+)
+def test_groups_of_the_page(code: str, name: str, n: int) -> None:
+    assert f"--standalone --nproc-per-node {n} {name}" in read("docs/groups.md")
+    with store_elsewhere() as store:
+        run_ranks(n, as_under_torchrun, code, store.port)
 
 
 def test_the_queue_of_two_readers(tmp_path: Path) -> None:
@@ -121,21 +133,37 @@ def test_the_queue_of_two_readers(tmp_path: Path) -> None:
     assert found == [f"{rank} {message}" for rank in (0, 1)]
 
 
-def test_the_files_of_tutorial_and_pools(tmp_path: Path) -> None:
-    files = {
-        "mlp.py": block_of("docs/tutorial.md", "# mlp.py\n"),
-        "stages.py": block_of("docs/tutorial.md", "# stages.py\n"),
-        "failing.py": block_of("docs/tutorial.md", "# failing.py\n"),
-        "cache.py": block_of("docs/tutorial.md", "# cache.py\n"),
-        "calls.py": block_of("docs/pools.md", "# calls.py\n"),
-        "updates.py": block_of("docs/pools.md", "# updates.py\n"),
-        "chain.py": block_of("docs/pools.md", "# chain.py\n"),
-    }
-    for name, code in files.items():
-        (tmp_path / name).write_text(code)
-        expected = re.findall(r"print\(.*\)  # (.*)", code)
-        assert expected
-        assert output(sys.executable, str(tmp_path / name)).splitlines() == expected
+MLP = block_of("docs/tutorial.md", "# mlp.py\n")
+
+
+def be_script(path: str) -> None:
+    """Be ``python path``, as a `Program`."""
+    sys.path.insert(0, str(Path(path).parent))
+    runpy.run_path(path, run_name="__main__")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        MLP,
+        block_of("docs/tutorial.md", "# stages.py\n"),
+        block_of("docs/tutorial.md", "# failing.py\n"),
+        block_of("docs/tutorial.md", "# cache.py\n"),
+        block_of("docs/pools.md", "# calls.py\n"),
+        block_of("docs/pools.md", "# updates.py\n"),
+        block_of("docs/pools.md", "# chain.py\n"),
+    ],
+    ids=lambda code: code.splitlines()[0],
+)
+def test_a_file_of_tutorial_or_pools(code: str, tmp_path: Path) -> None:
+    (tmp_path / "mlp.py").write_text(MLP)  # others import from it
+    script = tmp_path / code.splitlines()[0].removeprefix("# ")
+    script.write_text(code)
+    expected = re.findall(r"print\(.*\)  # (.*)", code)
+    assert expected
+    program = Program(be_script, str(script))
+    shown, errors = program.communicate()
+    assert (program.returncode, shown.splitlines()) == (0, expected), errors
 
 
 # --- parts of programs, with what they take for granted -----------------------------------------
