@@ -6,19 +6,19 @@ import asyncio
 import json
 import os
 import re
+import runpy
 import shlex
 import signal
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import openai
 import psutil
 import pytest
 
-from benchmarks.http_served import Served
 from server.config import PoolConfig
 from server.pool import WorkerPool
 from server.replicas import Replicas
@@ -27,11 +27,9 @@ from server.workers.decoder import DecoderFolder, DecoderText, DecoderWorker, En
 from tests.commands import run_to_end
 from tests.pages.blocks import block_of, read
 from tests.patience import PATIENCE_SECONDS, until
+from tests.programs import Program
 from tests.server.served import ForkedServed
 from tests.server.tiny_llama import PROMPTS, greedy
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 CHAT = Path(__file__).parents[2] / "examples" / "decoder" / "chat.py"
 PATIENT = PoolConfig(leave_seconds=PATIENCE_SECONDS)
@@ -50,36 +48,28 @@ def pool_of(folder: Path, tp: int, pp: int, **options: Any) -> WorkerPool:
     )
 
 
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    text = DecoderText(DecoderFolder.open(smollm2()))
-    return [text.encode_chat([{"role": "user", "content": each}]) for each in QUESTIONS]
-
-
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2), (3, 1)])
-def test_real_weights_give_the_tokens_of_transformers(
-    tp: int, pp: int, prompts: list[list[int]]
-) -> None:
+def test_real_weights_give_the_tokens_of_transformers() -> None:
     """SmolLM2 has 9 query heads and 3 key-value heads: at tp=2 6 and 2 here, 3 and 1 there."""
-    ends = DecoderFolder.open(smollm2()).ends
+    folder = DecoderFolder.open(smollm2())
+    text = DecoderText(folder)
+    prompts = [text.encode_chat([{"role": "user", "content": each}]) for each in QUESTIONS]
     expected = [
-        [token for token in greedy(smollm2(), prompt, COUNT) if token not in ends]
+        [token for token in greedy(smollm2(), prompt, COUNT) if token not in folder.ends]
         for prompt in prompts
     ]
-    with pool_of(smollm2(), tp, pp) as pool, Engine(pool) as engine:
+    with pool_of(smollm2(), 2, 2) as pool, Engine(pool) as engine:
         together = [engine.submit(prompt, COUNT, timeout=PATIENCE_SECONDS) for prompt in prompts]
         assert [list(each) for each in together] == expected
         alone = engine.submit(prompts[1], COUNT, timeout=PATIENCE_SECONDS)
         assert list(alone) == expected[1]
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2)])
-def test_killed_workers_change_no_answer(llama: Path, tp: int, pp: int) -> None:
+def test_killed_workers_change_no_answer(llama: Path) -> None:
     count = 80
     expected = [greedy(llama, prompt, count) for prompt in PROMPTS]
-    # As CUDA graphs are computed, in the largest: a replaced worker has none of those before.
-    with pool_of(llama, tp, pp, graphs=tp * pp == 4) as pool, Engine(pool) as engine:
-        for victim in range(tp * pp):
+    # Computed as CUDA graphs are: a replaced worker has none of those before.
+    with pool_of(llama, 2, 2, graphs=True) as pool, Engine(pool) as engine:
+        for victim in range(4):
             pids = [status.pid for status in pool.status()]
             asked = [engine.submit(each, count, timeout=PATIENCE_SECONDS) for each in PROMPTS]
             tokens = iter(asked[0])
@@ -88,7 +78,7 @@ def test_killed_workers_change_no_answer(llama: Path, tp: int, pp: int) -> None:
             assert [begun + list(tokens), *(list(each) for each in asked[1:])] == expected
             until(partial(_is_restarted, pool, victim + 2))
             stays = [status.pid for status in pool.status()]
-            assert [rank for rank in range(tp * pp) if pids[rank] != stays[rank]] == [victim]
+            assert [rank for rank in range(4) if pids[rank] != stays[rank]] == [victim]
 
 
 def _is_restarted(pool: WorkerPool, generation: int) -> bool:
@@ -139,68 +129,61 @@ def test_the_service_streams_on_when_a_worker_is_killed(llama: Path) -> None:
         until(lambda: served.get("/status")[1]["restarts"] == 1)
 
 
-@pytest.fixture
-def chat(llama: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """The example, over pipes; all that it has started ends with it."""
+def be_chat(*_: str) -> None:
+    """Be the example, with this process's arguments."""
+    runpy.run_path(str(CHAT), run_name="__main__")
+
+
+def test_a_chat_answers_each_line_and_ends_with_its_input(llama: Path) -> None:
     options = ["--model", str(llama), "--tp", "2", "--pp", "2"]
-    process = subprocess.Popen(
-        [sys.executable, str(CHAT), *options],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    yield process
-    started = started_by(process)
-    process.kill()
-    process.communicate()
-    until(lambda: not any(each.is_running() for each in started))
-
-
-def started_by(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    return psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-
-
-def test_a_chat_answers_each_line_and_ends_with_its_input(
-    llama: Path, chat: subprocess.Popen[bytes]
-) -> None:
     lines = b"x" * 300 + b"\nhi\n\nbye \xff\n"
-    said, errors = chat.communicate(lines, timeout=PATIENCE_SECONDS)
-    assert chat.returncode == 0
-    assert errors.decode().startswith("the prompt has 317 tokens; with its answer at most 128 fit")
-    assert errors.count(b"\n") == 1
+    done = subprocess.run(
+        [sys.executable, str(CHAT), *options],
+        input=lines,
+        capture_output=True,
+        check=True,
+        timeout=PATIENCE_SECONDS,
+    )
+    errors = done.stderr.decode()
+    assert errors.startswith("the prompt has 317 tokens; with its answer at most 128 fit")
+    assert errors.count("\n") == 1
     text = DecoderText(DecoderFolder.open(llama))
     prompt = text.encode_chat([{"role": "user", "content": "hi"}])
     reader = text.reader()
     first = "".join(reader.read(token) for token in greedy(llama, prompt, 100))
     assert first
-    assert said.decode().startswith(first)
+    assert done.stdout.decode().startswith(first)
 
 
-def test_an_interrupted_chat_leaves_no_process(chat: subprocess.Popen[bytes]) -> None:
-    until(lambda: len(started_by(chat)) > 4)
-    started = started_by(chat)
-    chat.send_signal(signal.SIGINT)
-    _, errors = chat.communicate(timeout=PATIENCE_SECONDS)
-    assert (chat.returncode, errors) == (130, b"")
-    until(lambda: not any(each.is_running() for each in started))
+def test_an_interrupted_chat_leaves_no_process(llama: Path) -> None:
+    chat = Program(be_chat, "--model", str(llama), "--tp", "2", "--pp", "2")
+    try:
+        until(lambda: len(psutil.Process(chat.pid).children(recursive=True)) > 4)
+        started = psutil.Process(chat.pid).children(recursive=True)
+        chat.send_signal(signal.SIGINT)
+        _, errors = chat.communicate()
+        assert (chat.returncode, errors) == (130, "")
+        until(lambda: not any(each.is_running() for each in started))
+    finally:
+        chat.kill()
 
 
 def test_a_chat_that_cannot_start_gives_the_reason(llama: Path) -> None:
-    ended = run_to_end(
-        *(sys.executable, CHAT, "--model", llama, "--tp", "4"), status=2, timeout=PATIENCE_SECONDS
-    )
-    assert "tp must be 1 to 3" in ended.stderr
+    chat = Program(be_chat, "--model", str(llama), "--tp", "4")
+    _, errors = chat.communicate()
+    assert chat.returncode == 2
+    assert "tp must be 1 to 3" in errors
 
 
 # --- docs/decoder.md, but for the port ----------------------------------------------------
 
 
-def test_the_engine_of_the_page_prints_what_is_shown(tmp_path: Path) -> None:
-    script = tmp_path / "page.py"
-    script.write_text(block_of("docs/decoder.md", "WorkerPool(DecoderWorker"))
-    expected = re.findall(r"print\(.*\)  # (.*)", script.read_text())
+def test_the_engine_of_the_page_prints_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    code = block_of("docs/decoder.md", "WorkerPool(DecoderWorker")
+    expected = re.findall(r"print\(.*\)  # (.*)", code)
     assert len(expected) == 2
-    assert run_to_end(sys.executable, script).stdout.splitlines() == expected
+    exec(code, {"__name__": "__main__"})
+    assert capsys.readouterr().out.splitlines() == expected
 
 
 def test_the_page_lists_the_refused_fields_and_the_chat() -> None:
@@ -215,7 +198,7 @@ def test_the_service_of_the_page_answers_as_shown() -> None:
     assert (command, options.pop(0)) == ("group-coordinator", "serve")
     curl = block_of("docs/decoder.md", "curl -sN")
     assert "http://127.0.0.1:8000" in curl
-    with Served(*options) as served:
+    with ForkedServed(*options) as served:
         served.wait_until_ready()
         shown = run_to_end("bash", "-c", curl.replace("http://127.0.0.1:8000", served.url)).stdout
     events = [line.removeprefix("data: ") for line in shown.splitlines() if line]
