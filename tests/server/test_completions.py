@@ -257,9 +257,9 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
 
 
 @pytest.fixture(scope="module")
-def refusing(llama: Path) -> Iterator[Site]:
-    with in_a_thread(site(llama)) as here:
-        yield here
+def refusing(llama: Path) -> Iterator[httpx.Client]:
+    with in_a_thread(site(llama)) as here, httpx.Client(base_url=here.url) as client:
+        yield client
 
 
 @pytest.mark.parametrize(
@@ -268,17 +268,17 @@ def refusing(llama: Path) -> Iterator[Site]:
     ids=lambda value: repr(value)[:40],
 )
 def test_a_wrong_request_is_refused_with_its_reason(
-    refusing: Site, path: str, fields: dict[str, Any], text: str
+    refusing: httpx.Client, path: str, fields: dict[str, Any], text: str
 ) -> None:
     given: dict[str, Any] = {"prompt": "x"} if path == COMPLETION else {"messages": CHAT}
     for stream in (False, True):
         body = json.dumps({"model": "m", "max_tokens": 3, **given, **fields, "stream": stream})
-        answer = httpx.post(f"{refusing.url}{path}", content=body)
+        answer = refusing.post(path, content=body)
         assert answer.status_code == (404 if "model" in fields else 400)
         error = answer.json()["error"]
         assert text in error["message"]
         assert error["param"] == (None if "JSON" in text else next(iter(fields)))
-    assert httpx.get(f"{refusing.url}/ready").status_code == 200
+    assert refusing.get("/ready").status_code == 200
 
 
 async def test_fields_that_change_nothing_are_taken(llama: Path) -> None:

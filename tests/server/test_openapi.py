@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
     from pathlib import Path
 
-EXAMPLES = 40
+EXAMPLES = 15
 LENGTH = 4096
 MODEL = ServedModel("m", 36, LENGTH, 257)
 UNUSED: Any = None
