@@ -122,16 +122,16 @@ def test_clients_get_vectors_or_errors_until_a_stop() -> None:
 
         lines = [row for row, line in enumerate(LINES) if len(line) < 100]
         questions = Questions([LINES[row] for row in lines], expected[lines])
-        asyncio.run(load(served.url, PACKAGED_NAME, questions, 100, 1.5)).check()
+        asyncio.run(load(served.url, PACKAGED_NAME, questions, 100, 1.0)).check()
 
         def growth() -> int:
             before = served.memory_bytes()
-            found = asyncio.run(load(served.url, PACKAGED_NAME, questions, 100, 1.5, seed=1))
+            found = asyncio.run(load(served.url, PACKAGED_NAME, questions, 100, 1.0, seed=1))
             found.check()
             assert len(found.seconds) >= 100
             return served.memory_bytes() - before
 
-        assert min(growth() for _ in range(3)) < 64 * MIB  # a leak would grow each time
+        assert any(growth() < 64 * MIB for _ in range(3))  # a leak would grow each time
         assert_a_stop_finishes_what_was_accepted(served)
 
 
@@ -204,8 +204,9 @@ def seconds_until_all_get_503() -> float:
     return max(at for _, at in answers) - killed
 
 
-def test_a_lost_worker_is_replaced_and_no_accepted_request_is_lost() -> None:
-    options = ("--restart", "worker", "--request-timeout", "120", "--log-json")
+def test_a_lost_worker_is_replaced_as_often_as_allowed_and_no_request_is_lost() -> None:
+    options = ("--restart", "worker", "--max-restarts", "1")
+    options += ("--request-timeout", "120", "--log-json")
     with ForkedServed(*FOUR, *options) as served:
         served.wait_until_ready()
         pids = served.worker_pids()
@@ -228,12 +229,15 @@ def test_a_lost_worker_is_replaced_and_no_accepted_request_is_lost() -> None:
         assert f"rank 2 (pid {pids[2]}): killed by SIGKILL" in seen["last_failure"]["text"]
         assert [each["place"]["pp"] for each in seen["workers"]] == [0, 0, 1, 1]
         assert "pool_restarts_total 1.0" in httpx.get(f"{served.url}/metrics").text
-        status, errors = stop(served)
-    assert status == 0
-    lines = [json.loads(line) for line in errors.splitlines()]
+        psutil.Process(served.worker_pids()[0]).kill()
+        status, errors = served.finish()
+    *logged, last = errors.splitlines()
+    assert status == 1
+    assert "RestartLimitError: the pool has broken again after 1 restarts" in last
+    lines = [json.loads(line) for line in logged]
     cause = f"is restarted: {WorkerLostError(2, pids[2], 'killed by SIGKILL')}"
     assert any(cause in line["message"] for line in lines)
-    (lost,) = (line for line in lines if " was lost: killed by SIGKILL" in line["message"])
+    lost, _ = (line for line in lines if " was lost: killed by SIGKILL" in line["message"])
     assert (lost["rank"], lost["generation"], lost["level"]) == (2, 1, "INFO")
     started = [line["generation"] for line in lines if "has started" in line["message"]]
     assert started == [1, 2]
@@ -241,19 +245,6 @@ def test_a_lost_worker_is_replaced_and_no_accepted_request_is_lost() -> None:
     documented = json.loads(block_of("docs/debugging.md", '"message": "the pool was restarted'))
     again["logger"] = again["logger"].replace("server.", "group_coordinator.")  # as installed
     assert again | {"time": documented["time"]} == documented
-
-
-def test_too_many_restarts_end_the_service_with_the_reason() -> None:
-    with ForkedServed(*FOUR, "--restart", "pool", "--max-restarts", "1") as served:
-        served.wait_until_ready()
-        psutil.Process(served.worker_pids()[0]).kill()
-        until(lambda: served.get("/status")[1]["restarts"] == 1)
-        psutil.Process(served.worker_pids()[0]).kill()
-        status, errors = served.finish()
-    assert status == 1
-    assert (
-        "RestartLimitError: the pool has broken again after 1 restarts" in errors.splitlines()[-1]
-    )
 
 
 def test_a_dead_replica_fails_no_request() -> None:
@@ -336,8 +327,7 @@ def test_a_second_signal_abandons_requests() -> None:
 @pytest.mark.parametrize(
     ("loading", "numbers", "status"),
     [
-        (False, [signal.SIGTERM], 0),
-        (True, [signal.SIGINT], 130),
+        (False, [signal.SIGINT], 130),
         (True, [signal.SIGTERM, signal.SIGTERM], 0),
     ],
 )
@@ -356,19 +346,3 @@ def test_a_stop_before_it_is_ready_ends_every_process(
         assert ended in {status} | given_up
         assert errors == ""
         assert gone(children)
-
-
-def test_a_service_on_ipv6_requires_its_key() -> None:
-    with ForkedServed("--api-key", "secret", host="::1") as served:
-        assert served.url.startswith("http://[::1]:")
-        served.wait_until_ready()
-        refused = embed(served, "a")
-        assert refused.status_code == 401
-        assert refused.headers["www-authenticate"] == "Bearer"
-        base_url = f"{served.url}/v1"
-        with openai.OpenAI(api_key="wrong", base_url=base_url, max_retries=0) as client:
-            with pytest.raises(openai.AuthenticationError) as raised:
-                client.embeddings.create(model=PACKAGED_NAME, input="a")
-            assert raised.value.code == "invalid_api_key"
-            right = client.with_options(api_key="secret")
-            assert len(right.embeddings.create(model=PACKAGED_NAME, input="a").data) == 1
