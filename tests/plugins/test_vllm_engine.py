@@ -114,31 +114,6 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield served
 
 
-def test_chat_is_streamed(ours: Served) -> None:
-    client = ours.client()
-    asked = {
-        "model": "model",
-        "messages": [{"role": "user", "content": "What is the capital of France?"}],
-        "max_tokens": 12,
-        "temperature": 0,
-    }
-    whole = client.chat.completions.create(**asked).choices[0].message.content
-    stream = client.chat.completions.create(**asked, stream=True)
-    pieces = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
-    assert len(pieces) > 3
-    assert "".join(pieces) == whole != ""
-
-
-def test_log_probabilities_come_with_the_tokens(ours: Served) -> None:
-    answer = ours.client().completions.create(
-        model="model", prompt="The capital of France is", max_tokens=4, temperature=0, logprobs=3
-    )
-    found = answer.choices[0].logprobs
-    assert len(found.token_logprobs) == 4
-    assert all(value <= 0 for value in found.token_logprobs)
-    assert all(len(top) >= 3 for top in found.top_logprobs)
-
-
 def test_an_aborted_request_leaves_the_engine_as_it_was(ours: Served) -> None:
     before = greedy(ours, 4)
     stream = ours.client().completions.create(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import threading
@@ -14,6 +13,7 @@ import pytest
 from coordinator.plugins.vllm.queue import MessageQueue
 from shm_broadcast import DRIVER_RANK, GroupClosedError, PeerLostError
 from tests.patience import NAMED_WITHIN
+from tests.ranks import CONTEXT
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -31,13 +31,11 @@ def answer(input_handle: Any, rank: int, pipe: Connection) -> None:
         answers.enqueue((rank, call))
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_calls_and_answers_go_as_in_the_executor_of_vllm(method: str) -> None:
-    context: Any = multiprocessing.get_context(method)
+def test_calls_and_answers_go_as_in_the_executor_of_vllm() -> None:
     calls = MessageQueue(2, 2, max_chunk_bytes=16 << 20, connect_ip="127.0.0.1")
-    pipes = [context.Pipe(duplex=False) for _ in range(2)]
+    pipes = [CONTEXT.Pipe(duplex=False) for _ in range(2)]
     workers = [
-        context.Process(target=answer, args=(calls.export_handle(), rank, pipes[rank][1]))
+        CONTEXT.Process(target=answer, args=(calls.export_handle(), rank, pipes[rank][1]))
         for rank in range(2)
     ]
     for worker in workers:
@@ -60,10 +58,9 @@ def test_calls_and_answers_go_as_in_the_executor_of_vllm(method: str) -> None:
 
 
 def test_a_killed_worker_is_named_to_the_engine_that_waits_for_its_answer() -> None:
-    context = multiprocessing.get_context("fork")
     calls = MessageQueue(1, 1)
-    reader, writer = context.Pipe(duplex=False)
-    worker = context.Process(target=answer, args=(calls.export_handle(), 0, writer))
+    reader, writer = CONTEXT.Pipe(duplex=False)
+    worker = CONTEXT.Process(target=answer, args=(calls.export_handle(), 0, writer))
     worker.start()
     answers = MessageQueue.create_from_handle(reader.recv(), 0)
     calls.wait_until_ready()

@@ -26,7 +26,7 @@ from shm_broadcast.state.flight_recorder import VerbTotal
 from tests.patience import PATIENCE_SECONDS, auntil
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator
     from contextlib import AbstractAsyncContextManager
 
     from server.service.app import ServiceApp
@@ -218,11 +218,6 @@ def in_a_thread(serving: AbstractAsyncContextManager[Any]) -> Iterator[Any]:
         finally:
             over.set()
             ended.result(PATIENCE_SECONDS)
-
-
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    """Run a test's coroutine, for a minute at most."""
-    asyncio.run(asyncio.wait_for(test(), 60))
 
 
 def samples(text: str) -> dict[tuple[str, ...], float]:
