@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
+from shutil import copytree
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -41,8 +42,8 @@ COUNT = 20
 
 
 @pytest.fixture
-def edited(tmp_path: Path) -> Path:
-    return make_llama(tmp_path / "model")
+def edited(llama: Path, tmp_path: Path) -> Path:
+    return copytree(llama, tmp_path / "model")
 
 
 def steps_of(answers: Sequence[Sequence[int]], chunk: int) -> list[list[ScheduledSequence]]:
@@ -81,8 +82,7 @@ def drawn(
     return found
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2), (3, 1), (3, 3)])
-@pytest.mark.parametrize("chunk", [100, 7])
+@pytest.mark.parametrize(("tp", "pp", "chunk"), [(1, 1, 7), (2, 1, 100), (2, 2, 7), (3, 3, 100)])
 def test_tokens_are_those_of_transformers(llama: Path, tp: int, pp: int, chunk: int) -> None:
     expected = [greedy(llama, prompt, COUNT) for prompt in PROMPTS]
     assert len({tuple(answer) for answer in expected}) == len(PROMPTS)
@@ -103,12 +103,11 @@ def test_tokens_are_those_of_transformers(llama: Path, tp: int, pp: int, chunk: 
 def test_other_decoders_give_their_tokens(tmp_path: Path, changes: dict[str, Any]) -> None:
     folder = make_llama(tmp_path / "model", **changes)
     expected = [greedy(folder, prompt, COUNT) for prompt in PROMPTS]
-    for tp, pp in [(1, 1), (2, 1), (1, 3)]:
+    for tp, pp in [(2, 1), (1, 3)]:
         assert drawn(folder, tp, pp, steps_of(expected, 11)) == dict(enumerate(expected))
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (2, 2)])
-@pytest.mark.parametrize("chunk", [100, 1])
+@pytest.mark.parametrize(("tp", "pp", "chunk"), [(1, 1, 1), (2, 1, 1), (2, 2, 100)])
 def test_steps_of_fixed_shapes_find_the_same_tokens(
     llama: Path, monkeypatch: pytest.MonkeyPatch, tp: int, pp: int, chunk: int
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from shutil import copytree
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,7 +13,6 @@ from tokenizers.models import BPE
 
 from server.workers.decoder import AnswerReader, DecoderFolder, DecoderText
 from tests.server.tiny_bert import edit
-from tests.server.tiny_llama import make_llama
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -72,7 +72,7 @@ def read(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
 def test_the_pieces_of_any_tokens_are_their_text(make: Any) -> None:
     tokenizer, chance = make(), random.Random(5)
     size = tokenizer.get_vocab_size()
-    for _ in range(400):
+    for _ in range(150):
         some = [chance.randrange(size) for _ in range(4)]  # so that bytes come in runs, and not
         ids = [chance.choice([*some, chance.randrange(size + 2)]) for _ in range(30)]
         assert "".join(read(tokenizer, ids)) == tokenizer.decode(ids, skip_special_tokens=True)
@@ -138,8 +138,8 @@ def test_stops_are_found_across_tokens(llama: Path, stops: tuple[str, ...], expe
 
 
 @pytest.mark.parametrize("kept", ["chat_template.jinja", "text", "by name"])
-def test_the_template_of_a_chat_is_found(tmp_path: Path, kept: str) -> None:
-    folder = make_llama(tmp_path / "model")
+def test_the_template_of_a_chat_is_found(llama: Path, tmp_path: Path, kept: str) -> None:
+    folder = copytree(llama, tmp_path / "model")
     template = "{{ messages | tojson }}{% if add_generation_prompt %}:{% endif %}"
     named = [{"name": "tools", "template": "no"}, {"name": "default", "template": template}]
     if kept == "chat_template.jinja":
@@ -153,8 +153,8 @@ def test_the_template_of_a_chat_is_found(tmp_path: Path, kept: str) -> None:
     assert ids == text.encode("""[{"role": "user", "content": "<b> & 'é'"}]:""")
 
 
-def test_a_wrong_tokenizer_or_template_is_refused(tmp_path: Path) -> None:
-    folder = make_llama(tmp_path / "model")
+def test_a_wrong_tokenizer_or_template_is_refused(llama: Path, tmp_path: Path) -> None:
+    folder = copytree(llama, tmp_path / "model")
     (folder / "chat_template.jinja").write_text("{% if %}")
     with pytest.raises(ValueError, match="chat template: Expected an expression"):
         DecoderText(DecoderFolder.open(folder))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from server.service.pool_service import PoolService
 
 ROOT = Path(__file__).parents[2]
-CLIENTS = 500
+CLIENTS = 300
 KEY = {"authorization": "Bearer secret"}
 KINDS: tuple[dict[str, Any], ...] = (
     {"input": "word"},
@@ -78,7 +78,7 @@ async def ask(url: str, number: int, tally: Tally) -> None:
     tally.count(answer)
 
 
-async def test_counters_are_those_of_five_hundred_clients() -> None:
+async def test_counters_are_those_of_many_clients() -> None:
     tally = Tally()
     async with (
         site(max_waiting=40) as here,
@@ -110,14 +110,14 @@ async def test_real_workers_count_what_their_clients_asked_for() -> None:
 
     async def client(url: str, number: int) -> None:
         async with httpx.AsyncClient(timeout=60, verify=TLS) as own:
-            for turn in range(5):
+            for turn in range(3):
                 name = "another" if (number + turn) % 7 == 0 else PACKAGED_NAME
                 body = {"model": name, "input": ["The harbour wakes."] * (1 + turn)}
                 tally.count(await own.post(f"{url}/v1/embeddings", json=body))
 
     with ForkedServed("--tp", "2", "--pp", "2") as served:
         await asyncio.to_thread(served.wait_until_ready)
-        await asyncio.gather(*(client(served.url, number) for number in range(40)))
+        await asyncio.gather(*(client(served.url, number) for number in range(20)))
         found = samples(httpx.get(f"{served.url}/metrics").text)
     assert labelled(found, "service_requests_total") == tally.statuses
     assert set(tally.statuses) == {"200", "404"}

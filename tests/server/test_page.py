@@ -24,6 +24,7 @@ from server.service.page import policy
 from tests.patience import PATIENCE_SECONDS
 from tests.server.fake_service import Site, in_a_thread, listening, site
 from tests.server.served import ForkedServed
+from tests.server.test_completions import site as completing
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -131,16 +132,14 @@ def test_ranks_that_work_stop_and_die_are_shown(browser: Browser) -> None:
             assert "3 vectors of 384 numbers" in wide.text("#found")
             wide.until("polyline")
             wide.shoot("healthy")
-            phone = Looker(browser, served.url, viewport=PHONE)
-            dark = Looker(browser, served.url, viewport=PHONE, color_scheme="dark")
-            for each, name in ((phone, "phone"), (dark, "dark")):
-                each.until("td")
-                fits = each.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-                assert fits, "the page is wider than the phone"
-                each.shoot(name)
+            phone = Looker(browser, served.url, viewport=PHONE, color_scheme="dark")
+            phone.until("td")
+            fits = phone.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+            assert fits, "the page is wider than the phone"
+            phone.shoot("phone")
             light, night = (
                 each.page.evaluate("getComputedStyle(document.body).backgroundColor")
-                for each in (phone, dark)
+                for each in (wide, phone)
             )
             assert light != night
             psutil.Process(pids[1]).suspend()
@@ -157,13 +156,12 @@ def test_ranks_that_work_stop_and_die_are_shown(browser: Browser) -> None:
             wide.until("#state.ready")
             wide.until(f"td:has-text('pid {served.worker_pids()[2]}')")
             wide.shoot("replaced")
-        assert [each.wrong for each in (wide, phone, dark)] == [[], [], []]
+        assert [each.wrong for each in (wide, phone)] == [[], []]
         served.process.send_signal(signal.SIGTERM)
         wide.until("#state.gone")
         assert served.finish()[0] == 0
         wide.page.close()
         phone.page.close()
-        dark.page.close()
 
 
 @asynccontextmanager
@@ -232,9 +230,8 @@ def test_the_page_asks_for_the_key(browser: Browser) -> None:
 
 
 def test_a_model_that_completes_is_tried_with_a_completion(browser: Browser, llama: Path) -> None:
-    with ForkedServed("--model", str(llama)) as served:
-        served.wait_until_ready()
-        looker = Looker(browser, served.url)
+    with in_a_thread(completing(llama)) as here:
+        looker = Looker(browser, here.url)
         looker.until("#go:has-text('Go on')")
         looker.page.click("#go")
         looker.until("#found p:has-text('tokens in')")
