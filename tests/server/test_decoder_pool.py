@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import re
 import runpy
 import shlex
 import signal
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -97,20 +95,6 @@ def test_each_replica_has_its_own_engine(llama: Path) -> None:
                 assert [list(each) for each in asked] == expected
 
 
-def test_fifty_streams_at_once_get_their_own_answers(llama: Path) -> None:
-    expected = [greedy(llama, prompt, COUNT) for prompt in PROMPTS]
-
-    async def read(engine: Engine, at: int) -> list[int]:
-        asked = engine.submit(PROMPTS[at % 4], COUNT, timeout=PATIENCE_SECONDS)
-        return [token async for token in asked]
-
-    async def read_all(engine: Engine) -> list[list[int]]:
-        return await asyncio.gather(*(read(engine, at) for at in range(50)))
-
-    with pool_of(llama, 2, 2, slots=7) as pool, Engine(pool) as engine:
-        assert asyncio.run(read_all(engine)) == [expected[at % 4] for at in range(50)]
-
-
 def test_the_service_streams_on_when_a_worker_is_killed(llama: Path) -> None:
     expected = greedy(llama, PROMPTS[0], 90)
     reader = DecoderText(DecoderFolder.open(llama)).reader()
@@ -129,22 +113,19 @@ def test_the_service_streams_on_when_a_worker_is_killed(llama: Path) -> None:
         until(lambda: served.get("/status")[1]["restarts"] == 1)
 
 
-def be_chat(*_: str) -> None:
-    """Be the example, with this process's arguments."""
-    runpy.run_path(str(CHAT), run_name="__main__")
+def be_chat(lines: str, *options: str) -> None:
+    """Be the example with these options, and the file ``lines`` as its input."""
+    sys.argv[1:] = options
+    with Path(lines).open() as sys.stdin:
+        runpy.run_path(str(CHAT), run_name="__main__")
 
 
-def test_a_chat_answers_each_line_and_ends_with_its_input(llama: Path) -> None:
-    options = ["--model", str(llama), "--tp", "2", "--pp", "2"]
-    lines = b"x" * 300 + b"\nhi\n\nbye \xff\n"
-    done = subprocess.run(
-        [sys.executable, str(CHAT), *options],
-        input=lines,
-        capture_output=True,
-        check=True,
-        timeout=PATIENCE_SECONDS,
-    )
-    errors = done.stderr.decode()
+def test_a_chat_answers_each_line_and_ends_with_its_input(llama: Path, tmp_path: Path) -> None:
+    lines = tmp_path / "lines"
+    lines.write_bytes(b"x" * 300 + b"\nhi\n\nbye \xff\n")
+    chat = Program(be_chat, str(lines), "--model", str(llama), "--tp", "2", "--pp", "2")
+    said, errors = chat.communicate()
+    assert chat.returncode == 0, errors
     assert errors.startswith("the prompt has 317 tokens; with its answer at most 128 fit")
     assert errors.count("\n") == 1
     text = DecoderText(DecoderFolder.open(llama))
@@ -152,16 +133,19 @@ def test_a_chat_answers_each_line_and_ends_with_its_input(llama: Path) -> None:
     reader = text.reader()
     first = "".join(reader.read(token) for token in greedy(llama, prompt, 100))
     assert first
-    assert done.stdout.decode().startswith(first)
+    assert said.startswith(first)
 
 
-def test_an_interrupted_chat_leaves_no_process(llama: Path) -> None:
-    chat = Program(be_chat, "--model", str(llama), "--tp", "2", "--pp", "2")
+def test_an_interrupted_chat_leaves_no_process(llama: Path, tmp_path: Path) -> None:
+    lines = tmp_path / "lines"
+    os.mkfifo(lines)
+    chat = Program(be_chat, str(lines), "--model", str(llama), "--tp", "2", "--pp", "2")
     try:
-        until(lambda: len(psutil.Process(chat.pid).children(recursive=True)) > 4)
-        started = psutil.Process(chat.pid).children(recursive=True)
-        chat.send_signal(signal.SIGINT)
-        _, errors = chat.communicate()
+        with lines.open("w"):
+            until(lambda: len(psutil.Process(chat.pid).children(recursive=True)) > 4)
+            started = psutil.Process(chat.pid).children(recursive=True)
+            chat.send_signal(signal.SIGINT)
+            _, errors = chat.communicate()
         assert (chat.returncode, errors) == (130, "")
         until(lambda: not any(each.is_running() for each in started))
     finally:
@@ -169,7 +153,7 @@ def test_an_interrupted_chat_leaves_no_process(llama: Path) -> None:
 
 
 def test_a_chat_that_cannot_start_gives_the_reason(llama: Path) -> None:
-    chat = Program(be_chat, "--model", str(llama), "--tp", "4")
+    chat = Program(be_chat, os.devnull, "--model", str(llama), "--tp", "4")
     _, errors = chat.communicate()
     assert chat.returncode == 2
     assert "tp must be 1 to 3" in errors
