@@ -33,7 +33,8 @@ NEARLY = MAX_BODY_BYTES - 4096
 @pytest.fixture(scope="module")
 def service() -> Iterator[Served]:
     """For tests that leave it as it was."""
-    with ForkedServed("--request-timeout", "120") as served:
+    options = ("--request-timeout", "120", "--max-num-batched-tokens", "1024")
+    with ForkedServed(*options) as served:
         served.wait_until_ready()
         yield served
 
@@ -43,9 +44,10 @@ def connect(served: Served) -> socket.socket:
     return socket.create_connection((at.hostname, at.port), 60)
 
 
-def ask(served: Served, input: Any, **fields: Any) -> httpx.Response:  # noqa: A002
-    body = {"model": PACKAGED_NAME, "input": input, **fields}
-    return httpx.post(f"{served.url}/v1/embeddings", json=body, timeout=120)
+def ask(served: Served, input: Any, key: str = "", **fields: Any) -> httpx.Response:  # noqa: A002
+    body, url = {"model": PACKAGED_NAME, "input": input, **fields}, f"{served.url}/v1/embeddings"
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    return httpx.post(url, json=body, headers=headers, timeout=120, verify=False)
 
 
 class Peak:
@@ -83,8 +85,12 @@ class Peak:
         self._thread.join()
 
 
-def hostile_requests(most: int = 2048) -> list[tuple[dict[str, Any], int]]:
-    """Valid requests as large as may be, of up to ``most`` texts, and their answers' status."""
+def many_texts(n: int) -> tuple[dict[str, Any], int]:
+    return {"input": ["a" * 4000] * n, "truncate": True}, 200
+
+
+def hostile_requests() -> list[tuple[dict[str, Any], int]]:
+    """Requests as large as may be, and their answers' status."""
     half = "wörd " * (NEARLY // 12)
     return [
         ({"input": "word " * (NEARLY // 5)}, 400),
@@ -93,7 +99,7 @@ def hostile_requests(most: int = 2048) -> list[tuple[dict[str, Any], int]]:
         ({"input": " " * NEARLY, "truncate": True}, 200),
         ({"input": "\u0301" * (NEARLY // 6), "truncate": True}, 200),
         ({"input": [half, half], "truncate": True}, 200),
-        ({"input": ["a" * 4000] * most, "truncate": True}, 200),
+        many_texts(512),
         ({"input": [7] * (NEARLY // 3)}, 400),
         ({"input": [7] * (NEARLY // 3), "truncate": True}, 400),
         ({"input": [7] * (MAX_VALUES - 9), "truncate": True}, 200),
@@ -104,7 +110,7 @@ def hostile_requests(most: int = 2048) -> list[tuple[dict[str, Any], int]]:
 
 def test_a_small_request_does_not_wait_for_a_large_one(service: Served) -> None:
     answers: list[httpx.Response] = []
-    large = threading.Thread(target=lambda: answers.append(ask(service, ["word " * 240] * 48)))
+    large = threading.Thread(target=lambda: answers.append(ask(service, ["word " * 240] * 32)))
     large.start()
     until(lambda: service.get("/status")[1]["items_waiting"])
     assert ask(service, "small").status_code == 200
@@ -126,41 +132,43 @@ def test_a_burst_of_connections_waits_to_be_accepted(service: Served) -> None:
             assert client.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
 
 
+def limit_memory(pids: Sequence[int], room: int | None) -> None:
+    """Let processes map so many bytes more than they have; None: as many as they want."""
+    for pid in pids:
+        most = -1 if room is None else psutil.Process(pid).memory_info().vms + room
+        _, hard = resource.prlimit(pid, resource.RLIMIT_AS)
+        resource.prlimit(pid, resource.RLIMIT_AS, (most, hard))
+
+
 def test_hostile_texts_cost_bounded_memory_and_kill_no_worker(service: Served) -> None:
     pids = service.worker_pids()
-    with Peak([service.process.pid, *pids]) as peak:
-        assert ask(service, ["warm " * 250] * 16).status_code == 200
+    every = (service.process.pid, *pids)
+    assert ask(service, ["warm " * 250] * 16).status_code == 200
+    with Peak(every) as peak:
+        limit_memory(every, 512 * MIB)
         for fields, status in hostile_requests():
             answer = ask(service, **fields)
             assert answer.status_code == status, (answer.text[:200], peak.grown() / MIB)
+        limit_memory(every, None)
+        fields, status = many_texts(2048)
+        assert ask(service, **fields).status_code == status
     assert peak.grown() < 512 * MIB, peak.grown() / MIB
     assert peak.kept() < 256 * MIB, peak.kept() / MIB
     assert service.worker_pids() == pids
     assert ask(service, "after").status_code == 200
 
 
-def test_within_a_limit_of_memory_no_worker_dies() -> None:
-    """What a process may map is limited to what it has when idle, and half a GiB."""
-    with ForkedServed("--request-timeout", "120") as served:
+def test_a_service_on_ipv6_requires_its_key_and_waits_for_a_half_sent_request() -> None:
+    with ForkedServed("--drain-timeout", "1", "--api-key", "secret", host="::1") as served:
+        assert served.url.startswith("http://[::1]:")
         served.wait_until_ready()
-        pids = served.worker_pids()
-        assert ask(served, ["warm " * 250] * 16).status_code == 200
-        for pid in (served.process.pid, *pids):
-            room = psutil.Process(pid).memory_info().vms + 512 * MIB
-            resource.prlimit(pid, resource.RLIMIT_AS, (room, room))
-        for fields, status in hostile_requests(512):
-            answer = ask(served, **fields)
-            assert answer.status_code == status, answer.text[:200]
-        assert served.worker_pids() == pids
-        assert ask(served, "after").status_code == 200
-
-
-def test_a_half_sent_request_delays_a_stop_by_the_drain_timeout() -> None:
-    with ForkedServed("--drain-timeout", "1", host="::1") as served:
-        served.wait_until_ready()
-        head = b"POST /v1/embeddings HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n"
+        refused = ask(served, "a")
+        assert refused.status_code == 401
+        assert refused.headers["www-authenticate"] == "Bearer"
+        assert ask(served, "a", key="secret").status_code == 200
+        head = b"POST /v1/embeddings HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n"
         with connect(served) as half, connect(served) as silent, connect(served) as begun:
-            half.sendall(head + b"{")
+            half.sendall(head + b"authorization: Bearer secret\r\n\r\n{")
             begun.sendall(b"GET /hea")
             assert served.get("/health")[0] == 200  # those before it have been seen
             began = time.monotonic()
