@@ -28,13 +28,13 @@ from server.workers.minilm import packaged_model
 from tests.pages.blocks import block_of
 from tests.patience import NAMED_WITHIN, STALL_SECONDS, quickest, until
 from tests.server.served import ForkedServed, embed
-from tests.server.tiny_bert import reference
+from tests.server.test_minilm import embed as vectors_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 LINES = ["The harbour wakes before the sun does.", "", "word " * 3000, "short", "Ünïcödé ✓"]
-FOUR = ("--tp", "2", "--pp", "2")
+FOUR = ("--tp", "2", "--pp", "2", "--max-num-batched-tokens", "1024")
 MIB = 1 << 20
 ABORTED_KEY = "accepted requests are abandoned"
 
@@ -96,7 +96,7 @@ def stopped(pids: list[int]) -> Iterator[None]:
 
 
 def test_clients_get_vectors_or_errors_until_a_stop() -> None:
-    expected = reference(packaged_model(), LINES)
+    expected = vectors_of(packaged_model(), 1, 1, LINES)
     with Served(*FOUR) as served:
         assert served.get("/health")[0] == 200
         assert served.get("/ready") == (
@@ -138,7 +138,7 @@ def test_clients_get_vectors_or_errors_until_a_stop() -> None:
 def assert_a_stop_finishes_what_was_accepted(served: Served) -> None:
     pids = served.worker_pids()
     with stopped(pids):
-        answers, threads = in_threads(2, served, ["word " * 60] * 64)
+        answers, threads = in_threads(2, served, ["word " * 30] * 64)
         wait_for(served, "items_waiting", 16)  # of 128, of which three batches are under way
         signalled(served, signal.SIGTERM)
         with pytest.raises(httpx.ConnectError):
@@ -153,11 +153,8 @@ def assert_a_stop_finishes_what_was_accepted(served: Served) -> None:
 def assert_errors_have_their_fields(client: openai.OpenAI) -> None:
     wrong: list[tuple[type[openai.APIStatusError], dict[str, Any], str, str | None]] = [
         (openai.NotFoundError, {"model": "other"}, "model", "model_not_found"),
-        (openai.BadRequestError, {"input": []}, "input", None),
         (openai.BadRequestError, {"input": [[101, 999_999]]}, "input", None),
-        (openai.BadRequestError, {"input": [1] * 257}, "input", "context_length_exceeded"),
         (openai.BadRequestError, {"input": "word " * 255}, "input", "context_length_exceeded"),
-        (openai.BadRequestError, {"input": "x" * 10**6}, "input", "context_length_exceeded"),
     ]
     for kind, fields, param, code in wrong:
         given: dict[str, Any] = {"model": PACKAGED_NAME, "input": "a", **fields}
@@ -181,8 +178,8 @@ def seconds_until_all_get_503() -> float:
     with ForkedServed(*FOUR, "--truncate") as served:
         served.wait_until_ready()
         pids = served.worker_pids()
-        answers, threads = in_threads(8, served, ["word " * 300] * 200)
-        wait_for(served, "items_waiting", 1200)
+        answers, threads = in_threads(8, served, ["word " * 300] * 60)
+        wait_for(served, "items_waiting", 300)
         killed = time.monotonic()
         psutil.Process(pids[2]).kill()
         for thread in threads:
@@ -213,11 +210,11 @@ def test_a_lost_worker_is_replaced_as_often_as_allowed_and_no_request_is_lost() 
         expected = embed(served, "word").json()["data"]
         to_be_lost = psutil.Process(pids[2])
         to_be_lost.suspend()  # what comes now stays: three batches under way, the rest waits
-        answers, threads = in_threads(1, served, ["word " * 40] * 180)
+        answers, threads = in_threads(1, served, ["word " * 40] * 90)
         wait_for(served, "calls_running", 3)
         of_the_first = served.get("/status")[1]["items_waiting"]
-        later, more = in_threads(7, served, ["word " * 40] * 60)
-        wait_for(served, "items_waiting", of_the_first + 7 * 60)  # all are accepted
+        later, more = in_threads(7, served, ["word " * 40] * 20)
+        wait_for(served, "items_waiting", of_the_first + 7 * 20)  # all are accepted
         to_be_lost.kill()
         for thread in (*threads, *more):
             thread.join()
@@ -309,8 +306,8 @@ def test_a_second_signal_abandons_requests() -> None:
     with ForkedServed("--truncate", "--max-num-batched-tokens", "1024") as served:
         served.wait_until_ready()
         pids = served.worker_pids()
-        answers, threads = in_threads(2, served, ["word " * 300] * 1000)
-        wait_for(served, "items_waiting", 1000)
+        answers, threads = in_threads(2, served, ["word " * 300] * 200)
+        wait_for(served, "items_waiting", 300)
         began = time.monotonic()
         signalled(served, signal.SIGTERM)
         served.process.send_signal(signal.SIGTERM)
