@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.built_once import built_once
+from tests.commands import ROOT, run_to_end
 
 if TYPE_CHECKING:
     import pytest
-
-ROOT = Path(__file__).parents[1]
 
 JUNK = (
     *("build/lib/server/pool.py", "dist/old.whl", ".venv/pyvenv.cfg", ".hypothesis/example"),
@@ -48,7 +47,7 @@ def source_archive(factory: pytest.TempPathFactory) -> Path:
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
             (tree / name).write_text("left over")
         archives = factory.mktemp("archive")
-        _build("sdist", tree, archives)
+        _make_sdist(tree, archives)
         (archive,) = archives.glob("*.tar.gz")
         with tarfile.open(archive) as opened:
             opened.extractall(folder, filter="data")
@@ -58,20 +57,30 @@ def source_archive(factory: pytest.TempPathFactory) -> Path:
 
 
 def source_wheel(factory: pytest.TempPathFactory) -> Path:
-    """A wheel of that archive; not to be changed."""
+    """The wheel of that archive that `make wheels` makes for this machine; not to be changed."""
     source = source_archive(factory)
 
     def build(folder: Path) -> None:
         tree = shutil.copytree(source, factory.mktemp("wheel") / "tree")
-        _build("wheel", tree, folder, {"CFLAGS": "-Werror"})
+        done = make_wheels(tree, os.uname().machine)
+        assert done.returncode == 0, done.stderr
+        wheel = Path(done.stdout.splitlines()[-1])
+        wheel.rename(folder / wheel.name)
 
     (wheel,) = built_once(factory, "wheel", build).iterdir()
     return wheel
 
 
-def _build(kind: str, tree: Path, folder: Path, more: dict[str, str] | None = None) -> None:
-    script = f"from setuptools import build_meta; build_meta.build_{kind}({str(folder)!r})"
+def make_wheels(tree: Path, *machines: str) -> subprocess.CompletedProcess[str]:
+    """Run what `make wheels` runs; the last lines of its output are the files that it has made."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path}
+    return run_to_end(
+        "deploy/wheels.sh", *machines, cwd=tree, env=environment, status=None, timeout=300
+    )
+
+
+def _make_sdist(tree: Path, folder: Path) -> None:
+    script = f"from setuptools import build_meta; build_meta.build_sdist({str(folder)!r})"
     environment = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
-    command = [sys.executable, "-W", "ignore", "-c", script]
-    environment |= more or {}
-    subprocess.run(command, cwd=tree, env=environment, capture_output=True, check=True, timeout=300)
+    run_to_end(sys.executable, "-W", "ignore", "-c", script, cwd=tree, env=environment, timeout=300)

@@ -51,6 +51,7 @@ MODEL_LIBRARIES = {"transformers", "sentence_transformers"}
 IMPORT_ALL = """
 import importlib, pkgutil, sys
 sys.modules["cupy"] = None
+import group_coordinator
 for floor in sys.argv[1:]:
     package = importlib.import_module(floor)
     for module in pkgutil.walk_packages(package.__path__, floor + "."):
