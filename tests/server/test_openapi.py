@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import asynccontextmanager
+from shutil import copytree
 from typing import TYPE_CHECKING, Any
 
 import jsonschema_rs
@@ -19,7 +20,7 @@ from server.service.completions import PLAIN, CompletionApp, read_chat, read_com
 from tests.patience import PATIENCE_SECONDS
 from tests.server.fake_service import app_of, in_a_thread, listening, site
 from tests.server.test_completions import site as completing
-from tests.server.tiny_llama import make_llama
+from tests.server.tiny_bert import edit
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -65,14 +66,15 @@ async def embeddings() -> AsyncIterator[str]:
 @asynccontextmanager
 async def completions(folder: Path) -> AsyncIterator[str]:
     """Of a model that takes long prompts; every token ends its answers."""
-    make_llama(folder, max_position_embeddings=LENGTH, eos_token_id=list(range(257)))
+    edit(folder / "config.json", max_position_embeddings=LENGTH)
+    edit(folder / "generation_config.json", eos_token_id=list(range(257)))
     async with completing(folder, length=LENGTH, max_tokens=512) as made:
         yield made.url
 
 
 @pytest.fixture(scope="module")
-def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    folder = tmp_path_factory.mktemp("llama") / "model"
+def urls(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    folder = copytree(llama, tmp_path_factory.mktemp("long") / "model")
     with in_a_thread(embeddings()) as one, in_a_thread(completions(folder)) as other:
         yield {"embeddings": one, "completions": other}
 
