@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.child import FOLDER, Child
+from benchmarks.child import Child
 from benchmarks.http_served import runs
 from tests.patience import until
 
@@ -57,25 +57,3 @@ def test_an_ended_peer_leaves_no_process_and_no_file() -> None:
     assert not runs(other)
     assert not Path(folder).exists()
     child.close()  # once more is nothing
-
-
-SEGMENT_OF_OPEN_MPI = """
-import os, pathlib, sys
-file = pathlib.Path(os.environ["SHARED"], "segment")
-file.touch(); sys.stdin.readline(); print("samples", f'["{file}"]', flush=True)
-"""
-
-SEGMENT_OF_PYTHON = """
-import sys; from multiprocessing.shared_memory import SharedMemory
-shared = SharedMemory(create=True, size=64)
-sys.stdin.readline(); print("samples", f'["/dev/shm/{shared.name}"]', flush=True)
-"""
-
-
-@pytest.mark.parametrize("shares", [SEGMENT_OF_OPEN_MPI, SEGMENT_OF_PYTHON])
-def test_the_shared_memory_of_a_peer_goes_with_it(shares: str) -> None:
-    with closing(Child("a peer", [sys.executable, "-c", shares], {"SHARED": FOLDER})) as child:
-        segment = Path(*child.ask("where"))
-        assert segment.exists()
-        assert segment.is_relative_to("/dev/shm")
-    assert not segment.exists()
