@@ -207,11 +207,9 @@ def test_a_wrong_request_is_refused(
         engine.submit(prompt, max_tokens)
 
 
-@pytest.mark.parametrize(
-    ("timeout", "error"), [(-1, ValueError), (math.nan, ValueError), ("3", TypeError)]
-)
-def test_a_wrong_timeout_is_refused(engine: Engine, timeout: Any, error: type[Exception]) -> None:
-    with pytest.raises(error):
+@pytest.mark.parametrize("timeout", [-1, math.nan, "3"])
+def test_a_wrong_timeout_is_refused(engine: Engine, timeout: Any) -> None:
+    with pytest.raises(TypeError if timeout == "3" else ValueError):
         engine.submit([5], 3, timeout=timeout)
     assert engine.waiting == engine.running == 0
 
@@ -363,18 +361,13 @@ def test_an_error_of_the_engine_itself_hangs_no_caller(
         engine.submit([5])
 
 
-@pytest.mark.parametrize("raises", [False, True])
 def test_a_wrong_step_ends_the_answers(
-    raises: bool, pool: OneWorker, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    pool: OneWorker, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    error, text = (IndexError, None) if raises else (ValueError, "drew 0 tokens for 1 sequences")
-    if raises:
-        pool.before = lambda _: [][0]
-    else:
-        monkeypatch.setattr(pool.worker, "step", lambda _: [])
-    with pytest.raises(error, match=text):
+    monkeypatch.setattr(pool.worker, "step", lambda _: [])
+    with pytest.raises(ValueError, match="drew 0 tokens for 1 sequences"):
         list(engine.submit([5], 3, timeout=PATIENCE_SECONDS))
-    with pytest.raises(error, match=text):
+    with pytest.raises(ValueError, match="drew 0 tokens"):
         engine.submit([5], 3)
 
 
@@ -405,7 +398,7 @@ async def tokens(asked: GeneratedSequence) -> list[int]:
     return [token async for token in asked]
 
 
-@pytest.mark.parametrize("timeout", [math.inf, 1e300, 10**400], ids=["inf", "1e300", "10**400"])
+@pytest.mark.parametrize("timeout", [math.inf, 10**400], ids=["inf", "10**400"])
 def test_a_token_may_take_for_ever(engine: Engine, timeout: float) -> None:
     found = asyncio.run(tokens(engine.submit([5], 3, timeout=timeout)))
     assert list(engine.submit([5], 3, timeout=timeout)) == found

@@ -1,11 +1,7 @@
-"""The page at ``/``, also in Chromium, by Playwright, where both are installed.
-
-With ``PAGE_SCREENSHOTS`` set to a folder, tests write screenshots there.
-"""
+"""The page at ``/``, also in Chromium, by Playwright, where both are installed."""
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import signal
@@ -34,7 +30,6 @@ if TYPE_CHECKING:
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 PAGE = Path("server/data/page.html")
 PHONE = {"width": 380, "height": 800}
-SHOTS = os.environ.get("PAGE_SCREENSHOTS")
 EVIL = (
     "</p><script>window.evil = 1</script><img src=x onerror='window.evil = 2'>"
     "<svg onload='window.evil = 3'><a href='javascript:evil()'>"
@@ -89,10 +84,6 @@ class Looker:
     def text(self, selector: str) -> str:
         return self.page.inner_text(selector)
 
-    def shoot(self, name: str) -> None:
-        if SHOTS:
-            self.page.screenshot(path=Path(SHOTS) / f"{name}.png", full_page=True)
-
 
 @contextmanager
 def asked_all_the_time(url: str) -> Iterator[None]:
@@ -131,12 +122,10 @@ def test_ranks_that_work_stop_and_die_are_shown(browser: Browser) -> None:
             assert wide.page.locator("#found b").all_inner_texts()[0] == "1.00"
             assert "3 vectors of 384 numbers" in wide.text("#found")
             wide.until("polyline")
-            wide.shoot("healthy")
             phone = Looker(browser, served.url, viewport=PHONE, color_scheme="dark")
             phone.until("td")
             fits = phone.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
             assert fits, "the page is wider than the phone"
-            phone.shoot("phone")
             light, night = (
                 each.page.evaluate("getComputedStyle(document.body).backgroundColor")
                 for each in (wide, phone)
@@ -147,7 +136,6 @@ def test_ranks_that_work_stop_and_die_are_shown(browser: Browser) -> None:
             wide.until("#verdict:not([hidden])")
             assert f"Rank 1 (pid {pids[1]}) holds up others" in wide.text("#verdict")
             assert f"pid {pids[1]}" in wide.text("td.stopped")
-            wide.shoot("stopped")
             psutil.Process(pids[1]).resume()
             wide.until("#state.ready")
             psutil.Process(pids[2]).kill()
@@ -155,7 +143,6 @@ def test_ranks_that_work_stop_and_die_are_shown(browser: Browser) -> None:
             assert f"rank 2 (pid {pids[2]}): killed by SIGKILL" in wide.text("#failure")
             wide.until("#state.ready")
             wide.until(f"td:has-text('pid {served.worker_pids()[2]}')")
-            wide.shoot("replaced")
         assert [each.wrong for each in (wide, phone)] == [[], []]
         served.process.send_signal(signal.SIGTERM)
         wide.until("#state.gone")
