@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import server.service
 from server.config import ServiceLimits
-from server.errors import CallTimeoutError, PoolClosedError, QueueFullError, WorkerLostError
+from server.errors import CallTimeoutError, PoolClosedError, WorkerLostError
 from server.service.embeddings import Batcher, BatchQueue, BatchRequest, EmbeddingService
 from server.service.metrics import Metrics
 from server.service.pool_service import InstrumentedPool, StallDetector
@@ -134,37 +134,6 @@ async def begun(batches: Batcher[Number, int], *requests: list[Number]) -> list[
     tasks = [asyncio.create_task(batches.submit(each)) for each in requests]
     await asyncio.sleep(0)
     return tasks
-
-
-async def test_what_does_not_fit_is_refused_while_the_rest_goes_on() -> None:
-    computer = Computer(held=True)
-    batches = batcher(computer)
-    first, second = await begun(batches, numbers(1), numbers(2) * 6)
-    with pytest.raises(QueueFullError, match="no room for 1 more: 6 of at most 6 wait"):
-        await batches.submit(numbers(3))
-    computer.gate.set()
-    assert await first == [1]
-    assert await second == [4] * 6
-
-
-async def test_requests_that_wait_together_are_computed_together() -> None:
-    computer = Computer(held=True)
-    batches = batcher(computer)
-    asked = await begun(batches, *[numbers(n) for n in range(4)])
-    await asyncio.sleep(0)
-    assert (batches.running, batches.waiting) == (1, 3)
-    computer.gate.set()
-    assert await asyncio.gather(*asked) == [[0], [1], [4], [9]]
-    assert computer.batches == [[0], [1, 2, 3]]
-
-
-async def test_a_large_request_is_put_together_from_its_batches() -> None:
-    computer = Computer()
-    assert await batcher(computer, in_flight=3).submit(numbers(1, 2, 3, 4, 5, 6)) == [
-        1, 4, 9, 16, 25, 36,
-    ]  # fmt: skip
-    assert computer.batches == [[1, 2, 3, 4], [5, 6]]
-    assert await batcher(computer).submit(numbers()) == []
 
 
 async def test_an_error_reaches_those_of_its_batch_only() -> None:

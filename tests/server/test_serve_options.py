@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import math
 import socket
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -26,10 +27,7 @@ from server.config import (
 from server.hosts.place import Hosts
 from server.service.listener import listen
 from server.workers.minilm import MiniLMWorker
-
-if TYPE_CHECKING:
-    pass
-
+from tests.commands import run_to_end
 
 COUNTS = ("dp", "max_restarts", "max_num_batched_tokens", "max_connections", "max_waiting")
 TIMES = ("stuck_after", "start_timeout")
@@ -49,6 +47,11 @@ def test_the_command_line_and_python_make_the_same_options(tmp_path: Path) -> No
     assert ServeOptions(**read) == ServeOptions(
         model=tmp_path, tp=2, max_num_seqs=4, stuck_after=2.5, log_json=True, restart="pool"
     )
+
+
+def test_the_console_script_is_the_command() -> None:
+    script = Path(sys.executable).with_name("group-coordinator")
+    assert run_to_end(script, "--version").stdout.startswith("group-coordinator ")
 
 
 def test_the_help_has_the_defaults_that_depend_on_other_options() -> None:
