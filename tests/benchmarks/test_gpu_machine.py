@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu
-from benchmarks.harness import Report
 from tests.commands import ROOT, run_code, run_to_end
 from tests.lean_python import lean_variables
 from tests.programs import Program, run_module
@@ -46,24 +44,6 @@ def test_make_gpu_test_uses_the_given_python_and_says_what_is_missing() -> None:
     assert "/given/python -m pytest -m gpu" in shown
     assert "pip" not in shown
     assert ".venv" not in shown
-
-
-def test_bandwidth_counts_inputs_once_and_outputs_once(capsys: pytest.CaptureFixture[str]) -> None:
-    size = 1 << 20
-    traffic = {verb: gpu.Work(verb, size).traffic(4) / size for verb in gpu.VERBS}
-    assert traffic == {
-        "all_reduce": 8,
-        "all_gather": 5,
-        "reduce_scatter": 5,
-        "broadcast": 4,
-        "barrier": 0,
-    }
-    work, found = gpu.Work("all_reduce", size), Report({})
-    samples: gpu.Timed = {("captured", "all_reduce bfloat16 1 MiB", "ours"): [[4e-6], [4e-6]]}
-    gpu.add(found, [work], samples, "ranks as streams", 2, 2e12)
-    assert (found.rows[0].work, found.rows[0].median) == ("all_reduce captured", pytest.approx(4))
-    # 4 MiB in 4 us are 1.05 TB/s.
-    assert "1048.6 GB/s,  52.4 % of a copy" in capsys.readouterr().out
 
 
 # --- With as few packages as such machines have -------------------------------------------

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import importlib.util
 import re
 import shlex
 import subprocess
 import tomllib
+from ast import literal_eval
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
@@ -26,7 +26,6 @@ from tests.pages.blocks import PAGES, ROOT, Block, block_of, blocks, read
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 
 pytestmark = pytest.mark.quick
@@ -180,19 +179,14 @@ def test_commands_can_be_typed(block: Block) -> None:
 LANGUAGES = {*COMMANDS, "python", "text", "json", "yaml", "mermaid"}
 
 
+ASKED: Final = re.compile(r'block_of\(\s*("[^"]*"),\s*("(?:[^"\\]|\\.)*"|\'[^\']*\'),?\s*\)')
+
+
 def asked_for() -> set[tuple[str, str]]:
     """The blocks that tests ask for, as the arguments of `block_of`."""
-    return {asked for file in ROOT.glob("tests/**/test_*.py") for asked in _asked_in(file)}
-
-
-def _asked_in(file: Path) -> Iterator[tuple[str, str]]:
-    text = file.read_text(encoding="utf-8")
-    for node in ast.walk(ast.parse(text)) if "block_of(" in text else ():
-        match node:
-            case ast.Call(
-                func=ast.Name("block_of"), args=[ast.Constant(str(page)), ast.Constant(str(part))]
-            ):
-                yield page, part
+    texts = (file.read_text(encoding="utf-8") for file in ROOT.glob("tests/**/test_*.py"))
+    found = [ASKED.findall(text) for text in texts]
+    return {(literal_eval(page), literal_eval(part)) for each in found for page, part in each}
 
 
 def test_every_block_is_used_by_a_test() -> None:

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from coordinator.layout import MissingTensorError, TensorShapeError
 from server.workers.decoder import decoder_worker
 from server.workers.decoder.decoder_cache import (
     CacheLostError,
@@ -257,15 +256,6 @@ def test_a_row_outside_the_slots_is_refused(llama: Path, slot: int, tokens: Any,
 
 
 @pytest.mark.parametrize(
-    ("tp", "pp", "message"),
-    [(4, 1, "tp must be 1 to 3, the model's key-value heads; got 4"), (1, 4, "pp must be 1 to 3")],
-)
-def test_a_pool_that_does_not_fit(llama: Path, tp: int, pp: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        run_threads(tp, pp, lambda context: DecoderWorker(context, llama))
-
-
-@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"model_type": "mamba"}, "model_type is 'mamba'; only 'llama'"),
@@ -304,21 +294,6 @@ def test_a_folder_that_is_no_decoder_is_refused(edited: Path) -> None:
         DecoderFolder.open(edited)
     with pytest.raises(FileNotFoundError, match="no such model folder"):
         DecoderFolder.open(edited / "none")
-
-
-@pytest.mark.parametrize(
-    ("config", "error", "text"),
-    [
-        ({"intermediate_size": 42}, TensorShapeError, r"has shape \[41, 36\]"),
-        ({"num_hidden_layers": 4}, MissingTensorError, r"no tensor named model\.layers\.3\."),
-    ],
-)
-def test_weights_that_do_not_fit_the_config_are_named(
-    edited: Path, config: Any, error: type[Exception], text: str
-) -> None:
-    edit(edited / "config.json", **config)
-    with pytest.raises(error, match=text):
-        run_threads(1, 1, lambda context: DecoderWorker(context, edited))
 
 
 # --- The folder in the user's cache that holds a model made once --------------------------

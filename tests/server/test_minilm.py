@@ -28,7 +28,7 @@ from server.workers.minilm import (
     ModelFolderError,
     SentenceTokenizer,
 )
-from server.workers.minilm.minilm_worker import arrange, make_batches
+from server.workers.minilm.minilm_worker import arrange
 from tests.programs import Program
 from tests.server.fake_groups import run_threads
 from tests.server.tiny_bert import SENTENCES, edit, make_model, reference, save_json
@@ -231,16 +231,6 @@ def test_wrong_inputs_are_refused_by_index(
     tokenizer.encode(["text", "", [2, 3], (2, 50)], truncate=False)
     with pytest.raises(error, match=text):
         tokenizer.encode(wrong, truncate=True)
-
-
-@given(st.lists(st.integers(1, 40), max_size=40), st.integers(1, 100))
-def test_batches_hold_every_input_once_longest_first(lengths: list[int], most: int) -> None:
-    batches = list(make_batches(lengths, most))
-    assert sorted(row for batch in batches for row in batch.rows) == list(range(len(lengths)))
-    assert all(batch.lengths == [lengths[row] for row in batch.rows] for batch in batches)
-    found = [length for batch in batches for length in batch.lengths]
-    assert found == sorted(lengths, reverse=True)
-    assert all(sum(batch.lengths) <= most or len(batch.rows) == 1 for batch in batches)
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=40))
