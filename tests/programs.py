@@ -15,6 +15,7 @@ import signal
 import sys
 import warnings
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from coordinator.daemon_threads import submit_in_thread
@@ -78,6 +79,14 @@ def run_module(name: str, folder: str, *arguments: str) -> None:
     os.chdir(folder)
     sys.argv[1:] = arguments
     runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def run_script(path: str, lines: str, *arguments: str) -> None:
+    """Be ``python path`` with these arguments and the file ``lines`` as input, as a `Program`."""
+    sys.argv[1:] = arguments
+    sys.path.insert(0, str(Path(path).parent))
+    with Path(lines).open() as sys.stdin:
+        runpy.run_path(path, run_name="__main__")
 
 
 def _run(

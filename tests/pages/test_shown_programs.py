@@ -6,7 +6,6 @@ import importlib
 import json
 import os
 import re
-import runpy
 import shlex
 import sys
 from dataclasses import replace
@@ -30,7 +29,7 @@ from tests.commands import run_to_end
 from tests.coordinator.hosts import move_to
 from tests.netns import two_hosts
 from tests.pages.blocks import block_of, read
-from tests.programs import Program
+from tests.programs import Program, run_script
 from tests.ranks import run_ranks
 from tests.server.over_hosts import PATIENT
 from tests.server.served import ForkedServed
@@ -136,12 +135,6 @@ def test_the_queue_of_two_readers(tmp_path: Path) -> None:
 MLP = block_of("docs/tutorial.md", "# mlp.py\n")
 
 
-def be_script(path: str) -> None:
-    """Be ``python path``, as a `Program`."""
-    sys.path.insert(0, str(Path(path).parent))
-    runpy.run_path(path, run_name="__main__")
-
-
 @pytest.mark.parametrize(
     "code",
     [
@@ -161,7 +154,7 @@ def test_a_file_of_tutorial_or_pools(code: str, tmp_path: Path) -> None:
     script.write_text(code)
     expected = re.findall(r"print\(.*\)  # (.*)", code)
     assert expected
-    program = Program(be_script, str(script))
+    program = Program(run_script, str(script), os.devnull)
     shown, errors = program.communicate()
     assert (program.returncode, shown.splitlines()) == (0, expected), errors
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import runpy
 import shlex
 import signal
-import sys
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import openai
 import psutil
@@ -22,14 +19,17 @@ from server.pool import WorkerPool
 from server.replicas import Replicas
 from server.service.completions import PLAIN
 from server.workers.decoder import DecoderFolder, DecoderText, DecoderWorker, Engine, smollm2
-from tests.commands import run_to_end
+from tests.commands import ROOT, run_to_end
 from tests.pages.blocks import block_of, read
 from tests.patience import PATIENCE_SECONDS, until
-from tests.programs import Program
+from tests.programs import Program, run_script
 from tests.server.served import ForkedServed
 from tests.server.tiny_llama import PROMPTS, greedy
 
-CHAT = Path(__file__).parents[2] / "examples" / "decoder" / "chat.py"
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CHAT = str(ROOT / "examples" / "decoder" / "chat.py")
 PATIENT = PoolConfig(leave_seconds=PATIENCE_SECONDS)
 QUESTIONS = ["Hello! Who are you?", "What is the capital of France?"]
 COUNT = 12
@@ -113,17 +113,10 @@ def test_the_service_streams_on_when_a_worker_is_killed(llama: Path) -> None:
         until(lambda: served.get("/status")[1]["restarts"] == 1)
 
 
-def be_chat(lines: str, *options: str) -> None:
-    """Be the example with these options, and the file ``lines`` as its input."""
-    sys.argv[1:] = options
-    with Path(lines).open() as sys.stdin:
-        runpy.run_path(str(CHAT), run_name="__main__")
-
-
 def test_a_chat_answers_each_line_and_ends_with_its_input(llama: Path, tmp_path: Path) -> None:
     lines = tmp_path / "lines"
     lines.write_bytes(b"x" * 300 + b"\nhi\n\nbye \xff\n")
-    chat = Program(be_chat, str(lines), "--model", str(llama), "--tp", "2", "--pp", "2")
+    chat = Program(run_script, CHAT, str(lines), "--model", str(llama), "--tp", "2", "--pp", "2")
     said, errors = chat.communicate()
     assert chat.returncode == 0, errors
     assert errors.startswith("the prompt has 317 tokens; with its answer at most 128 fit")
@@ -139,7 +132,7 @@ def test_a_chat_answers_each_line_and_ends_with_its_input(llama: Path, tmp_path:
 def test_an_interrupted_chat_leaves_no_process(llama: Path, tmp_path: Path) -> None:
     lines = tmp_path / "lines"
     os.mkfifo(lines)
-    chat = Program(be_chat, str(lines), "--model", str(llama), "--tp", "2", "--pp", "2")
+    chat = Program(run_script, CHAT, str(lines), "--model", str(llama), "--tp", "2", "--pp", "2")
     try:
         with lines.open("w"):
             until(lambda: len(psutil.Process(chat.pid).children(recursive=True)) > 4)
@@ -153,7 +146,7 @@ def test_an_interrupted_chat_leaves_no_process(llama: Path, tmp_path: Path) -> N
 
 
 def test_a_chat_that_cannot_start_gives_the_reason(llama: Path) -> None:
-    chat = Program(be_chat, os.devnull, "--model", str(llama), "--tp", "4")
+    chat = Program(run_script, CHAT, os.devnull, "--model", str(llama), "--tp", "4")
     _, errors = chat.communicate()
     assert chat.returncode == 2
     assert "tp must be 1 to 3" in errors
