@@ -328,14 +328,14 @@ MUTANTS = (
         "device_comm/verbs/runner.py",
         "if not self.backend.capabilities.detects_divergence and operation.moves_nothing:",
         "if operation.moves_nothing:",
-        (f"{_DIVERGE}[empty-shared memory]",),
+        (f"{_DIVERGE}[shared memory]",),
     ),
     Mutant(
         "R1 ranks agree on the dimension",
         "device_comm/shm/signature.py",
         "operation.peer if verb in ROOTED else operation.dim,",
         "operation.peer,",
-        (f"{_DIVERGE}[dim of reduce_scatter-shared memory]",),
+        (f"{_DIVERGE}[shared memory]",),
     ),
     Mutant(
         "R1 a message without elements is a message",
