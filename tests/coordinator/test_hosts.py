@@ -41,14 +41,11 @@ NAMED_WITHIN = 2.0
 
 SECRET = b"known to all the ranks"
 
-STORES = pytest.mark.parametrize("secret", [None, SECRET], ids=["open store", "with a secret"])
-
 X = torch.ones(1000)
 
 VERBS: dict[str, Callable[[GroupCoordinator], object]] = {
     "all_reduce": lambda tp: tp.all_reduce(X),
     "barrier": lambda tp: tp.barrier(),
-    "recv": lambda tp: tp.recv(X.shape, X.dtype, tp.world_size - 1),
     "recv_object": lambda tp: tp.recv_object(tp.world_size - 1),
     "work": lambda tp: tp.all_reduce(X, async_op=True).wait(),
 }
@@ -121,9 +118,7 @@ def one_is_killed(
     return error, later, since(store, "died", raised)
 
 
-def seconds_until_named(
-    folder: str, n: int, victim: int, verb: str, secret: bytes | None = None
-) -> float:
+def seconds_until_named(folder: str, n: int, victim: int, verb: str, secret: bytes | None) -> float:
     with two_hosts("IPv4") as hosts:
         results = run_ranks(n, one_is_killed, folder, hosts, victim, verb, secret, may_die=[victim])
     pid = int(beside(folder, n).get("pid"))
@@ -143,24 +138,22 @@ def seconds_until_named(
     return max(seconds for _, _, seconds in filter(None, results))
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_a_killed_member_is_named_on_all_hosts(verb: str, tmp_path: Path) -> None:
-    assert_named_in_time(tmp_path, 4, 3, verb)
-
-
-@STORES
-@pytest.mark.parametrize(("n", "victim"), [(2, 1), (4, 0)], ids=["alone on its host", "keeper"])
-def test_a_killed_member_of_any_role_is_named(
-    n: int, victim: int, secret: bytes | None, tmp_path: Path
-) -> None:
-    assert_named_in_time(tmp_path, n, victim, "all_reduce", secret)
-
-
-def assert_named_in_time(
-    folder: Path, n: int, victim: int, verb: str, secret: bytes | None = None
+@pytest.mark.parametrize(
+    ("verb", "n", "victim", "secret"),
+    [
+        ("all_reduce", 4, 3, None),
+        ("recv_object", 4, 3, None),
+        ("work", 4, 3, None),
+        ("all_reduce", 2, 1, SECRET),  # alone on its host
+        ("all_reduce", 4, 0, None),  # keeps the store
+        ("all_reduce", 4, 0, SECRET),
+    ],
+)
+def test_a_killed_member_is_named_on_all_hosts(
+    verb: str, n: int, victim: int, secret: bytes | None, tmp_path: Path
 ) -> None:
     def attempt() -> float:
-        return seconds_until_named(mkdtemp(dir=folder), n, victim, verb, secret)
+        return seconds_until_named(mkdtemp(dir=tmp_path), n, victim, verb, secret)
 
     assert quickest(attempt, NAMED_WITHIN) < NAMED_WITHIN
 
@@ -340,9 +333,9 @@ def test_a_member_in_another_verb_is_named_on_all_hosts(tmp_path: Path) -> None:
     assert quickest(attempt, NAMED_WITHIN) < NAMED_WITHIN
 
 
-def two_leave(rank: int, n: int, folder: str, hosts: Hosts, secret: bytes | None) -> list[str]:
+def two_leave(rank: int, n: int, folder: str, hosts: Hosts) -> list[str]:
     """Rank 0, which hosts the store, and rank 3."""
-    with warm(rank, n, folder, hosts, secret=secret) as (tp, store):
+    with warm(rank, n, folder, hosts) as (tp, store):
         all_here(store, n)
         if rank in (0, 3):
             return []
@@ -353,10 +346,9 @@ def two_leave(rank: int, n: int, folder: str, hosts: Hosts, secret: bytes | None
     return found
 
 
-@STORES
-def test_ranks_that_have_closed_are_not_lost(secret: bytes | None, tmp_path: Path) -> None:
+def test_ranks_that_have_closed_are_not_lost(tmp_path: Path) -> None:
     with two_hosts("IPv4") as hosts:
-        _, first, second, _ = run_ranks(4, two_leave, str(tmp_path), hosts, secret)
+        _, first, second, _ = run_ranks(4, two_leave, str(tmp_path), hosts)
     assert all("has closed its end" in said for said in first + second)
     assert "on host-b) has closed its end, last seen in tp all_reduce #50" in first[1]
 
@@ -439,9 +431,7 @@ PORT = 29400
 VICTIM = 4
 
 
-def over_three(
-    rank: int, n: int, folder: str, hosts: Sequence[Host], secret: bytes | None
-) -> tuple[dict[str, Any], str]:
+def over_three(rank: int, n: int, folder: str, hosts: Sequence[Host]) -> tuple[dict[str, Any], str]:
     move_to(folder, hosts, PLACES[rank])
     with coordinator.init(
         tp=n,
@@ -450,7 +440,7 @@ def over_three(
         master_addr=hosts[PLACES[0]].address,
         master_port=PORT,
         timeout=PATIENCE_SECONDS,
-        secret=secret,
+        secret=SECRET,
     ) as groups:
         return moves(groups.tp), loses_one(groups.tp)
 
@@ -491,12 +481,9 @@ def loses_one(tp: GroupCoordinator) -> str:
     return str(caught.value)
 
 
-@STORES
-def test_groups_over_three_hosts_move_data_and_name_a_killed_rank(
-    secret: bytes | None, tmp_path: Path
-) -> None:
+def test_groups_over_three_hosts_move_data_and_name_a_killed_rank(tmp_path: Path) -> None:
     with hosts_on_a_switch(3) as hosts:
-        results = run_ranks(6, over_three, str(tmp_path), hosts, secret, may_die=[VICTIM])
+        results = run_ranks(6, over_three, str(tmp_path), hosts, may_die=[VICTIM])
     for rank, result in enumerate(results):
         if rank == VICTIM:
             continue
