@@ -521,7 +521,7 @@ def test_sglangs_functions_before_and_after(store_path: str) -> None:
 @pytest.mark.parametrize(
     ("n", "body"),
     [
-        *((2, collectives), (3, collectives), (4, stages), (2, stateless), (3, queues_of_a_group)),
+        *((3, collectives), (4, stages), (2, stateless), (3, queues_of_a_group)),
         *((2, sglang_collectives), (2, messages)),
     ],
 )

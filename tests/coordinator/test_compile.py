@@ -102,7 +102,7 @@ def compiled(rank: int, n: int, store: Store) -> None:
     with coordinator.init(tp=n, rank=rank, store=store, timeout=30) as groups, torch.no_grad():
         layer = Layer(groups.tp)
         fast = torch.compile(layer, fullgraph=True, backend="aot_eager")
-        for rows in (3, 3, 5):
+        for rows in (3, 5):
             x = torch.randn(rows, 4) + rank
             for ours, theirs in zip(fast(x), layer(x), strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
@@ -115,9 +115,7 @@ def compiled(rank: int, n: int, store: Store) -> None:
             (compile_ops.all_reduce, (torch.randn(3, 4).t(), 0, name)),
             (compile_ops.all_reduce_norm, (*torch.randn(3, 4, 3).mT[:2], torch.ones(4), 0.1, name)),
             (compile_ops.all_gather, (torch.randn(3, 4), -1, n, name)),
-            (compile_ops.all_gather, (torch.randn(3, 4), 0, n, name)),
             (compile_ops.reduce_scatter, (torch.randn(4, 2 * n), 1, 0, n, name)),
-            (compile_ops.reduce_scatter, (torch.randn(n, 3), -2, 2, n, name)),
         ):
             torch.library.opcheck(op, arguments)
         with torch.enable_grad():

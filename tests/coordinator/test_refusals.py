@@ -96,10 +96,8 @@ def to_all(group: GroupCoordinator, me: int, odd: Any, kind: type[Exception], wh
         assert group.all_gather_object(me) == [0, 1]
 
 
-def refusing(rank: int, n: int, store: Store, torch_only: bool) -> None:
-    with coordinator.init(
-        tp=2, pp=2, rank=rank, store=store, timeout=30, torch_only=torch_only
-    ) as groups:
+def refusing(rank: int, n: int, store: Store) -> None:
+    with coordinator.init(tp=2, pp=2, rank=rank, store=store, timeout=30) as groups:
         if rank >= 2:
             refuse_in(groups.tp, rank - 2)
         groups.world.barrier()
@@ -124,9 +122,8 @@ def refuse_in(tp: GroupCoordinator, me: int) -> None:
         tp.mq_broadcaster = None
 
 
-@BOTH
-def test_receivers_get_every_error_of_pickling(torch_only: bool) -> None:
-    run_ranks(4, refusing, SharedStore(), torch_only)
+def test_receivers_get_every_error_of_pickling() -> None:
+    run_ranks(4, refusing, SharedStore())
 
 
 # --- no room ------------------------------------------------------------------------------
@@ -153,8 +150,7 @@ def no_room(rank: int, n: int, store: Store, torch_only: bool, background: bool)
         return [*said, str(caught.value)]
 
 
-@pytest.mark.parametrize("background", [False, True], ids=["blocking", "in the background"])
-@BOTH
+@pytest.mark.parametrize(("torch_only", "background"), [(True, False), (False, True)])
 def test_a_receiver_without_memory_aborts_the_group(torch_only: bool, background: bool) -> None:
     """The next message could not be distinguished from the tensor that was not received."""
     sender, receiver = run_ranks(2, no_room, SharedStore(), torch_only, background)

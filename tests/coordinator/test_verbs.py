@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store
 
-DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
-
 
 class AsCommunicator:
     """A group in the shape that the table asks for: its rank is the rank in the group."""
@@ -52,7 +50,7 @@ def table(rank: int, n: int, store: Store) -> dict[str, str]:
     """One rank, or the pipeline groups of a 2 x 2 grid: [0, 2] and [1, 3]."""
     with coordinator.init(tp=n // 2 or 1, pp=min(n, 2), rank=rank, store=store) as groups:
         assert groups.pp.ranks in ([0], [0, 2], [1, 3])
-        return run_tables(groups.pp, DTYPES)
+        return run_tables(groups.pp, [torch.float32])
 
 
 @pytest.mark.parametrize("n", [1, 4])
