@@ -115,7 +115,9 @@ def compiled(rank: int, n: int, store: Store) -> None:
             (compile_ops.all_reduce, (torch.randn(3, 4).t(), 0, name)),
             (compile_ops.all_reduce_norm, (*torch.randn(3, 4, 3).mT[:2], torch.ones(4), 0.1, name)),
             (compile_ops.all_gather, (torch.randn(3, 4), -1, n, name)),
+            (compile_ops.all_gather, (torch.randn(3, 4), 0, n, name)),
             (compile_ops.reduce_scatter, (torch.randn(4, 2 * n), 1, 0, n, name)),
+            (compile_ops.reduce_scatter, (torch.randn(n, 3), -2, 2, n, name)),
         ):
             torch.library.opcheck(op, arguments)
         with torch.enable_grad():
