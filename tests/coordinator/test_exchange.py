@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import HashStore, Store, TCPStore
 
 from coordinator import rendezvous
 from coordinator.rendezvous import Rendezvous, _digest, authenticated
@@ -22,8 +22,6 @@ from shm_broadcast import (
     Failure,
     GroupAbortedError,
     GroupTimeoutError,
-    MemberStatus,
-    PeerLostError,
     PeerProtocolError,
     TransportError,
 )
@@ -65,17 +63,6 @@ def begun(
 
 
 # --- values --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("prefixed", [False, True])
-def test_all_gather_is_by_rank(prefixed: bool) -> None:
-    store: Store = PrefixStore("p", HashStore()) if prefixed else HashStore()
-
-    def body(exchange: Rendezvous) -> list[bytes]:
-        time.sleep(0.01 * (3 - exchange.rank))
-        return exchange.all_gather("letters", b"abc\0"[exchange.rank :])
-
-    assert members(3, body, store=store) == [[b"abc\0", b"bc\0", b"c\0"]] * 3
 
 
 def test_any_member_broadcasts_something() -> None:
@@ -163,19 +150,6 @@ def test_the_board_shows_the_members_that_are_absent(monkeypatch: pytest.MonkeyP
         calls.append(threads.submit(come, 2))
         assert [call.result(60) for call in calls] == [[b""] * 3] * 3
         assert seen() == []
-
-
-def test_absent_members_are_listed() -> None:
-    store = HashStore()
-    for came in (2, 3, 0):
-        start = time.monotonic()
-        with pytest.raises(
-            GroupTimeoutError, match=r"group hello: timed out after 0\.3 s"
-        ) as caught:
-            members(5, lambda exchange: exchange.all_gather("hello"), 0.3, store, [came])
-        assert 0.3 <= time.monotonic() - start < 0.3 + STALL_SECONDS
-    assert [member.rank for member in caught.value.waiting_for] == [1, 4]
-    assert {member.state for member in caught.value.waiting_for} == {"absent"}
 
 
 class Asked:
@@ -370,21 +344,3 @@ def test_a_member_that_fails_in_a_set_up_is_the_cause_on_all() -> None:
             assert caught.value.failure == failure
         board.abort(caught.value)
         assert board.aborted == replace(failure, rank=6)
-
-
-@pytest.mark.parametrize(
-    "seen",
-    [
-        PeerLostError("hosts", MemberStatus(1, 4242, "lost")),
-        GroupAbortedError("hosts", Failure(1, "ValueError", "no", 1)),
-    ],
-    ids=["lost", "aborted"],
-)
-def test_a_set_up_ends_where_a_member_is_seen_to_have_ended(seen: Exception) -> None:
-    def see(what: str, there: Callable[[], bool]) -> None:
-        raise seen
-
-    store = HashStore()
-    with pytest.raises(type(seen)):
-        replace(begun(store, 0), watch=see).all_gather("hosts")
-    all_meet(store)
