@@ -62,7 +62,7 @@ MESSAGES: dict[str, Callable[[GroupCoordinator], object]] = {
     "irecv": lambda tp: tp.irecv(X.shape, X.dtype, src=GONE).wait(),
     "recv_object": lambda tp: tp.recv_object(GONE),
     "recv_tensor_dict": lambda tp: tp.recv_tensor_dict(GONE),
-    "send": lambda tp: [tp.send(large(), dst=GONE) for _ in range(9)],
+    "send": lambda tp: [tp.send(large(), dst=GONE) for _ in range(5)],
 }
 
 

@@ -116,14 +116,6 @@ def test_messages_are_neither_sent_nor_received_as_in_vllm(group: GroupCoordinat
             call()
 
 
-def test_a_queue_without_readers_never_fills(group: GroupCoordinator) -> None:
-    queue = group.create_mq_broadcaster()
-    for number in range(100):
-        queue.enqueue({"step": number, "pad": b"x" * (1 << 16)}, timeout=5)
-    assert queue.broadcast_object("x", timeout=5) == "x"
-    queue.shutdown()
-
-
 @pytest.mark.quick
 def test_a_closed_group_refuses_calls() -> None:
     with coordinator.init(rank=0) as groups:

@@ -7,8 +7,6 @@ import os
 import pickle
 import re
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -155,7 +153,7 @@ def test_a_launchers_board_is_used_and_never_aborted() -> None:
     run_ranks(4, on_a_given_board, SharedStore(), NEW_BOARD)
 
 
-def leaves(rank: int, n: int, store: Store, error: BaseException, how: str) -> str:
+def leaves(rank: int, n: int, store: Store, error: BaseException) -> str:
     """Rank 1 leaves with an error while the others wait for it."""
 
     def fail(x: torch.Tensor) -> None:
@@ -163,25 +161,12 @@ def leaves(rank: int, n: int, store: Store, error: BaseException, how: str) -> s
 
     with (
         pytest.raises(type(error) if rank == 1 else CoordinatorError) as caught,
-        joined(how, rank, n, store) as all_reduce,
+        join(rank, n, store, tp=n) as groups,
     ):
-        (fail if rank == 1 else all_reduce)(torch.ones(2))
+        (fail if rank == 1 else groups.tp.all_reduce)(torch.ones(2))
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-@contextmanager
-def joined(how: str, rank: int, n: int, store: Store) -> Iterator[Callable[[torch.Tensor], object]]:
-    if how == "groups":
-        with join(rank, n, store, tp=n) as groups:
-            yield groups.tp.all_reduce
-    else:
-        with coordinator.StatelessGroupCoordinator(
-            [[*range(n)]], rank, "gloo", True, store, global_rank=rank
-        ) as group:
-            yield group.all_reduce
-
-
-@pytest.mark.parametrize("how", ["groups", "group"])
 @pytest.mark.parametrize(
     ("error", "why"),
     [
@@ -190,10 +175,8 @@ def joined(how: str, rank: int, n: int, store: Store) -> Iterator[Callable[[torc
         (SystemExit(0), r"\w+Error: .*rank 1 (|\(.*)has closed the group"),
     ],
 )
-def test_an_error_that_ends_one_rank_reaches_the_others(
-    error: BaseException, why: str, how: str
-) -> None:
-    first, _, last = run_ranks(3, leaves, SharedStore(), error, how)
+def test_an_error_that_ends_one_rank_reaches_the_others(error: BaseException, why: str) -> None:
+    first, _, last = run_ranks(3, leaves, SharedStore(), error)
     for told in (first, last):
         assert re.match(why, told), told
 
