@@ -335,7 +335,7 @@ MUTANTS = (
         "device_comm/shm/signature.py",
         "operation.peer if verb in ROOTED else operation.dim,",
         "operation.peer,",
-        (f"{_DIVERGE}[shared memory]",),
+        (f"{_DIVERGE}[torch]",),
     ),
     Mutant(
         "R1 a message without elements is a message",
