@@ -32,23 +32,18 @@ from tests.ranks import run_ranks
 if TYPE_CHECKING:
     from coordinator.layout import Mesh
 
+# Any dtype and layout by itself: `tests.fuzz`.
 WHOLES = {
     "matrix": torch.arange(35.0).reshape(7, 5),
     "ids": torch.arange(9),
-    "half": torch.arange(24, dtype=torch.bfloat16).reshape(2, 3, 4),
     "scalar": torch.tensor(3.5),
-    "empty": torch.zeros(0, 4),
-    "flags": torch.tensor([True, False, True]),
     "tiny": torch.tensor([1.5, -2.0]).to(torch.float8_e4m3fn),
     "complex": torch.tensor([1 + 2j, 3j]).to(torch.complex64),
 }
 LAYOUTS = {
     "matrix": Layout((Shard(0, padded=True),)),
     "ids": Layout((Shard(0, sizes=(4, 0, 3, 2)),)),
-    "half": Layout((Shard(-1),)),
     "scalar": Layout((Replicate(),)),
-    "empty": Layout((Shard(1),)),
-    "flags": Layout((Shard(0),)),
     "tiny": Layout((Shard(0),)),
     "complex": Layout((Partial(),)),
 }
