@@ -45,7 +45,6 @@ X = torch.ones(1000)
 
 VERBS: dict[str, Callable[[GroupCoordinator], object]] = {
     "all_reduce": lambda tp: tp.all_reduce(X),
-    "barrier": lambda tp: tp.barrier(),
     "recv_object": lambda tp: tp.recv_object(tp.world_size - 1),
     "work": lambda tp: tp.all_reduce(X, async_op=True).wait(),
 }
@@ -303,34 +302,6 @@ def test_a_deadline_lists_the_late_ranks_alone(tmp_path: Path) -> None:
     # Its last step may end a little after rank 0 has begun the next.
     assert re.search(r"on host-b\), last seen in tp all_reduce #50, [12]\.\d s ago", str(error))
     assert_documented(str(error))
-
-
-def one_differs(rank: int, n: int, folder: str, hosts: Hosts) -> tuple[CoordinatorError, float]:
-    with warm(rank, n, folder, hosts) as (tp, store):
-        all_here(store, n)
-        if rank == 0:
-            note(store, "diverged")
-        verb = VERBS["barrier" if rank == 3 else "all_reduce"]
-        error, raised = failure_of(lambda: verb(tp))
-        all_here(store, n, "over")
-    return error, since(store, "diverged", raised)
-
-
-def test_a_member_in_another_verb_is_named_on_all_hosts(tmp_path: Path) -> None:
-    def attempt() -> float:
-        with two_hosts("IPv4") as hosts:
-            results = run_ranks(4, one_differs, mkdtemp(dir=tmp_path), hosts)
-        for error, _ in results:
-            assert "DivergenceError" in f"{type(error).__name__}: {error}"
-            assert "issued barrier" in str(error)
-            assert "issued all_reduce SUM float32[1000]" in str(error)
-            assert re.search(
-                "rank 3 issued|rank 3( on host-b)? reported|where this rank issued barrier",
-                str(error),
-            )
-        return float(max(seconds for _, seconds in results))
-
-    assert quickest(attempt, NAMED_WITHIN) < NAMED_WITHIN
 
 
 def two_leave(rank: int, n: int, folder: str, hosts: Hosts) -> list[str]:

@@ -133,10 +133,6 @@ PAIRS: dict[str, tuple[Call, Callable[[End], Any]]] = {
         lambda end, value: end.pp.send_tensor_dict(made_of(value), dst=1),
         lambda end: end.pp.recv_tensor_dict(src=0),
     ),
-    "forward": (
-        lambda end, value: end.stage.send_forward(made_of(value)),
-        lambda end: end.stage.recv_forward(),
-    ),
     "broadcast": (
         lambda end, value: end.pp.broadcast_tensor_dict(made_of(value), src=0),
         lambda end: end.pp.broadcast_tensor_dict(src=0),
@@ -200,7 +196,6 @@ def pass_messages(
         ("message", 2, 0, SECRET),
         ("message", 2, 1, None),
         ("message", 2, 1, SECRET),
-        ("forward", 2, 0, None),
         ("broadcast", 2, 0, None),
         ("broadcast", 2, 0, SECRET),
         ("broadcast", 2, 1, None),

@@ -34,16 +34,6 @@ def members(n: int) -> list[HostTopology]:
 
 
 @pytest.mark.quick
-def test_members_of_one_host_share_a_board() -> None:
-    found = members(3)
-    assert [each.node_of for each in found] == [(0, 0, 0)] * 3
-    assert [each.board.member for each in found] == [0, 1, 2]
-    assert found[0].all() == [[0, 1, 2]]
-    for each in found:
-        each.close()
-
-
-@pytest.mark.quick
 def test_hosts_that_cannot_see_each_other_are_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """One machine, one boot id, but members 0, 3 and 1, 2, 4 are isolated from each other."""
     sides = {0: "a", 3: "a", 1: "b", 2: "b", 4: "b"}

@@ -155,23 +155,6 @@ def test_equal_keys_of_trees_keep_their_types(keys: tuple[Any, ...]) -> None:
 # --- headers and payloads ------------------------------------------------------------------
 
 
-def test_a_header_by_hand() -> None:
-    values: dict[str, Any] = {
-        "a": torch.zeros(2, 3, dtype=torch.bfloat16),
-        "n": 7,
-        "x": [1, (2,)],
-        "none": None,
-        "grad": torch.ones(2, requires_grad=True) * 2,
-    }
-    header, parts = pack(values)
-    assert header.keys == ["a", "n", "x", "none", "grad"]
-    assert header.tensors["a"] == TensorMeta("torch.bfloat16", (2, 3), "cpu")
-    assert [meta.requires_grad for meta in header.tensors.values()] == [False, True]
-    assert header.scalars == {"n": 7, "none": None}
-    assert [(part.shape, part.requires_grad) for part in parts] == [((6,), False), ((2,), False)]
-    assert parts[0].untyped_storage().data_ptr() == values["a"].untyped_storage().data_ptr()
-
-
 def test_a_payload_by_hand() -> None:
     """What may be large is no part of the header, which has 64 bits for its length."""
     values = {"n": 7, "few": torch.tensor([1, 2, 3], dtype=torch.uint8), "more": [1]}
@@ -229,21 +212,6 @@ def test_values_that_are_too_long_for_msgpack_are_pickled(monkeypatch: pytest.Mo
 
 
 # --- slices --------------------------------------------------------------------------------
-
-
-def test_the_sender_cuts_what_divides() -> None:
-    """arange(8) over two peers: four elements per link."""
-    x = torch.arange(8).reshape(2, 4)
-    for rank in range(2):
-        header, parts = pack(
-            {"x": x, "odd": torch.ones(3), "residual": x},
-            Slicing(2, rank, {"residual": False, "other": True}),
-        )
-        metas = header.tensors
-        assert (metas["x"].slices, metas["x"].slice, metas["x"].numel_sent) == (2, rank, 4)
-        assert metas["odd"].slices == metas["residual"].slices == 0
-        whole = list(range(8))
-        assert [each.tolist() for each in parts] == [whole[4 * rank :][:4], [1, 1, 1], whole]
 
 
 @given(shapes, st.integers(1, 6), st.none() | st.booleans())
