@@ -13,8 +13,8 @@ import pytest
 
 import coordinator
 from coordinator.pipeline import Stage
-from tests.commands import run_to_end
-from tests.packages import ROOT, kept_files
+from tests.commands import ROOT, run_to_end
+from tests.packages import kept_files
 from tests.pages.blocks import PAGES, Block, block_of, blocks, read
 
 PAGE = "CONTRIBUTING.md"

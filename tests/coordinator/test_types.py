@@ -16,8 +16,8 @@ import pytest
 import coordinator
 from coordinator.pipeline import Stage
 from device_comm import Communicator
-from tests.commands import run_to_end
-from tests.packages import ROOT, source_wheel
+from tests.commands import ROOT, run_to_end
+from tests.packages import source_wheel
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -305,7 +305,7 @@ def at_start(monkeypatch: pytest.MonkeyPatch, folder: Path, code: str) -> Iterat
 
 
 def lack_a_module() -> None:
-    sys.modules["coordinator.groups"] = None  # type: ignore[assignment]
+    sys.modules["coordinator.groups"] = None
     refusal = load_workers_modules("server", [])
     assert refusal.startswith("importing workers' modules failed: ModuleNotFoundError")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -13,10 +12,6 @@ from server.cli import main
 from server.driver.binding import assign, cpu_quota, usable_cores, worker_threads
 from server.pool import WorkerPool
 from tests.server.workers import Worker
-
-if TYPE_CHECKING:
-    pass
-
 
 pytestmark = pytest.mark.quick
 
