@@ -80,7 +80,7 @@ def diverge(rank: int, n: int, store: Store, torch_only: bool) -> dict[str, str]
 
 @TRANSPORTS
 def test_ranks_that_diverge_get_both_operations(torch_only: bool) -> None:
-    for found in run_ranks(N, diverge, SharedStore(), torch_only, timeout=240):
+    for found in run_ranks(N, diverge, SharedStore(), torch_only, timeout=140):
         for kind, text in found.items():
             assert text.startswith(("DivergenceError", "GroupAbortedError")), (kind, text)
             assert "issued" in text, kind
@@ -256,9 +256,9 @@ def slip_at(tp: GroupCoordinator, kind: str, pause: float, at: int, store: FileS
 
 def on_ranks(place: str, body: Callable[..., Any], folder: Path, *args: Any) -> list[Any]:
     if place == "one host":
-        return run_ranks(M, body, mkdtemp(dir=folder), None, *args, timeout=240)
+        return run_ranks(M, body, mkdtemp(dir=folder), None, *args, timeout=140)
     with two_hosts("IPv4") as hosts:
-        return run_ranks(M, body, mkdtemp(dir=folder), hosts, *args, timeout=240)
+        return run_ranks(M, body, mkdtemp(dir=folder), hosts, *args, timeout=140)
 
 
 def assert_diverged(error: CoordinatorError, kind: str) -> None:
