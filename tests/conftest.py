@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import importlib.util
 import signal
+import sys
+from multiprocessing import forkserver
 from typing import TYPE_CHECKING
 
 import pytest
@@ -50,6 +52,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Collect no garbage before, and later none among what was imported: it stays."""
     gc.freeze()
     gc.enable()
+    if "tests.ranks" in sys.modules:  # later its environment could be that of a test
+        forkserver.ensure_running()
     if any("server" in item.path.parts for item in session.items):
         from tests.warm_forks import start_nest
 

@@ -4,7 +4,7 @@
     assert run_ranks(2, body, str(tmp_path / "store")) == [0, 1]
 
 Ranks are forked from a server that has loaded torch: a rank costs milliseconds. So it sees the
-environment variables of the moment when the first rank started; ``environment=`` starts fresh
+environment variables of the moment when the tests began; ``environment=`` starts fresh
 interpreters, which cost seconds. Arguments and results are pickled. Warnings are errors in a rank.
 A rank that is done stays alive until all are.
 """
