@@ -7,7 +7,7 @@ import os
 import re
 import signal
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -23,6 +23,16 @@ from tests.programs import Program, run_module
 from tests.server.served import command
 from tests.server.tiny_bert import SENTENCES, make_model
 from tests.server.workers import Worker
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fork_servers_end() -> Iterator[None]:
+    """Examples import the installed name: other modules, with fork servers of their own."""
+    yield
+    importlib.import_module("group_coordinator.launchers.fork_servers").FORK_SERVERS.close()
 
 
 @pytest.fixture(scope="module")
