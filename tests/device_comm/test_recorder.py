@@ -139,9 +139,13 @@ def test_the_same_all_reduce_of_two_ranks_overlaps(tmp_path: Path) -> None:
 
 
 def go_on_by_itself(rank: int, n: int, board: BoardHandle, path: str) -> None:
+    begun = Path(f"{path}-begun")
     with make_comm(rank, board, path) as comm:
         x = torch.ones(FLOATS)
+        if rank == 1:
+            until(begun.exists)  # so rank 0's go on in the background
         works = [comm.all_reduce(x, async_op=True) for _ in range(3)]
+        begun.touch()
         works[2].wait()
         if rank == 0:
             comm.isend(x, 1)

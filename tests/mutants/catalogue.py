@@ -277,6 +277,13 @@ MUTANTS = (
         (f"{_HERE}/test_remote.py::test_writers_never_collide",),
     ),
     Mutant(
+        "N1 long parts are joined",
+        "shm_broadcast/net/protocol.py",
+        "if len(frame) < FRAME_BYTES:",
+        "if len(frame) <= FRAME_BYTES:",
+        ("tests/shm_broadcast/test_remote_wire.py::test_a_part_ends_with_a_short_frame",),
+    ),
+    Mutant(
         "N2 the binder picks an address of its own",
         "coordinator/stores.py",
         "if error.errno != errno.EADDRNOTAVAIL:",

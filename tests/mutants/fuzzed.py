@@ -61,14 +61,7 @@ FUZZED_MUTANTS = (
         (f"{_FAULTS}[kill]",),
     ),
     Mutant(
-        "F8 long parts are joined",
-        "shm_broadcast/net/protocol.py",
-        "if len(frame) < FRAME_BYTES:",
-        "if len(frame) <= FRAME_BYTES:",
-        (f"{_SOCKETS}[to_readers]",),
-    ),
-    Mutant(
-        "F9 what a worker writes that is no message is said to be none",
+        "F8 what a worker writes that is no message is said to be none",
         "server/control/channel.py",
         "        except UNDECODABLE as error:",
         "        except RecursionError as error:",
