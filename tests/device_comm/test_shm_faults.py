@@ -259,8 +259,8 @@ def test_an_error_of_the_users_in_the_background_ends_the_group_and_not_the_thre
 
 # --- Deadlines, aborts and handlers while much is moved ------------------------------------------
 
-LARGE = 40 << 20
-"""Elements of a tensor of 160 MiB: to move it takes more than 5 ms on any machine."""
+LARGE = 64 << 20
+"""Elements of a tensor of 256 MiB: to move it takes more than 10 ms on any machine."""
 
 SHORT = 0.001
 """Seconds that are over before it is moved."""

@@ -180,9 +180,9 @@ MUTANTS = (
     ),
     Mutant(
         "Q6 there is always room to cancel",
-        "shm_broadcast/ring/writer.py",
-        "RESERVED_FOR_CANCEL: Final = layout.RECORD_ALIGN",
-        "RESERVED_FOR_CANCEL: Final = 0",
+        "shm_broadcast/native/ring.h",
+        "#define RESERVED_FOR_CANCEL RECORD_ALIGN",
+        "#define RESERVED_FOR_CANCEL 0",
         (f"{_HERE}/test_ring.py::test_there_is_always_room_to_cancel",),
     ),
     Mutant(
