@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import pkgutil
 import weakref
@@ -34,7 +35,6 @@ from device_comm.selection import Candidate, SelectingBackend, Selection
 from device_comm.shm.signature import signature_with_sizes
 from device_comm.wrappers import CudaSideStream, HostStaging, OnStream
 from shm_broadcast import Board, Deadline, DivergenceError, GroupTimeoutError
-from tests.shm_broadcast.leaks import collect_garbage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -370,11 +370,11 @@ def test_tensors_live_until_the_stream_has_passed(captured: bool) -> None:
     assert comm.all_reduce(x, async_op=True).wait().tolist() == [2, 2]
     del x
     assert comm.all_reduce(torch.ones(2)).tolist() == [2, 2]
-    collect_garbage()
+    gc.collect()
     assert alive() is not None
     side.captures, side.done = False, True
     comm.all_reduce(torch.ones(2))
-    collect_garbage()
+    gc.collect()
     assert alive() is None
 
 

@@ -14,15 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-def collect_garbage() -> None:
-    """Later, what lives now is passed by, which is much where large libraries were imported."""
-    gc.collect()
-    gc.freeze()
-
-
 def open_descriptors() -> int:
     """How many descriptors this process has, forgotten objects not counted."""
-    collect_garbage()
+    gc.collect()
     write_stacks_when_asked()  # whose file a process keeps for good, so it is always counted
     return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import signal
@@ -26,7 +27,7 @@ from shm_broadcast.ring.buffers import (
 )
 from tests.forked import in_a_child
 from tests.patience import until
-from tests.shm_broadcast.leaks import collect_garbage, open_descriptors
+from tests.shm_broadcast.leaks import open_descriptors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -218,7 +219,7 @@ def test_free_blocks_of_other_sizes_make_room() -> None:
     rig.writer.close()
     rig.readers[0].forget()
     del rig
-    collect_garbage()
+    gc.collect()
     assert (last == 5).all()  # an array outlives both ends
     del last
     assert open_descriptors() == before
@@ -373,6 +374,6 @@ def test_the_limit_bounds_what_is_kept_and_old_sizes_make_room() -> None:
     taken(none, 2 * MIB)
     assert none.kept_bytes == 0
     del pool, none
-    collect_garbage()
+    gc.collect()
     array[:] = 1  # it outlives its pool
     assert array.sum() == 2 * MIB

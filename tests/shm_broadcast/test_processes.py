@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from shm_broadcast.process import IN_FORKED_CHILD
 from tests.forked import in_a_child
 from tests.patience import until
 from tests.ranks import run_ranks
-from tests.shm_broadcast.leaks import collect_garbage, no_descriptors, open_descriptors
+from tests.shm_broadcast.leaks import no_descriptors, open_descriptors
 
 NOBODY = 2**22 + 1  # above the largest pid that Linux gives
 LIMIT = 60.0
@@ -262,11 +263,11 @@ def test_a_child_is_no_member_of_its_parents_board_and_may_join_others() -> None
 
 
 def test_closed_boards_are_not_kept_for_children() -> None:
-    collect_garbage()
+    gc.collect()
     before = len(process._fork_aware)
     for _ in range(10):
         Board.create(1).close()
-    collect_garbage()
+    gc.collect()
     assert len(process._fork_aware) <= before
 
 

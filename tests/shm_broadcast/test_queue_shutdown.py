@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from shm_broadcast import (
 from shm_broadcast.process import IN_FORKED_CHILD
 from tests.forked import in_a_child
 from tests.patience import until
-from tests.shm_broadcast.leaks import collect_garbage, open_descriptors
+from tests.shm_broadcast.leaks import open_descriptors
 from tests.shm_broadcast.queues import CAPACITY, LIMIT, Ends, Running, ends, sleeps
 from tests.shm_broadcast.remote_peers import SECRET
 from tests.shm_broadcast.test_board import bury
@@ -305,7 +306,7 @@ def test_a_dropped_writer_is_lost_to_its_readers() -> None:
     waiting = Running(reader[0].dequeue)
     until(lambda: sleeps(board))
     writer.clear()
-    collect_garbage()
+    gc.collect()
     with reader[0]:
         for call in (waiting.result, reader[0].dequeue):
             with pytest.raises(PeerLostError, match=rf"lost rank 5 \(pid {os.getpid()}\)"):
@@ -315,7 +316,7 @@ def test_a_dropped_writer_is_lost_to_its_readers() -> None:
 def test_a_reader_that_is_dropped_is_lost_to_its_writer() -> None:
     writer, reader = to_drop()
     reader.clear()
-    collect_garbage()
+    gc.collect()
     with writer[0]:
         with pytest.raises(PeerLostError, match=rf"lost rank 0 \(pid {os.getpid()}\)"):
             fill(writer[0])
@@ -353,7 +354,7 @@ def test_a_forked_child_has_no_part_and_drops_nothing() -> None:
         writer[0].shutdown()
         writer.clear()
         reader.clear()
-        collect_garbage()
+        gc.collect()
 
     in_a_child(body)
     writer[0].enqueue("after", LIMIT)
