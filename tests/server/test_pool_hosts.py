@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from server.config import PoolConfig
 from server.errors import CallTimeoutError, WorkerError, WorkerLostError, WorkerStartError
 from tests.coordinator.hosts import NAMES
 from tests.netns import hosts_on_a_switch, two_hosts
@@ -205,6 +206,10 @@ def test_only_a_stopped_worker_on_another_host_is_named(tmp_path: Path) -> None:
     assert after == [3.0] * 3
 
 
+ANSWERED = PoolConfig(leave_seconds=PATIENCE_SECONDS, stack_seconds=PATIENCE_SECONDS)
+"""Hosts answer in time, also on a loaded machine."""
+
+
 def are_late(pool: WorkerPool, *calls: tuple[Any, ...]) -> tuple[list[int], list[Any]]:
     """Each of these calls ends after it was late, but for the last."""
     pids, found = pids_of(pool), list[Any]()
@@ -221,8 +226,9 @@ def are_late(pool: WorkerPool, *calls: tuple[Any, ...]) -> tuple[list[int], list
 
 def test_a_worker_alone_on_its_host_that_others_wait_for_is_named(tmp_path: Path) -> None:
     calls = ("hang_in_group", 1, 4.0 + STALL_SECONDS), ("skip_group", 1)
+    options = {"tp": 3, "config": ANSWERED}
     with hosts_on_a_switch(3) as hosts:
-        (pids, found), *_ = run_over(tmp_path, hosts, are_late, *calls, options={"tp": 3})
+        (pids, found), *_ = run_over(tmp_path, hosts, are_late, *calls, options=options)
     reasons = "waits for no other process", "is idle, and waits for the next message of the driver"
     for why, (text, culprits, told) in zip(reasons, found, strict=True):
         named = f"ank 1 (pid {pids[1]} on {NAMES[1]}) holds up others: it {why}"
@@ -236,8 +242,10 @@ def test_a_worker_alone_on_its_host_that_others_wait_for_is_named(tmp_path: Path
 
 
 def test_workers_that_wait_for_each_other_over_hosts_are_named(tmp_path: Path) -> None:
+    options = {"config": ANSWERED}
     with two_hosts("IPv4") as hosts:
-        (pids, [(text, culprits, told)]), _ = run_over(tmp_path, hosts, are_late, ("cross",))
+        found = run_over(tmp_path, hosts, are_late, ("cross",), options=options)
+    (pids, [(text, culprits, told)]), _ = found
     first, second = f"rank 0 (pid {pids[0]})", f"rank 1 (pid {pids[1]} on {NAMES[1]})"
     assert f"({first} and {second} wait for each other)" in text
     assert culprits == (0, 1)
